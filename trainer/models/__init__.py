@@ -1,4 +1,4 @@
-"""Keras models: `registry.build` makes one by name; one file a model.
+"""Keras models. `registry.build` creates a model by name.
 
-A model that is built in has a row in `MODELS` of `trainer/config/model.py`.
+Each built-in model has a row in `MODELS` of `trainer/config/model.py`.
 """

@@ -1,6 +1,7 @@
-"""The model that suits the inputs of a dataset, for `model.name: auto`. Free of TensorFlow.
+"""Chooses the model that fits the inputs of a dataset, for `model.name: auto`.
 
-It is chosen by the kinds of the inputs, so that it can be reported before a file is prepared.
+The choice depends on the kinds of the inputs, so that it can be reported before a file is prepared.
+This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.statistics import are_repeated
 
-#: Kinds of inputs. A category is a class, or a text whose values repeat.
+#: Kinds of inputs. A category is a class, or a string whose values repeat.
 NUMBER, CATEGORY, FREE_TEXT, IMAGE, SEQUENCE, TENSOR = (
     "number", "category", "text", "image", "sequence", "list of numbers",
 )  # fmt: skip
 TABULAR, TWO_TOWER = "tabular", "two_tower"
 _OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
-# Height and width, followed by channels: grey, RGB, or RGBA.
+# An image has two sides, and may have channels: 1 for gray, 3 for RGB, 4 for RGBA.
 _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
-# A table of numbers has a row for each number up to the largest.
+# An embedding table of numbers has a row for each number up to the largest.
 _FEW_ROWS, _SPARSE = 100_000, 10
-# Names of id columns of users and of items.
+# Patterns of the names of id columns, and words in the names of users' and items' ids.
 _ID = re.compile(
     r"(?:^|[\W_])(?:id|ids|nr|no|number|key|code|uuid|guid|index)$|^(?:user|customer|client|member|"
     r"order|account|person|passenger|patient|transaction|row|record|item|product|case)id$",
@@ -46,16 +47,16 @@ _ITEMS = (
 
 
 class Choice(NamedTuple):
-    """The name of a model, and the reason for it."""
+    """The name of a model, and the reason for choosing it."""
 
     name: str
     why: str
 
 
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
-    """Return the configuration with the model chosen for a dataset.
+    """Return the configuration with the model that is chosen for a dataset.
 
-    Images are augmented, unless its arguments say otherwise.
+    A chosen image model augments its images, unless `model.args` says otherwise.
     """
     model, data = named(config.model, dataset), config.data
     if model.name == _OF_ALL[IMAGE] and config.model.name == AUTO:
@@ -63,30 +64,30 @@ def with_model(config: Config, dataset: DatasetSpec) -> Config:
         args = {"augment": not config.training.jit_compile, **model.args}
         model = model.model_copy(update={"args": args})
     if model.name in RECOMMENDERS and data.source and not data.inputs:
-        # A configuration that names the model must set these, which are known here.
+        # If the configuration names such a model, it must also list its inputs.
         data = data.model_copy(update={"inputs": tuple(dataset.inputs)})
     return config.model_copy(update={"model": model, "data": data})
 
 
 def named(config: ModelConfig, dataset: DatasetSpec) -> ModelConfig:
-    """Return the section with the chosen name instead of `auto`."""
+    """Return the section with the chosen name in place of `auto`."""
     if config.name != AUTO:
         return config
     return config.model_copy(update={"name": of_dataset(dataset).name})
 
 
 def of_dataset(dataset: DatasetSpec) -> Choice:
-    """Return the model for the inputs of a dataset."""
+    """Choose the model for the inputs of a dataset."""
     lengths = {length_name(name) for name in dataset.inputs}
     kinds = {name: _kind(dataset, name) for name in dataset.inputs if name not in lengths}
     labels = [dataset.features[name] for name in dataset.targets]
-    # Two towers give one score.
+    # A two-tower model returns one score.
     is_score = len(labels) == 1 and not labels[0].shape and labels[0].num_classes <= _TWO_CLASSES
     return of_kinds(kinds, may_match=is_score and all(_fits_table(dataset, name) for name in kinds))
 
 
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
-    """Return the model for inputs of these kinds by name.
+    """Choose the model for inputs, given the kind of each by name.
 
     `may_match` says whether the target is a number or one of two classes.
     """
@@ -116,17 +117,17 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Return whether a column has the name of an id."""
+    """Return whether a column is named like an id."""
     return bool(_ID.search(name.strip()) or _CAMEL_ID.search(name.strip()))
 
 
 def names_things(name: str) -> bool:
-    """Return whether the numbers of such a column are identifiers, not counts or indices."""
+    """Return whether a column is named like an identifier, not like a count or an index."""
     return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
 
 
 def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
-    """Return the names of a user's and an item's id if these are the only inputs, else nothing."""
+    """Return the names of a user's and an item's id if these are the only inputs, else ()."""
     if len(kinds) != _PAIR or not {*kinds.values()} <= {NUMBER, CATEGORY, FREE_TEXT}:
         return ()
     users, items = (
@@ -134,7 +135,7 @@ def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     )
     pair = [*users, *items]
     is_pair = len(users) == len(items) == 1 and users != items
-    # `user` alone is also an id; `user age` is not.
+    # `user` alone is also an id, but `user age` is not.
     if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
         return pair
     return ()
@@ -149,7 +150,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     shape = feature.shape
     if feature.dtype == "string" and not shape:
-        # Before preparation, only its type is known: a text.
+        # Before preparation only the type is known, and it may be a free text.
         repeats = known is not None and are_repeated(known.distinct, known.examples)
         return CATEGORY if repeats else FREE_TEXT
     if not shape:
@@ -161,7 +162,6 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
 
 
 def _fits_table(dataset: DatasetSpec, name: str) -> bool:
-    """Return whether a table with a row for each number is not much larger than needed."""
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     if feature.shape or not ("int" in feature.dtype or feature.dtype == "string"):
         return False
@@ -182,6 +182,6 @@ def _is_image(feature: FeatureSpec) -> bool:
 
 
 def is_series(*shapes: tuple[int | None, ...]) -> bool:
-    """Return whether lists of vectors are longer than their vectors, like time series."""
+    """Return whether arrays have more rows than columns, as time series of vectors do."""
     rank = {len(shape) for shape in shapes}
     return rank == {_SIDES} and all((shape[0] or 0) > (shape[1] or 0) for shape in shapes)

@@ -1,7 +1,7 @@
-"""Built-in models: perceptron, softmax regression, convolutional and recurrent networks.
+"""Built-in models: multilayer perceptron, softmax regression, convolutional and recurrent networks.
 
-All end in linear layers, one for each output of the task: logits of a classifier, numbers of a
-regression.
+Each ends in one linear layer per output of the task, which returns logits for a classifier and
+numbers for a regression.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from flotilla.trainer.runtime.errors import ConfigError
 def mlp(
     spec: InputSpec, *, hidden_units: Sequence[int] = (100,), dropout: float = 0.0
 ) -> keras.Model:
-    """Return ReLU layers of `hidden_units`, each followed by `dropout`, and the outputs."""
+    """Return a model of ReLU layers, each followed by dropout."""
     given, x = scaled_input(spec)
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="mlp")
 
 
 def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
-    """Return a linear layer of `x` [n, units] for each output of the task, by name.
+    """Return a linear layer on `x` [n, units] for each output of the task, by name.
 
-    Other arguments are passed to `keras.layers.Dense`.
+    `named` is passed to `keras.layers.Dense`.
 
     Raises:
-        ConfigError: an output may have any size.
+        ConfigError: an output has no fixed size.
     """
     if isinstance(spec.output_shape, Mapping):
         return {
@@ -63,7 +63,7 @@ def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
 def hidden(
     x: keras.KerasTensor, *, hidden_units: Sequence[int], dropout: float
 ) -> keras.KerasTensor:
-    """Return `x`, flattened and passed through ReLU layers with dropout after each."""
+    """Flatten `x` and apply ReLU layers with dropout after each."""
     rate = share("dropout", dropout)
     x = keras.layers.Flatten(name="flatten")(x)
     for index, units in enumerate(sizes("hidden_units", hidden_units)):
@@ -74,10 +74,10 @@ def hidden(
 
 
 def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> keras.Model:
-    """Return softmax regression; the loss contains the softmax, so the outputs are logits.
+    """Return a softmax regression. Its outputs are logits, because the loss contains the softmax.
 
-    `kernel_initializer` is the name of a Keras initializer, or a mapping of `class_name` and
-    `config` for one with arguments.
+    `kernel_initializer` is the name of a Keras initializer, or a mapping with `class_name` and
+    `config`.
     """
     given, x = scaled_input(spec)
     x = keras.layers.Flatten(name="flatten")(x)
@@ -87,7 +87,8 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
 
 FLAT_IMAGE = 2
 DEEP_IMAGE = 3
-# Augmentation, in shares of a full turn (10 degrees) and of the sides of an image.
+# Maximum changes by augmentation: a rotation of 10 degrees, in fractions of a full turn; zoom and
+# translation, in fractions of the image's size.
 TURN, ZOOM, MOVE = 10 / 360, 0.1, 0.1
 
 
@@ -100,10 +101,11 @@ def cnn(  # noqa: PLR0913
     dropout: float = 0.0,
     augment: bool = False,
 ) -> keras.Model:
-    """Return a convolution with 2x2 pooling per filter count, hidden layers, and the outputs.
+    """Return a model of convolutions with 2x2 pooling, one per filter count, and hidden layers.
 
-    Images are (height, width, channels), or (height, width) for one channel; `dropout` follows each
-    hidden layer. With `augment`, training moves, turns and resizes each image a little at random.
+    Images are [height, width, channels], or [height, width] for one channel. `dropout` is applied
+    after each hidden layer. With `augment`, each image is slightly moved, rotated and resized at
+    random during training.
     """
     given, x = scaled_input(spec)
     shape = tuple(spec.shape)
@@ -121,7 +123,7 @@ def cnn(  # noqa: PLR0913
         x = keras.layers.Conv2D(
             count, kernel, padding="same", activation="relu", name=f"convolution_{index}"
         )(x)
-        # "same" rounds up, so that repeated pooling leaves at least one pixel.
+        # "same" rounds up, so that at least one pixel remains after any number of poolings.
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="cnn")
@@ -129,17 +131,17 @@ def cnn(  # noqa: PLR0913
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Augmentation(keras.layers.Layer):
-    """Moves, turns and resizes each image a little at random, in training only.
+    """Slightly moves, rotates and resizes each image at random, only during training.
 
-    Nothing is mirrored: a digit, a letter or a road sign is another one in a mirror. Keras's own
-    layers also change images where a model is called without `training`; this one does not, and a
-    `.keras` file is written without it.
+    Images are not flipped, because a flipped digit, letter or road sign has another meaning.
+    Keras's own layers also change images if a model is called without `training`. This layer does
+    not, and it is left out of `.keras` files.
     """
 
     def build(self, shape: Any) -> None:
-        """Create the seeds of the random changes."""
+        """Create the layers, with seeds for their random changes."""
         layers = keras.layers
-        # The edge of an image continues outwards, since its background may have any colour.
+        # Continue the edge of an image outwards, because its background may have any color.
         self.steps = [
             layers.RandomRotation(TURN, fill_mode="nearest", name="turn"),
             layers.RandomZoom(ZOOM, fill_mode="nearest", name="zoom"),
@@ -148,13 +150,13 @@ class Augmentation(keras.layers.Layer):
         super().build(shape)
 
     def call(self, images: Any, training: bool = False) -> Any:
-        """Return images [n, height, width, channels], changed in training."""
+        """Return images [n, height, width, channels], which are changed only in training."""
         for step in self.steps if training else ():
             images = step(images, training=True)
         return images
 
     def compute_output_shape(self, shape: Any) -> Any:
-        """Return the shape of the images, which is unchanged."""
+        """Return the shape of the input."""
         return shape
 
     def plain(self, images: Any, **_training: Any) -> Any:
@@ -170,9 +172,9 @@ def gru(
     units: int = 32,
     bidirectional: bool = False,
 ) -> keras.Model:
-    """Return an embedding, a gated recurrent unit (Cho et al. 2014), and the outputs.
+    """Return a model of an embedding and a gated recurrent unit (Cho et al. 2014).
 
-    Tokens are whole numbers from 1 to `vocabulary - 1`; 0 is padding, which Keras masks.
+    Tokens are integers from 1 to `vocabulary - 1`; 0 is padding, which Keras masks.
     """
     places = tuple(spec.shape) if not isinstance(spec.shape, Mapping) else ()
     if len(places) != 1 or "int" not in str(spec.dtype):

@@ -1,9 +1,9 @@
-"""The `.keras` file of a model, made of Keras's own classes, so that any Keras can read it.
+"""`.keras` files that consist of Keras's own classes, so that any Keras can read them.
 
-Layers of this package have a method `plain` if Keras's layers and operations compute the same
-function between symbolic tensors. The layers that it creates have copies of the values; all others
-are shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes
-of this package, like files of earlier versions: Keras finds them once their modules are imported.
+A layer of this package has a method `plain` if Keras's layers and operations compute the same
+function of symbolic tensors. Layers that it creates contain copies of the values; all others are
+shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes of
+this package, as in earlier versions. Keras finds them if their modules have been imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 def write(model: keras.Model, path: Path) -> None:
-    """Write a model, without layers of this package if possible."""
+    """Write a model to a file, without layers of this package if possible."""
     plain_model(model).save(path)
 
 
 def read(path: Path) -> keras.Model:
-    """Read a model without its loss, also one of an earlier version; Keras's errors propagate."""
+    """Read a model without its loss from a file of this or an earlier version.
+
+    Errors of Keras are not converted.
+    """
     for place in MODELS.values():
         importlib.import_module(place.partition(":")[0])
     with inputs_by_feature():
@@ -40,14 +43,14 @@ def read(path: Path) -> keras.Model:
 
 @contextmanager
 def inputs_by_feature() -> Iterator[None]:
-    """Suppress the warning for a model whose inputs are named differently from their layers."""
+    """Suppress the warning about models whose inputs and input layers have different names."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "When providing `inputs` as a dict", UserWarning)
         yield
 
 
 def list_modules(path: Path) -> list[str]:
-    """Return the modules of the classes in a file, except Keras's own."""
+    """Return the modules of the classes that a file refers to, except Keras's own."""
     with zipfile.ZipFile(path) as file:
         tree = json.loads(file.read("config.json"))
     found = {*_modules(tree)}
@@ -65,14 +68,14 @@ def _modules(tree: Any) -> Iterator[str]:
 
 
 def plain_model(model: keras.Model) -> keras.Model:
-    """Return an equivalent model of Keras's own classes, if possible."""
+    """Return an equivalent model of Keras's own classes, or the model itself if there is none."""
     if not any(hasattr(each, "plain") for each in model.layers):
         return model
     try:
         with inputs_by_feature():
             outputs = model._run_through_graph(model._inputs, call_fn=_call)
             return keras.Model(model._inputs_struct, outputs, name=model.name)
-    # A layer is called twice, or has a value that Keras's own does not accept.
+    # A layer may be called twice, or have a value that Keras's layer does not accept.
     except (ValueError, TypeError) as error:
         _log.info("loading the Keras file of the model requires its classes: %s", error)
         return model

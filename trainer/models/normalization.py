@@ -1,8 +1,8 @@
-"""A layer that normalizes numbers to mean 0 and variance 1, with graph constants.
+"""A layer that normalizes numbers to mean 0 and variance 1, with constants of the graph.
 
-A float32 has 7 digits. Large numbers such as Unix timestamps or ids differ in their last digits,
-which a Keras layer loses, since it casts its inputs first. Here the mean is subtracted in the type
-of the input, and only the difference becomes a float32.
+A float32 has about 7 digits. Large numbers such as Unix timestamps or ids differ only in their last
+digits, which a Keras layer loses because it first casts its inputs. This layer subtracts the mean
+in the type of the input, and casts only the difference to float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# The bound of the difference: real values are below it, and it must not overflow.
+# Limit of the difference. Real values are below it, and it does not overflow.
 _FAR = 2**62
 
 
@@ -24,10 +24,10 @@ class Normalization(keras.layers.Layer):
     def __init__(
         self, mean: float | Sequence[float], std: float | Sequence[float], **kwargs: Any
     ) -> None:
-        """Take the mean and `std`: each a number, or one number per element of a vector."""
+        """Store `mean` and `std`, each a number, or a number for each element of a vector."""
         super().__init__(**{"autocast": False, **kwargs})
         self.mean, self.std = np.array(mean, np.float64), np.array(std, np.float64)
-        #: Whether the layer was called with float64 inputs.
+        #: Whether the layer was called with float64 or uint64 inputs.
         self.is_double = False
 
     def call(self, x: Any) -> Any:
@@ -41,7 +41,7 @@ class Normalization(keras.layers.Layer):
             left = (ops.cast(x, "float32") - self.mean.astype("f4")) / self.std.astype("f4")
         return ops.cast(left, self.compute_dtype)
 
-    #: Keras operations for a file without code of this package.
+    #: Used in Keras files, which must not need code of this package.
     plain = call
 
     def _whole(self, x: Any) -> Any:

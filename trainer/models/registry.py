@@ -1,7 +1,8 @@
-"""Create a model by its name, or with a user's `package.module:function`; freeze parts of it.
+"""Creates a model by name or with a user's `package.module:function`, and freezes variables.
 
-A frozen variable has no gradient and no optimizer slots, and workers do not push it; it is read,
-saved and exported like all others. The state is in Keras's own flags, which every strategy reads.
+A frozen variable has no gradient and no optimizer slots, and workers do not push it. It is read,
+saved and exported like other variables. Keras's own flags, which all strategies read, say which
+variables are frozen.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 
-# Keras's messages for classes and functions that are neither its own nor registered.
+# Keras's messages about classes and functions that are neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
-# The number of inputs in a message.
+# Maximum number of inputs in a message.
 _NAMED = 6
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
 @contextmanager
 def report_bad_input() -> Iterator[None]:
-    """Convert a failed assertion in a model's graph on any machine to a `UserError`.
+    """Convert a failed assertion in a model's graph, on any machine, to a `UserError`.
 
-    TensorFlow repeats the message many times, with the stack of every task in between.
+    TensorFlow's own message has many repetitions, and the stack traces of all tasks.
     """
     try:
         yield
@@ -55,18 +56,18 @@ def report_bad_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# A function that takes the built model and its symbolic outputs; raises `ConfigError`.
+# A function that takes the built model and its symbolic outputs, and may raise `ConfigError`.
 Check = Callable[[keras.Model, Any], None]
 
 
 def build(
     config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _model, _outputs: None
 ) -> keras.Model:
-    """Return the built model; `check` refuses an output that does not fit the task.
+    """Create and build the model; `check` raises an error if its output does not fit the task.
 
-    The same config, spec and seed give the same variable paths and weights, independent of earlier
-    models of the process: Keras's name counters and random seeds are reset. The variables belong to
-    the `tf.distribute` strategy whose scope is entered, if one is.
+    The same config, spec and seed result in the same variable paths and weights, even if other
+    models have been created in this process, because Keras's name counters and random seeds are
+    reset. The variables belong to the current `tf.distribute` strategy scope, if there is one.
 
     Raises:
         ConfigError: the function does not exist, its arguments are wrong, or its result is not a
@@ -85,7 +86,7 @@ def build(
         try:
             model = _build(function, spec, config.args, seed)
         except ValueError as error:
-            # A column may have the name of a layer of this package or of the user.
+            # A column may have the same name as a layer of this package or of the user.
             if not _is_input_clash(error, spec):
                 raise
             spec = replace(spec, inputs_apart=True)
@@ -105,23 +106,23 @@ def build(
 def _build(
     function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
 ) -> keras.Model:
-    # `keras.backend.clear_session` would do this too, but it breaks an open strategy scope.
+    # `keras.backend.clear_session` does this too, but breaks an open strategy scope.
     reset_uids()
     keras.utils.set_random_seed(seed)
     return function(spec, **args)
 
 
 def _is_input_clash(error: ValueError, spec: InputSpec) -> bool:
-    """Return whether Keras refuses two layers of one name, one of them an input."""
+    """Return whether Keras refuses a layer that has the name of an input."""
     twice = _TWICE.search(str(error))
     several = isinstance(spec.shape, Mapping) and not spec.inputs_apart
     return bool(several and twice and twice[1] in map(layer_name, spec.names))
 
 
 def _name_outputs(model: Any, spec: InputSpec) -> Any:
-    """Convert a model with a list of outputs to one with a mapping, in the order of the targets.
+    """Convert a model with a list of outputs to one with a mapping by target name.
 
-    A model with its own code or loss keeps its outputs.
+    A model that overrides methods or is compiled keeps its outputs.
     """
     names = list(spec.output_shape) if isinstance(spec.output_shape, Mapping) else []
     plain = type(model).__name__ == "Functional" and not model.compiled
@@ -148,7 +149,7 @@ def require_trainable(name: str, model: keras.Model) -> None:
 
 
 def require_lite(model: keras.Model) -> None:
-    """Raise `ConfigError` if TensorFlow Lite cannot compute a layer of this package."""
+    """Raise `ConfigError` if TensorFlow Lite does not support a layer of this package."""
     for layer in model._flatten_layers():
         why = ""
         if isinstance(layer, Vocabulary | Words):
@@ -166,10 +167,10 @@ def require_lite(model: keras.Model) -> None:
 
 
 def require_readable(name: str, model: keras.Model) -> None:
-    """Raise `ConfigError` if Keras could not read the model back from a `.keras` file.
+    """Raise `ConfigError` if Keras could not load the model from a `.keras` file.
 
-    This concerns `Lambda` layers, and a user's layers without `get_config`. Nothing is written, and
-    the copy has no values.
+    This is the case for `Lambda` layers, and for a user's layers without `get_config`. The check
+    writes no file, and creates a copy of the model without values.
     """
     with ThreadPoolExecutor(1) as pool:
         unreadable = pool.submit(_unreadable, model).result()
@@ -187,8 +188,7 @@ def require_readable(name: str, model: keras.Model) -> None:
 
 
 def _unreadable(model: keras.Model) -> str:
-    """Explain which part of the model cannot be read back; empty if all parts can."""
-    # The scope stays open, because its end would initialize the variables of all copies.
+    # Do not exit the scope, because this would initialize the variables of all copies.
     keras.StatelessScope().__enter__()
     for part in (*model.layers, model):
         try:
@@ -197,7 +197,7 @@ def _unreadable(model: keras.Model) -> str:
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
         # A user's layers may raise anything.
         except Exception as error:
-            # Keras nests the specific error below those of the enclosing objects.
+            # The message of Keras contains the specific error after those of the enclosing objects.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
@@ -216,7 +216,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
     if not isinstance(model, keras.Model):
         raise ConfigError(f"model {name}: it is a {type(model).__name__}, not a keras.Model")
     try:
-        # The call also builds a model that has not seen its input yet.
+        # The call also builds a model that has not been called yet.
         outputs = model(spec.symbols())
     except (Exception, SystemExit) as error:
         raise ConfigError(
@@ -255,11 +255,11 @@ def _check_paths(name: str, model: keras.Model) -> None:
 def freeze(model: keras.Model, globs: Sequence[str]) -> None:
     """Freeze the variables of a built model whose path matches a glob.
 
-    A layer whose variables all match is frozen by `layer.trainable = False`: a BatchNormalization
-    then uses its moving statistics unchanged, which cannot be frozen in another way.
+    If all variables of a layer match, `layer.trainable` is set to False. For a BatchNormalization
+    this is the only way to keep its moving statistics unchanged.
 
     Raises:
-        ConfigError: a glob matches no variable, or none that can be frozen.
+        ConfigError: a glob matches no variable, or no variable that can be frozen.
     """
     paths = [variable.path for variable in model.variables]
     for glob in globs:

@@ -1,11 +1,11 @@
-"""A network over sequences of numbers, vectors, ids or texts of any length.
+"""A network for sequences of numbers, vectors, ids or strings of any length.
 
-A position of a sequence is encoded by an embedding row of its id or text, its numbers, and its
-index. Residual convolutions look at neighbouring positions; each block has half the positions of
-the one before, so that its receptive field doubles (Johnson and Zhang 2017, "Deep Pyramid
+A position of a sequence is encoded by the embedding row of its id or string, its numbers, and its
+index. Residual convolutions combine neighboring positions. Each block has half as many positions as
+the previous one, so that its receptive field doubles (Johnson and Zhang 2017, "Deep Pyramid
 Convolutional Neural Networks for Text Categorization"; pre-normalization as in Xiong et al. 2020).
-A sequence is represented by the maximum of each block over its positions, and the mean of the
-first; other inputs are processed as in `tabular`. Padding is ignored.
+A sequence is represented by the maximum of each block over the positions, and by the mean over the
+first layer. Other inputs are encoded as in `tabular`. Padding is ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 # The rank of a sequence of vectors: length and size.
 _VECTORS = 2
-# The number of positions that a convolution covers.
+# The kernel size of a convolution.
 _WIDTH = 3
-# Larger ids share rows.
+# Larger ids share embedding rows with others.
 _MOST_IDS = 1 << 16
-# A value below all others, also in half precision.
+# An offset that makes padding smaller than all other values, also in half precision.
 _FAR = 1e4
-# A text that occurs in fewer training examples is treated as unknown.
+# A string that occurs in fewer training examples counts as unknown.
 _LEAST = 2
 
 
@@ -42,15 +42,15 @@ def sequence(  # noqa: PLR0913
     words: int = 200,
     dropout: float = 0.2,
 ) -> keras.Model:
-    """Return convolutions over each sequence, ReLU layers over all inputs, and the outputs.
+    """Return a model of convolutions on each sequence, and ReLU layers on all inputs.
 
     Args:
-        spec: sequences of numbers, vectors, ids or texts, and inputs that `tabular` takes.
-        hidden_units: sizes of the layers over all inputs, each followed by `dropout`.
-        dimension: size of a position of a sequence, and of an embedding row.
-        blocks: number of convolution blocks; each doubles the receptive field.
-        words: most words of a text that is not a sequence.
-        dropout: share of units that a step drops.
+        spec: sequences of numbers, vectors, ids or strings, and any inputs of `tabular`.
+        hidden_units: the sizes of the layers on all inputs, each followed by `dropout`.
+        dimension: the number of units per position of a sequence, and of an embedding row.
+        blocks: the number of convolution blocks, each of which doubles the receptive field.
+        words: the maximum number of words to use of a text that is not a sequence.
+        dropout: the fraction of units that a training step drops.
     """
     rate, count = share("dropout", dropout), size("blocks", blocks)
 
@@ -68,10 +68,10 @@ def sequence(  # noqa: PLR0913
 def _pooled(  # noqa: PLR0913
     name: str, channels: Sequence[Any], known: Any, *, units: int, blocks: int, rate: float
 ) -> list[Any]:
-    """Return rows of numbers [n, units] for a sequence of channels [n, length, ...]."""
+    """Return arrays [n, units] for a sequence with these channels [n, length, ...]."""
     layers, ops = keras.layers, keras.ops
     count = ops.sum(known, axis=1)
-    # A sequence without positions is all zeros.
+    # A sequence without valid positions is encoded as zeros.
     some = ops.minimum(count, 1)
     begin = ops.cumsum(known, axis=1) / ops.maximum(ops.expand_dims(count, -1), 1)
     x = layers.Concatenate(name=layer_name(name, "channels"))([*channels, begin])
@@ -99,7 +99,7 @@ def _pooled(  # noqa: PLR0913
 
 
 def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[Any], Any]:
-    """Return the numbers of each position [n, length, ...], and the mask of valid positions."""
+    """Return the channels of a sequence [n, length, ...], and the mask of valid positions."""
     spec, ops, shape = places.spec, keras.ops, tuple(x.shape[1:])
     length = places.given.get(length_name(name))
     if x.dtype == "string":
@@ -107,7 +107,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
             raise ConfigError(f"takes lists of texts, and {name!r} has the shape {shape}")
         layer = spec.vocabulary(name, least=_LEAST, padding=True)
         numbers = layer(x)
-        # Padding is the empty text, number 1.
+        # Padding is the empty string, which has the number 1.
         return [_rows(name, numbers, layer.size, dimension)], _known(
             name, ops.where(ops.equal(numbers, 1), 0, numbers + 1), length
         )
@@ -123,7 +123,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     x = ops.expand_dims(x, -1) if len(shape) == 1 else x
     missing = ops.isnan(x)
     x = ops.where(missing, 0.0, x)
-    # Nearly linear around the mean, logarithmic far away.
+    # The function is nearly linear around the mean, and logarithmic far away.
     found.append(ops.sign(x) * ops.log(1 + ops.abs(x)))
     if statistics.missing:
         found.append(ops.cast(missing, x.dtype))

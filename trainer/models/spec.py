@@ -1,7 +1,7 @@
 """Inputs and outputs of a model, and checks of `model.args`.
 
-The configuration does not know the arguments of a model, so each model checks them by these
-functions.
+The configuration does not know the arguments of each model, so that models check their own
+arguments with these functions.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list of whole numbers of at least 1, which may be empty."""
+    """Return a list of integers of at least 1, which may be empty; raises `ConfigError`."""
     if isinstance(value, list | tuple) and all(_is_whole(item) and item >= 1 for item in value):
         return tuple(value)
     raise _refused(name, value, "a list of whole numbers of at least 1")
 
 
 def size(name: str, value: Any) -> int:
-    """Return a whole number of at least 1."""
+    """Return an integer of at least 1; raises `ConfigError`."""
     if _is_whole(value) and value >= 1:
         return int(value)
     raise _refused(name, value, "a whole number of at least 1")
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number from 0 to below 1."""
+    """Return a number of at least 0 and less than 1; raises `ConfigError`."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
     raise _refused(name, value, "a number from 0 to below 1")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return true or false."""
+    """Return a bool; raises `ConfigError`."""
     if isinstance(value, bool):
         return value
     raise _refused(name, value, "true or false")
 
 
 def initializer(name: str, value: Any) -> keras.Initializer:
-    """Return the Keras initializer of this name, or of `{class_name: ..., config: {...}}`."""
+    """Return the Keras initializer with this name, or for `{class_name: ..., config: {...}}`."""
     known = isinstance(value, str) or (
         isinstance(value, Mapping) and set(value) <= {"class_name", "config"}
     )
     try:
         found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
-    # Keras inspects the value before it checks its type.
+    # Keras accesses the value before it checks the value's type.
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if known and isinstance(found, keras.Initializer):
@@ -81,30 +81,33 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{name}: {value!r} is not allowed; it must be {allowed}")
 
 
-# From this share of letters among the words of a text, each letter is a word.
+# If at least this fraction of a text's words are letters of scripts without spaces, each letter
+# counts as a word.
 _LETTERS = 0.01
 Shape = tuple[int, ...]
-# The size of an axis is None if examples differ along it.
+# An axis is None if its size differs between examples.
 InputShape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """One example without its batch axis, and the task's requirements on a model's output.
+    """The inputs of a model for one example, without the batch axis, and the required outputs.
 
-    The first size of a feature is None if its examples differ in length: see `data.shapes`. With
-    several input features `shape` and `dtype` are mappings by feature name, and the model takes a
-    mapping of tensors. `output_shape` is the shape of one example's output, with -1 for any size;
-    with several targets it is a mapping by target name, and the model returns a mapping of tensors.
+    The first axis of a feature is None if examples differ in length; see `data.shapes`. With
+    several input features, `shape` and `dtype` are mappings by feature name, and the model accepts
+    a mapping of tensors. `output_shape` is the shape of the output for one example, with -1 for an
+    axis of any size. With several targets it is a mapping by target name, and the model returns a
+    mapping of tensors.
 
-    `names` are the input features, `targets` the features to predict, `in_units` the targets whose
-    outputs are numbers in units of the label, and `classes` the numbers of classes of inputs that
-    have classes. `statistics`, `vocabulary`, `words` and `normalization` return what the training
-    split says about a feature: constants of the model, which are exported with it.
+    `names` are the input features, and `targets` the features to predict. `in_units` are the
+    targets whose outputs are in the units of the label. `classes` has the number of classes of
+    inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` return
+    what has been learned about a feature from the training split; these constants are exported with
+    the model.
 
-    Names may have any characters. Layers are named by `layer_name`. The layer of an input has the
-    name of its feature, unless another layer of the model has that name: then `inputs_apart` is
-    set.
+    Names may have any characters; `layer_name` converts them to layer names. An input layer has the
+    name of its feature, unless that is the name of another layer of the model. In this case
+    `inputs_apart` is set.
     """
 
     shape: InputShape | Mapping[str, InputShape]
@@ -128,7 +131,7 @@ class InputSpec:
         in_units: Sequence[str] = (),
         learnt: Learnt = NOTHING,
     ) -> InputSpec:
-        """Return the spec of a model that takes the features named `inputs`."""
+        """Create the spec of a model with the input features `inputs`."""
         shapes = {name: tuple(features[name].shape) for name in inputs}
         dtypes = {name: features[name].dtype for name in inputs}
         alone = len(inputs) == 1
@@ -145,10 +148,10 @@ class InputSpec:
 
     @property
     def num_classes(self) -> int:
-        """The size of the last axis of the single output: the number of classes.
+        """The size of the last axis of the only output, which is the number of classes.
 
         Raises:
-            ConfigError: the task has several outputs, or one without a size.
+            ConfigError: the task has several outputs, or the size is not fixed.
         """
         if isinstance(self.output_shape, Mapping):
             names = ", ".join(self.output_shape)
@@ -158,9 +161,9 @@ class InputSpec:
         return self.output_shape[-1]
 
     def statistics(self, name: str) -> FeatureStatistics:
-        """Return the statistics of a feature over the training split.
+        """Return the statistics of a feature in the training split.
 
-        Before a dataset is prepared, as in `flotilla doctor`, they are empty.
+        They are empty before the dataset is prepared, as in `flotilla doctor`.
 
         Raises:
             ConfigError: the feature does not exist.
@@ -177,13 +180,13 @@ class InputSpec:
     def vocabulary(
         self, name: str, most: int = 0, *, least: int = 1, padding: bool = False
     ) -> Vocabulary:
-        """Return a layer from the texts of a feature to whole numbers; see `Vocabulary`.
+        """Return a layer that converts the strings of a feature to integers; see `Vocabulary`.
 
-        It knows the `most` frequent values of at least `least` examples; with 0, all of the
-        statistics. With `padding`, number 1 is the empty text.
+        It knows the `most` frequent values (0 for no limit) that occur in at least `least`
+        examples. With `padding`, the empty string has the number 1.
 
         Raises:
-            ConfigError: the feature is not a text.
+            ConfigError: the feature is not a string.
         """
         values = _frequent(self._text(name).counts, most, least)
         return Vocabulary([""] * padding + values, name=layer_name(name, "vocabulary"))
@@ -191,13 +194,13 @@ class InputSpec:
     def words(
         self, name: str, length: int | None, most: int = 0, *, ngram: int = 1, least: int = 1
     ) -> Words:
-        """Return a layer from texts to the numbers of their first `length` words; see `Words`.
+        """Return a layer that numbers the first `length` words of texts; see `Words`.
 
-        It knows the `most` frequent words of at least `least` training examples; with 0, all of
-        the statistics. With an `ngram` of 2 the words are pairs of neighbours.
+        It knows the `most` frequent words (0 for no limit) that occur in at least `least` training
+        examples. With an `ngram` of 2, words are pairs of consecutive words.
 
         Raises:
-            ConfigError: the feature is not a text.
+            ConfigError: the feature is not a string.
         """
         found = self._text(name)
         counts = found.pairs if ngram > 1 else found.words
@@ -210,8 +213,8 @@ class InputSpec:
     def normalization(self, name: str) -> Normalization:
         """Return a layer that normalizes a feature to mean 0 and variance 1.
 
-        A vector is normalized element by element, other tensors over all elements. NaN, a missing
-        number, stays NaN.
+        A vector is normalized element by element, and other tensors over all elements. NaN, a
+        missing number, stays NaN.
 
         Raises:
             ConfigError: the feature is not numeric.
@@ -219,7 +222,7 @@ class InputSpec:
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
             raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it unchanged")
-        # A constant carries no information, and must not become large if it changes later.
+        # A feature that is constant in training must not get large values if it changes later.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
         return Normalization(mean, std, name=layer_name(name, "normalization"))
@@ -231,7 +234,7 @@ class InputSpec:
         return found
 
     def symbols(self) -> Any:
-        """Return the Keras input for the single tensor, or a mapping of them by feature."""
+        """Return the symbolic Keras input, or a mapping of symbolic inputs by feature."""
         if isinstance(self.shape, Mapping):
             assert isinstance(self.dtype, Mapping)
             return {
@@ -244,18 +247,18 @@ class InputSpec:
         own = names.layer_name(name)
         layer = f"flotilla_input_{own}" if self.inputs_apart else own
         found = keras.Input(shape=shape, dtype=dtype, name=layer)
-        # A mapping of inputs has the names of the tensors as keys; names of layers may differ.
+        # Inputs in a mapping are identified by tensor names, which may differ from the layer names.
         found.name = name
         return found
 
 
 def layer_name(name: str, what: str) -> str:
-    """Return a name for a layer of a feature or an output with any name."""
+    """Return a layer name for a feature or an output, whatever its own name is."""
     return f"{names.layer_name(name)}_{what}"
 
 
 def _are_letters(known: FeatureStatistics) -> bool:
-    """Return whether texts have letters of scripts without spaces, so that each is a word."""
+    """Return whether texts are in scripts without spaces, so that each letter is a word."""
     counts = [n for word, n in known.words.items() if len(word) == 1 and is_letter(word)]
     return bool(known.pairs) and sum(counts) >= _LETTERS * sum(known.words.values())
 
@@ -266,13 +269,13 @@ def _frequent(counts: Mapping[str, int], most: int, least: int = 1) -> list[str]
 
 
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
-    """Return the single Keras input and its float tensor, for built-in models.
+    """Return the only Keras input and its value as a float tensor, for built-in models.
 
-    Bytes are scaled to 0..1; other numbers are only cast. The layers have names that a user's
-    cannot have, since Keras refuses duplicates.
+    Bytes are scaled to 0..1, and other numbers are only cast. The layers have names that no layer
+    of a user has, because Keras refuses duplicates.
 
     Raises:
-        ConfigError: the dataset has several inputs, or an input that is not a number.
+        ConfigError: the dataset has several inputs, or its input is not numeric.
     """
     if isinstance(spec.shape, Mapping):
         names = ", ".join(spec.shape)

@@ -1,12 +1,12 @@
-"""A network over the columns of a table: numbers, classes, texts and sequences.
+"""A network for the columns of a table: numbers, classes, texts and sequences.
 
-A number is encoded by its position between the quantiles of the training examples, and its own
-layer maps the code to some units (piecewise linear encoding: Gorishniy et al. 2022, "On Embeddings
-for Numerical Features in Tabular Deep Learning"): a unit may rise and fall along a column, as in a
-tree, and outliers are bounded. Missing numbers are marked. Repeated values of texts and classes
-have embedding rows; other texts are bags of words (`models/text.py`), which also bypass the layers
-to the outputs. A sequence of numbers goes through convolutions with mean and maximum pooling over
-its positions; padding is ignored.
+A number is encoded by its position between the quantiles of the training examples, and a separate
+layer maps the code to several units (piecewise linear encoding: Gorishniy et al. 2022, "On
+Embeddings for Numerical Features in Tabular Deep Learning"). Thus the effect of a number may rise
+and fall, as in a decision tree, and outliers have a limited effect. Missing numbers are marked.
+Classes and repeated strings have embedding rows. Other strings are bags of words
+(`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
+convolutions, with mean and maximum pooling over its positions; padding is ignored.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, size
 from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The rank of a sequence of vectors: length and size. The layers, and the positions of each one.
+# The rank of a sequence of vectors (length and size), the number of convolution layers, and their
+# kernel size.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# The units of a number, and of all numbers together if there are many columns.
+# The units for each number, and their maximum for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# A function from the inputs, a name and its tensor to rows of numbers.
+# Takes the inputs, a name and its tensor, and returns arrays [n, units].
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
@@ -44,16 +45,16 @@ def tabular(  # noqa: PLR0913
     dropout: float = 0.1,
     pieces: int = PIECES,
 ) -> keras.Model:
-    """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
+    """Return a model of ReLU layers on all inputs together.
 
     Args:
-        spec: inputs of single numbers, classes or texts, tensors of numbers of one shape, or
-            sequences of numbers, or of vectors, of any length.
-        hidden_units: sizes of the layers, each followed by `dropout`.
-        dimension: size of an embedding row.
-        words: most words of a text.
-        dropout: share of units that a step drops.
-        pieces: quantile intervals of a number; with 0 it is one normalized number.
+        spec: inputs that are single numbers, classes or strings, tensors of numbers of a fixed
+            shape, or sequences of numbers or vectors of any length.
+        hidden_units: the sizes of the layers, each followed by `dropout`.
+        dimension: the size of an embedding row.
+        words: the maximum number of words to use of a text.
+        dropout: the fraction of units that a training step drops.
+        pieces: the number of quantile intervals of a number; 0 to normalize the number instead.
     """
     return network(
         spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
@@ -69,7 +70,7 @@ def text(
     words: int = 400,
     dropout: float = 0.3,
 ) -> keras.Model:
-    """Return a `tabular` network with sizes that suit text inputs."""
+    """Return a `tabular` network with default sizes for text inputs."""
     return network(
         spec, "text", hidden_units=hidden_units, dimension=dimension, words=words,
         dropout=dropout, pieces=PIECES,
@@ -87,7 +88,7 @@ def network(  # noqa: PLR0913
     pieces: int,
     of_sequence: OfSequence | None = None,
 ) -> keras.Model:
-    """Return layers over all inputs together; `of_sequence` encodes inputs that are sequences."""
+    """Return a model of all inputs together; `of_sequence` encodes those that are sequences."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)
@@ -102,7 +103,7 @@ def network(  # noqa: PLR0913
 
 
 def _in_units(spec: InputSpec, found: Any) -> Any:
-    """Scale the output for a number to its mean and deviation, where training begins."""
+    """Scale an output in units of the label to the label's mean and deviation, to start there."""
     if isinstance(found, Mapping):
         return {name: _scaled(spec, name, each) for name, each in found.items()}
     return _scaled(spec, spec.targets[0], found) if spec.targets else found
@@ -119,17 +120,17 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class KnownPlaces(keras.layers.Layer):
-    """The valid positions of padded sequences: [n, length, 1] of 0 and 1.
+    """A mask [n, length, 1] of 0 and 1 for the valid positions of padded sequences.
 
-    Without lengths, a sequence ends with its last number that is not 0.
+    If no length is given, a sequence ends at its last number that is not 0.
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Take the arguments of any layer."""
+        """Create the layer; `kwargs` are the arguments of any Keras layer."""
         super().__init__(**{"autocast": False, **kwargs})
 
     def call(self, given: Sequence[Any]) -> Any:
-        """Return the valid positions of sequences; their lengths are optional inputs."""
+        """Return the mask for a list of the sequences and, optionally, their lengths."""
         ops, x = keras.ops, given[0]
         there = ops.not_equal(x, ops.zeros_like(x))
         for _ in x.shape[2:]:
@@ -141,16 +142,16 @@ class KnownPlaces(keras.layers.Layer):
             last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
         return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
 
-    #: Keras operations for a file without code of this package.
+    #: Used in Keras files, which must not need code of this package.
     plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
-        """Return the shape of the mask."""
+        """Return the shape and type of the mask."""
         return keras.KerasTensor((*given[0].shape[:2], 1), self.compute_dtype)
 
 
 class Places:
-    """Rows of numbers [n, units] for each input."""
+    """Encodes each input as arrays [n, units]."""
 
     def __init__(
         self,
@@ -160,17 +161,17 @@ class Places:
         words: int,
         of_sequence: OfSequence | None,
     ) -> None:
-        """Take the inputs of a model by name."""
+        """Store the inputs of a model by name."""
         self.spec = spec
         self.given = given
         self._dimension = dimension
         self._words = words
         self._of_sequence = of_sequence
-        #: Texts as bags of words that are also passed to the outputs.
+        #: Bags of words that are also passed directly to the outputs.
         self.bags: list[Any] = []
 
     def of(self, name: str, x: Any) -> list[Any]:
-        """Return the part of the first layer's input for one input."""
+        """Encode an input for the first layer."""
         shape = tuple(x.shape[1:])
         if shape and self._of_sequence:
             return self._of_sequence(self, name, x)
@@ -183,7 +184,7 @@ class Places:
         return self._numbers(name, x, shape)
 
     def numbers(self) -> list[str]:
-        """Return the inputs that are single numbers."""
+        """Return the names of inputs that are single numbers."""
         plain = [name for name in self.given if name not in self.spec.classes]
         return [name for name in plain if self._is_number(self.given[name])]
 
@@ -191,13 +192,14 @@ class Places:
         return x.dtype != "string" and not x.shape[1:]
 
     def pieces(self, names: Sequence[str], most: int) -> list[Any]:
-        """Return units of numbers cut into pieces, and the mask of missing numbers."""
+        """Encode numbers piecewise, and return their units and the mask of missing numbers."""
         cut = [_Cut(self.spec, name, most) for name in names]
         x = keras.ops.stack(
             [each.layer(self.given[name]) for each, name in zip(cut, names, strict=True)], axis=1
         )
         missing = keras.ops.isnan(x)
-        # A missing number is replaced by the median if no training example lacks it.
+        # The median, which is 0 here, replaces a missing number; the mask exists only if numbers
+        # were missing in training.
         x = keras.ops.where(missing, 0.0, x)
         # Infinity times zero would be NaN.
         low, high = np.stack([each.ends for each in cut], axis=1)
@@ -208,7 +210,8 @@ class Places:
         units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
         x = keras.layers.EinsumDense(
             "abc,bcd->abd", (len(names), units), bias_axes="bd", activation="relu",
-            # About half of the pieces are full; with a non-zero mean all units would be alike.
+            # About half of the pieces of a number are 1. If the mean weight were not 0, all units
+            # would start nearly equal.
             kernel_initializer=keras.initializers.RandomNormal(stddev=most**-0.5),
             name="flotilla_pieces",
         )(x)  # fmt: skip
@@ -234,7 +237,7 @@ class Places:
         return [bag]
 
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
-        # An unseen class must not fail when the model serves.
+        # A class that was not in the training data must not cause an error in serving.
         layer = ShardedEmbedding(
             rows, self._dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
         )
@@ -279,11 +282,10 @@ class Places:
 
 
 class _Cut:
-    """A number of the training examples, cut at its quantiles."""
+    """A number, and the quantiles of the training examples at which it is cut into pieces."""
 
     def __init__(self, spec: InputSpec, name: str, most: int) -> None:
-        """Cut it into `most` pieces, or fewer if it has fewer values."""
-        # Before the dataset is prepared, a number has the spread of the generated examples.
+        # Before the dataset is prepared, assume the range of the generated examples.
         quantiles = np.array(spec.statistics(name).quantiles or (-1.0, 0.0, 1.0))
         edges = np.unique(quantiles)
         if len(edges) > most + 1:
@@ -293,13 +295,13 @@ class _Cut:
         self._most = most
         self._edges = (edges - middle) / spread
         self.ends = self._edges[[0, -1]].astype(np.float32)
-        # Outliers are excluded, since they would make other numbers equal in single precision.
+        # The spread excludes outliers, because they would make other numbers equal in float32.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )
 
     def pieces(self) -> tuple[Any, Any]:
-        """Return the beginning of each piece, and the part of it that a number of 1 fills."""
+        """Return the start of each piece, and the inverse of its length."""
         begins, steps = np.zeros((2, self._most), np.float32)
         count = len(self._edges) - 1
         begins[:count] = self._edges[:-1]

@@ -1,11 +1,11 @@
-"""A text as a vector: a weighted bag of its words and word pairs.
+"""Converts a text to a vector: a weighted bag of its words and word pairs.
 
-Each word and each pair of neighbours in the training vocabulary has an embedding row; a text is the
-sum of its rows, weighted by rarity and normalized to length one (tf-idf: Salton and Buckley 1988; a
-bag of pairs: Wang and Manning 2012, Joulin et al. 2016). Repeated words count once. Training drops
-terms at random, which for a linear model equals an L2 penalty of rare terms (Wager, Wang, Liang
-2013). The bag reaches the outputs both directly and through hidden layers (Cheng et al. 2016, "Wide
-& Deep Learning").
+Each word and each pair of consecutive words in the training vocabulary has an embedding row. A text
+is the sum of its rows, weighted by rarity and normalized to a fixed length (tf-idf: Salton and
+Buckley 1988; bags of pairs: Wang and Manning 2012, Joulin et al. 2016). Repeated terms count once.
+Training drops terms at random, which for a linear model is equivalent to an L2 penalty on rare
+terms (Wager, Wang, Liang 2013). The bag is passed to the outputs directly and through hidden layers
+(Cheng et al. 2016, "Wide & Deep Learning").
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models.spec import InputSpec, layer_name
 
-# The minimum number of examples with a known term.
+# Minimum number of training examples in which a known term occurs.
 _LEAST = 2
-# The number of distinct term weights, from the rarest to the most frequent term.
+# Number of distinct weights of terms, from the rarest to the most frequent term.
 _LEVELS = 64
-# The length of a text's vector: rows begin small, and steps of Adam have a fixed size.
+# Length of a text's vector. It is above 1 because initial rows are small, and the step size of Adam
+# is fixed.
 _LENGTH = 3.0
-# The share of terms that a step drops.
+# Fraction of the terms that a training step drops.
 _DROPOUT = 0.3
 
 
 def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: int) -> Any:
-    """Return [n, dimension] of the texts `x` [n] of a feature.
+    """Return the vectors [n, dimension] of the texts `x` [n] of a feature.
 
     Args:
-        spec: spec of the model.
-        name: name of the feature.
-        x: texts of the feature.
-        dimension: size of the embedding row of a term.
-        words: most words, and most pairs, of a text.
+        spec: the spec of the model.
+        name: the name of the feature.
+        x: the texts of the feature.
+        dimension: the size of a term's embedding row.
+        words: the maximum number of words, and of pairs, to use of a text.
     """
     known = spec.statistics(name)
     if not known.pairs:
@@ -52,7 +53,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
     steps, values = _levels(known, size)
     level = keras.layers.Discretization(steps, name=layer_name(name, "level"))
     weights = keras.ops.take(np.array(values, np.float32), level(numbers), axis=0)
-    # Sorting puts repeated terms next to each other.
+    # After sorting, equal terms are consecutive.
     is_new = keras.ops.not_equal(numbers[:, 1:], numbers[:, :-1])
     is_new = keras.ops.pad(is_new, [(0, 0), (1, 0)], constant_values=True)
     weights = weights * keras.ops.cast(is_new, weights.dtype)
@@ -86,7 +87,7 @@ def _rows(name: str, rows: int, dimension: int) -> ShardedEmbedding:
 
 
 def _mean(numbers: Any, layer: ShardedEmbedding) -> Any:
-    """Return the mean of the rows of words, for old datasets without pairs."""
+    """Return the mean of the rows of the words, for old datasets that have no pairs."""
     rows = layer(numbers)
     there = keras.ops.expand_dims(keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype), -1)
     count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)

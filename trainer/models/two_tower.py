@@ -1,24 +1,25 @@
-"""Two-tower recommenders: the match of a user and an item, as one score.
+"""Two-tower recommenders, which score pairs of a user and an item.
 
-Each tower looks its id up in a table and computes a vector from the row (Covington et al. 2016,
-"Deep Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-
-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"). They have one of two heads.
+Each tower looks up the row of an id in a table, and computes a vector from the row (Covington et
+al. 2016, "Deep Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019,
+"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"). There are two
+models.
 
-`two_tower` scores: the dot product of both vectors and a bias, which holds the popularity of the
-item and the activity of the user.
+`two_tower` returns a score: the dot product of both vectors, plus a bias that represents the
+popularity of the item and the activity of the user.
 
-`two_tower_ranker` retrieves and ranks: vectors for a search, and the probability of a click. Its
-towers also take attributes, such as the segment of a user: an id without a row is judged by them
-alone. The last number of an item's vector is its popularity, that of a user's is 1. Two losses
-train them together:
+`two_tower_ranker` retrieves and ranks: it returns vectors for a search, and the logit of a click.
+Its towers also use attributes, such as the segment of a user; if an id has no row, only they are
+used. The last element of an item's vector is its popularity, and that of a user's vector is 1. The
+model is trained with two losses:
 
-    click        binary cross entropy of the logit, from the task `recommendation`; the logit is
-                 the dot product of both vectors plus a small network of them
-    retrieval    for each click, the softmax over the items of all examples of the batch, by the
-                 dot products of vectors. Batches sample items by popularity; the logarithm of the
-                 popularity is subtracted from the scores to correct this bias. A feature,
-                 `popularity`, counts how often an item was shown the day before. It is an input
-                 of the item's tower as well, which identifies new items
+    click        the binary cross entropy of the logit, from the task `recommendation`. The logit
+                 is the dot product of both vectors, plus the output of a small network
+    retrieval    for each click, a softmax over the items of the whole batch, with the dot products
+                 of the vectors as scores. Popular items are sampled more often, which is corrected
+                 by subtracting the logarithm of the popularity from the scores. The feature
+                 `popularity` is the number of times an item was shown on the previous day. It is
+                 also an input of the item's tower, which thereby recognizes new items
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedd
 from flotilla.trainer.models.spec import InputSpec, initializer, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# The share of the text values that need a row; their number is an estimate.
+# The fraction of the distinct strings that must have a row; below 1 because their number is an
+# estimate.
 _NEARLY = 0.95
-# A table of numbers has a row for each number up to the largest: at most this many rows, or this
-# multiple of the used ones.
+# A table of numbers has a row for each number up to the largest. It may have this many rows, or
+# this multiple of the used ones.
 _MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
 
 
-# Each one is a key of `model.args`.
+# Each argument is a key of `model.args`.
 def two_tower(  # noqa: PLR0913
     spec: InputSpec,
     *,
@@ -56,20 +58,20 @@ def two_tower(  # noqa: PLR0913
     shards: int = 2,
     unknown: str = "error",
 ) -> keras.Model:
-    """Return the score of pairs of ids, or the logits `[0, score]` of "no" and "yes".
+    """Return a model of the score of two ids, or of the logits `[0, score]` of "no" and "yes".
 
     Args:
-        spec: two ids, and one logit or two.
-        rows: rows of the table of each input feature: one more than its largest id. Without `rows`
-            and `tables`, the training split determines the size of each table, texts are ids as
-            well, and unknown ids share one row.
-        tables: arguments of `EmbeddingTable` for features with growing tables: `capacity`, and
-            optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Their ids
-            are any whole numbers, or texts.
-        dimension: size of a row, and of a tower's vector.
-        hidden_units: ReLU layers of each tower.
-        shards: variables that each table is split over; as many as there may be servers.
-        unknown: treatment of an id outside of its table: "error", or "wrap" for `id mod rows`.
+        spec: two ids as inputs, and one or two logits as output.
+        rows: by input feature, the rows of its table, which is one more than the largest id. If
+            neither `rows` nor `tables` is given, table sizes are taken from the training split, ids
+            may be strings, and unknown ids share one row.
+        tables: by feature with a growing table, arguments of `EmbeddingTable`: `capacity`, and
+            optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Ids in growing
+            tables may be any integers or strings.
+        dimension: the size of a row, and of a tower's vector.
+        hidden_units: the sizes of the ReLU layers in each tower.
+        shards: the number of variables per table, at most one on each parameter server.
+        unknown: how to treat an id outside of its table: "error", or "wrap" for `id mod rows`.
     """
     tables_of = _tables(spec, rows, tables)
     dimension, shards = size("dimension", dimension), size("shards", shards)
@@ -92,7 +94,7 @@ def two_tower(  # noqa: PLR0913
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
     if spec.num_classes == 1:
         return keras.Model(given, score, name="two_tower")
-    # The softmax of [0, score] is the sigmoid of the score.
+    # The softmax of [0, score] equals the sigmoid of the score.
     logits = keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
 
@@ -105,12 +107,12 @@ def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> S
 def growing_table(
     spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
 ) -> EmbeddingTable:
-    """Return the growing table of an input feature; its type determines the type of ids.
+    """Return the growing table of an input feature, whose type is the type of the ids.
 
     `arguments` come from a configuration, and may override `shards`.
 
     Raises:
-        ConfigError: an argument is unknown, or the feature is not an id.
+        ConfigError: an argument is unknown, or the feature cannot be an id.
     """
     try:
         require_table(name, arguments)
@@ -137,7 +139,6 @@ def growing_table(
 def _match_sides(
     sides: Mapping[str, Any], hidden_units: Sequence[int], dimension: int
 ) -> tuple[list[Any], Any]:
-    """Return a vector of the features of each side, and their dot product."""
     vectors = []
     for side, known in sides.items():
         x = _hidden("hidden_units", hidden_units, known, layer_name(side, "hidden"))
@@ -156,10 +157,7 @@ def _tables(
     rows: Mapping[str, int] | None,
     tables: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, int | Mapping[str, Any] | None]:
-    """Return the rows of each feature's table, or the arguments of one that grows.
-
-    They are in the order of the features; None for each if neither argument is given.
-    """
+    """Return for each feature the table's rows, the arguments of a growing table, or None."""
     if spec.num_classes not in {1, CLASSES}:
         of_rating = "".join(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
@@ -196,7 +194,7 @@ def _tables(
 
 
 def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
-    """Return the rows of ids, by the training statistics, and their number."""
+    """Convert ids to rows, according to the training statistics, and return the number of rows."""
     known = spec.statistics(name)
     if ids.dtype == "string":
         vocabulary = spec.vocabulary(name)
@@ -230,18 +228,18 @@ _NEVER = -1e9
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class FoundAndRanked(keras.layers.Layer):
-    """Layer of the outputs of the task `recommendation`, with the loss of their vectors."""
+    """Joins the outputs of the task `recommendation`, and computes the loss of their vectors."""
 
     def __init__(self, retrieval: float, item: str, popularity: str = "", **kwargs: Any) -> None:
-        """Take the weight of the loss, and the names of its features."""
+        """Store the weight of the retrieval loss, and the names of the features that it uses."""
         super().__init__(**{**kwargs, "dtype": "float32"})
         self.retrieval, self.item, self.popularity = retrieval, item, popularity
 
     def call(self, given: Sequence[Any]) -> Any:
-        """Return the logit and the vectors of user and item, [n, 1 + 2 size]."""
+        """Return the logit, the user's vector and the item's vector [n, 1 + 2 size]."""
         return keras.ops.concatenate(list(given), axis=1)
 
-    #: In a file that needs no code, it replaces the layer.
+    #: Used in Keras files, which must not need code of this package.
     plain = call
 
     def get_config(self) -> dict[str, Any]:
@@ -250,17 +248,18 @@ class FoundAndRanked(keras.layers.Layer):
         return {**super().get_config(), **own}
 
     def loss(self, x: Mapping[str, Any], y: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return the weighted mean of the softmax loss over the clicks of a batch."""
+        """Return the softmax loss, averaged over the clicks of a batch by weight."""
         width = (outputs.shape[-1] - 1) // 2
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
         if self.popularity:
-            # The total number of examples is unknown, and a constant cancels out.
+            # The popularity is not divided by the number of examples, because a constant cancels
+            # out.
             scores -= _logarithm(x[self.popularity])[tf.newaxis]
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
         own = tf.eye(tf.shape(ids)[0], dtype=tf.bool)
-        # The same item shown to another user is not a negative example.
+        # If the same item was shown to another user, it is not a negative example.
         scores = tf.where(same & ~own, _NEVER, scores)
         each = tf.reduce_logsumexp(scores, axis=1) - tf.linalg.diag_part(scores)
         clicks = tf.cast(tf.reshape(y, [-1]), tf.float32)
@@ -273,11 +272,11 @@ class FoundAndRanked(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Recommender(keras.Model):
-    """A model whose last layer is `FoundAndRanked`."""
+    """A functional model whose last layer is `FoundAndRanked`."""
 
-    # Keras's functional models have this attribute, so that the model is saved like one.
+    # Keras saves a model as a functional one only if it has these arguments.
     def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
-        """Take symbolic inputs and outputs."""
+        """Create the model from symbolic inputs and outputs."""
         super().__init__(inputs, outputs, name=name, **kwargs)
 
     def compute_loss(
@@ -288,14 +287,14 @@ class Recommender(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Return the loss of the task and the loss of the vectors."""
+        """Return the sum of the task's loss and the retrieval loss."""
         of_task = super().compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
         )
         return of_task + self.get_layer(_ANSWER).loss(x, y, y_pred, sample_weight)
 
 
-# Each one is a key of `model.args`.
+# Each argument is a key of `model.args`.
 def two_tower_ranker(  # noqa: PLR0913
     spec: InputSpec,
     *,
@@ -311,22 +310,22 @@ def two_tower_ranker(  # noqa: PLR0913
     shards: int = 2,
     retrieval: float = 1.0,
 ) -> keras.Model:
-    """Return the logit and both vectors of pairs, for the task `recommendation`.
+    """Return a model of the logit and both vectors, for the task `recommendation`.
 
     Args:
-        spec: ids of a user and an item, and the attributes below: whole numbers or texts.
-        tables: arguments of `EmbeddingTable` for each id and attribute, by feature: `capacity`,
-            and optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
-        user: the feature that is the id of a user.
-        item: the feature that is the id of an item.
-        user_attributes: further features of a user, each with its own table.
-        item_attributes: further features of an item, each with its own table.
-        popularity: feature that counts how often an item was shown before, NaN for never; or empty.
-        dimension: size of a row, and of a tower's vector without its last number.
-        hidden_units: ReLU layers of each tower.
-        ranking_units: ReLU layers of the network of both vectors.
-        shards: variables that each table is split over: one for each parameter server.
-        retrieval: weight of the retrieval loss; 0 disables it.
+        spec: inputs that are ids and attributes of users and items: integers or strings.
+        tables: by id and attribute feature, arguments of `EmbeddingTable`: `capacity`, and
+            optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
+        user: the feature with the id of the user.
+        item: the feature with the id of the item.
+        user_attributes: other features of the user, each with its own table.
+        item_attributes: other features of the item, each with its own table.
+        popularity: feature with the number of times the item was shown, NaN for 0; or empty.
+        dimension: the size of a row, and of a tower's vector without its last element.
+        hidden_units: the sizes of the ReLU layers in each tower.
+        ranking_units: the sizes of the ReLU layers in the network on both vectors.
+        shards: the number of variables per table, one on each parameter server.
+        retrieval: the weight of the retrieval loss; 0 disables it.
     """
     names = {user: _names("user_attributes", user, user_attributes)}
     names[item] = _names("item_attributes", item, item_attributes)
@@ -356,7 +355,6 @@ def _join(side: str, known: list[Any]) -> Any:
 def _parts(
     vectors: list[Any], match: Any, of_user: Any, of_item: Any, units: Sequence[int]
 ) -> list[Any]:
-    """Return the logit, and both vectors with their last number."""
     x = keras.layers.Concatenate(name="both")([*vectors, of_user, of_item])
     x = _hidden("ranking_units", units, x, "ranking")
     logit = keras.layers.Add(name="logit")([match, keras.layers.Dense(1, name="ranking")(x)])
@@ -366,16 +364,12 @@ def _parts(
 
 
 def _logarithm(popularity: Any) -> Any:
-    """Return the logarithm of the popularity.
-
-    A missing value counts as an item that was never shown.
-    """
+    """Return log(1 + popularity); a missing value means that the item was never shown."""
     count = keras.ops.nan_to_num(keras.ops.cast(popularity, "float32"))
     return keras.ops.log1p(keras.ops.maximum(count, 0))
 
 
 def _names(argument: str, of: str, value: Any) -> list[str]:
-    """Return the features of users or of items, the id first."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
         return [of, *value]
     raise ConfigError(f"{argument}: {value!r} is not allowed; it must be a list of features")
@@ -393,7 +387,6 @@ def _check(
     looked_up: Sequence[str],
     popularity: str,
 ) -> None:
-    """Refuse missing features, unused ones, and those without a table."""
     wanted = [*looked_up, *filter(None, [popularity])]
     if twice := [name for name, count in Counter(wanted).items() if count > 1]:
         raise ConfigError(

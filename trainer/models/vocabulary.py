@@ -1,10 +1,10 @@
-"""Layers from texts to whole numbers, by the vocabulary of a dataset.
+"""Layers that convert strings to integers with the vocabulary of a dataset.
 
-Keras's layers (`StringLookup`, `TextVectorization`) hold a table in the process that creates them,
-which graphs of other cluster tasks cannot access. These hold 64-bit fingerprints of the known
-values as graph constants, so that every strategy can place them anywhere, and the exported model is
-self-contained. The probability of a collision among n values is n^2 / 2^64: for a million values,
-one in ten million.
+Keras's layers (`StringLookup`, `TextVectorization`) store a table in the process that creates them,
+and graphs on other cluster tasks cannot access it. These layers store 64-bit fingerprints of the
+known values as constants of the graph. Therefore every strategy can place them on any task, and the
+exported model is self-contained. The probability of a collision among n values is n^2 / 2^64; for a
+million values it is one in ten million.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from numpy.typing import NDArray
 from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
 from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
 
-# A character that Unicode reserves, so that no text contains it.
+# A noncharacter of Unicode, which no text contains.
 _NO_TEXT = "\uffff"
 
 
 class _Known:
-    """The fingerprints of known values, and their numbers."""
+    """The fingerprints of known values, and the numbers of these values."""
 
     def __init__(self, values: Sequence[str], first: int) -> None:
-        """Number the values from `first` on."""
         with tf.init_scope(), tf.device("CPU:0"):
             known = strip_spaces(tf.constant([*values], tf.string))
             found = tf.strings.to_hash_bucket_fast(known, FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
-        # An unused fingerprint, so that an empty vocabulary is not a special case.
+        # The fingerprint of no value, so that an empty vocabulary needs no special case.
         self._sorted = np.append(fingerprints[order], np.int64(2**63 - 1))
         self._numbers = np.append(order + first, 0).astype(np.int64)
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
-        """Return the number of each text [n], `unknown` for unknown texts."""
+        """Return the number of each text [n]; `unknown` if the text is not known."""
         found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
@@ -47,7 +46,7 @@ class _Known:
 
 
 def _make_distinct(values: Sequence[str]) -> list[str]:
-    """Return distinct values for Keras layers, at the same positions."""
+    """Return the values for a Keras layer, with duplicates replaced by unused strings."""
     texts = [each.decode() for each in strip_spaces(tf.constant([*values], tf.string)).numpy()]
     first = {each: place for place, each in reversed([*enumerate(texts)])}
     # Keras refuses an empty vocabulary.
@@ -58,13 +57,13 @@ def _make_distinct(values: Sequence[str]) -> list[str]:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Converts texts of any shape to whole numbers: 0 for an unknown text, known ones from 1 on.
+    """Converts strings of any shape to integers: 0 for unknown strings, known ones from 1 on.
 
-    Surrounding spaces are ignored.
+    Leading and trailing spaces are ignored.
     """
 
     def __init__(self, values: Sequence[str], **kwargs: Any) -> None:
-        """Number these values from 1 on."""
+        """Create the layer for these values, which are numbered from 1."""
         super().__init__(**{"dtype": "int64", **kwargs})
         self.values = [*values]
         self.supports_jit = False
@@ -72,15 +71,15 @@ class Vocabulary(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """Return the number of outputs, including the output for unknown texts."""
+        """The number of different outputs, including 0 for unknown strings."""
         return len(self.values) + 1
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
-        """Return the numbers, in the shape of the texts."""
+        """Return the numbers, in the shape of the strings."""
         return tf.reshape(self._known.numbers(tf.reshape(texts, [-1]), 0), tf.shape(texts))
 
     def plain(self, texts: Any) -> Any:
-        """Return the same for a symbolic tensor of texts without surrounding spaces."""
+        """Return the numbers for a symbolic tensor, whose strings have no surrounding spaces."""
         return keras.layers.StringLookup(
             vocabulary=_make_distinct(self.values), oov_token=_NO_TEXT, name=self.name
         )(texts)
@@ -96,11 +95,12 @@ class Vocabulary(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Words(keras.layers.Layer):
-    """Converts texts [n] to numbers of their words [n, length]: 1 for unknown words, 0 for padding.
+    """Converts texts [n] to the numbers of their words [n, length]: 1 if unknown, 0 for padding.
 
-    Words are split like by Keras's `TextVectorization`: in lower case, without punctuation, at
-    spaces. Letters beyond ASCII keep their case. Punctuation does not separate words: no layer or
-    operation of Keras replaces it by a space, so a Keras file would need a class of this package.
+    Words are split as in Keras's `TextVectorization`: in lower case, without punctuation, at
+    spaces. Non-ASCII letters keep their case. Punctuation is removed and does not separate words,
+    because no layer or operation of Keras replaces it by a space, and a Keras file would need a
+    class of this package.
     """
 
     def __init__(
@@ -112,12 +112,12 @@ class Words(keras.layers.Layer):
         letters: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Number these words from 2 on; use the first `length` words of each text.
+        """Create the layer for these words, which are numbered from 2.
 
         Args:
-            values: the known words, or word sequences separated by a space.
-            length: most words of a text; None for the longest text of each batch.
-            ngram: number of consecutive words per value.
+            values: the known words, or n-grams of words joined by a space.
+            length: the maximum number of words per text; None for the longest text of each batch.
+            ngram: the number of consecutive words in a value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: arguments of a Keras layer.
         """
@@ -131,7 +131,7 @@ class Words(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """Return the number of outputs, including those for padding and unknown words."""
+        """The number of different outputs, including 0 for padding and 1 for unknown words."""
         return len(self.values) + 2
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
@@ -146,7 +146,7 @@ class Words(keras.layers.Layer):
         return numbers.to_tensor(0, shape=[None, self.length])
 
     def plain(self, texts: Any) -> Any:
-        """Return the same for a symbolic tensor of texts without surrounding spaces."""
+        """Return the numbers for a symbolic tensor, whose texts have no surrounding spaces."""
         if self.letters:
             raise ValueError(f"no layer of Keras makes a word of each letter, as {self.name} does")
         return keras.layers.TextVectorization(

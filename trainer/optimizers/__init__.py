@@ -1,1 +1,1 @@
-"""Optimizers, and what surrounds an update: averages, loss scale, fused updates."""
+"""Optimizers, moving averages of weights, loss scaling, and fused updates."""

@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, which is evaluated and exported in their place.
+"""An exponential moving average of the weights, which is evaluated and exported instead of them.
 
-It begins with the weights of the first update, as with Keras's `use_ema`, and changes on the server
-by an atomic subtraction, so that no update is lost when workers race.
+It starts with the weights after the first update, as with Keras's `use_ema`. It is updated on the
+server by an atomic subtraction, so that no update is lost if workers write at the same time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# The prefixes of paths in a checkpoint: of a variable, and of its average.
+# Prefixes of checkpoint paths, for variables and for their averages.
 MODEL = "model/"
 AVERAGE = "average/"
 
 
 def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float) -> None:
-    """Make an optimizer, not yet built, keep averages of the weights."""
+    """Make an optimizer that is not built yet maintain averages of the weights."""
     optimizer.use_ema, optimizer.ema_momentum = True, momentum
 
     def move(distribution: Any, pairs: list[tuple[Any, Any]], part: tf.Tensor) -> None:
@@ -66,7 +66,7 @@ def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[st
 
 @contextmanager
 def swap_averages(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
-    """Exchange weights and averages in the block, which may not train or save."""
+    """Swap weights and averages within the block, which must not train or save."""
     _exchange(variables)
     try:
         yield

@@ -1,7 +1,7 @@
 """Fused updates: one operation per variable, if TensorFlow has a kernel for the optimizer.
 
-Keras implements Adam as thirty small operations per variable. A kernel passes over the values once,
-with the variable locked, so that each dense update is atomic.
+Keras implements Adam with thirty small operations per variable. A kernel needs one pass over the
+values and locks the variable, so that each dense update is atomic.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import tensorflow as tf
 
 
 def fuse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make a built optimizer use TensorFlow's kernel; an optimizer without a kernel is unchanged.
+    """Make a built optimizer use TensorFlow's kernel, if there is one.
 
-    The formulas are Keras's own (Kingma and Ba 2015, "Adam", the end of section 2; Sutskever et al.
-    2013 for momentum), equal up to rounding. Each variable must be on one device.
+    The kernels use the same formulas as Keras (Kingma and Ba 2015, "Adam", end of section 2;
+    Sutskever et al. 2013 for momentum), with equal results except for rounding. Each variable must
+    be on one device.
     """
     kernel = _kernel(optimizer)
     if kernel is None:
@@ -32,7 +33,7 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
         rest = []
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
-                # Keras's formula updates embedding rows and other precisions.
+                # Keras updates embedding rows and variables of other types.
                 rest.append((gradient, variable))
                 continue
             with tf.device(variable.value.device):
@@ -50,11 +51,11 @@ class _Kernel(ABC):
 
     @abstractmethod
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
-        """Return the scalars that all variables of one update share."""
+        """Return the scalars that all variables share in an update."""
 
     @abstractmethod
     def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
-        """Update one variable and its slots."""
+        """Update a variable and its slots."""
 
 
 class _Adam(_Kernel):
@@ -118,7 +119,7 @@ def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
 
 
 class _Rates:
-    """Scalars that are sent to each server in one message."""
+    """Scalars for an update, which are sent to each server only once."""
 
     def __init__(self, home: str, values: list[tf.Tensor]) -> None:
         self._home = home

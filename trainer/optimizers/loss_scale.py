@@ -1,11 +1,11 @@
-"""The scale of a float16 loss: without it small gradients are zero, and large ones infinite.
+"""The loss scale for float16, which prevents gradients from underflowing to zero or overflowing.
 
-The loss is multiplied by the scale, and its gradient is divided by it (Micikevicius et al. 2018,
-"Mixed Precision Training", section 3.2), with the rule of Keras's `LossScaleOptimizer`: half the
-scale if a gradient is not finite, twice the scale after `GROWTH` finite ones.
+The loss is multiplied by the scale, and its gradient is divided by the scale (Micikevicius et al.
+2018, "Mixed Precision Training", section 3.2). The rule is that of Keras's `LossScaleOptimizer`:
+halve the scale if a gradient is not finite, and double it after `GROWTH` finite gradients.
 
-Keras skips a step whose gradient is not finite. Here the gradient is computed again from the same
-batch with half the scale, so that every batch and every step counts.
+Keras skips a step whose gradient is not finite. Here the gradient is computed again for the same
+batch with half the scale, so that no batch and no step is skipped.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# The prefix of the scale's paths in a checkpoint.
+# Prefix of the checkpoint paths.
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000
-# If all gradients are zero, the scale grows without limit; the largest float32 is near 2**128.
+# Maximum scale. If all gradients are zero, the scale grows until it reaches a limit; the largest
+# float32 is about 2**128.
 LARGEST = 2.0**60
-# The halvings from the largest scale to below 1, where the gradient itself is not finite.
+# Number of halvings from the maximum scale to less than 1. If a gradient is still not finite, the
+# scale is not the cause.
 MOST_HALVINGS = 64
 
 
 class _Value(NamedTuple):
-    """A variable with Keras's attributes; `join` reduces the values of several towers to one."""
+    """A variable in the form that Keras's have. `join` merges its values on several towers."""
 
     value: tf.Variable
     path: str
@@ -34,13 +36,14 @@ class _Value(NamedTuple):
 
 
 class LossScale:
-    """The scale, the number of gradients, and the number at the last change: state of a model.
+    """The scale, the number of gradients, and this number at the last change of the scale.
 
-    The number is incremented and the others are assigned: the count is exact if workers race.
+    The number is incremented, so that it is exact even if several workers write at the same time.
+    The others are assigned.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:
-        """Create the variables on the device of the scope; an update has `gradients` gradients."""
+        """Create the variables on the current device; `gradients` is their number per update."""
         self._growth = GROWTH * gradients
         self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
         self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)
@@ -50,8 +53,8 @@ class LossScale:
 
     @property
     def variables(self) -> list[_Value]:
-        """The scale, the count, and the count at the last change; they end a model's state."""
-        # A scale that is too large for one tower is too large for all.
+        """The variables, in the order in which they follow a model's state."""
+        # If a scale is too large for one tower, all must use a lower one.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [
             _Value(variable, path, join)
@@ -60,12 +63,12 @@ class LossScale:
 
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """The variables by their paths in a checkpoint."""
+        """The variables by checkpoint path."""
         named = {"scale": self._scale, "gradients": self._count, "changed": self._changed}
         return {f"{LOSS_SCALE}{name}": variable for name, variable in named.items()}
 
     def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compute` with a loss scale, whose variables are the last of its state."""
+        """Return `compute` with loss scaling. Its state must end with the scale's variables."""
 
         def compute_scaled(weights: Any, state: Any, batch: Any) -> Any:
             *state, first, count, changed = state

@@ -1,7 +1,7 @@
-"""Keras optimizers by name, with a learning rate schedule over the exact global step.
+"""Keras optimizers by name, with a learning rate schedule over the global step.
 
-Gradients of embedding rows (`tf.IndexedSlices`) stay sparse, with each row once;
-`flotilla.trainer.embeddings.row_updates` makes the update of rows lazy.
+Gradients of embedding rows (`tf.IndexedSlices`) stay sparse, and contain each row once.
+`flotilla.trainer.embeddings.row_updates` makes the updates of rows lazy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Two of them wrap another optimizer; the weights of the third must be swapped before an evaluation.
+# The first two wrap another optimizer. For the third, weights must be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
-# Keras arguments that are refused: they have no effect, or another key replaces them under every
-# strategy.
+# Arguments of Keras that are refused, because they have no effect, or because another key has the
+# same effect under every strategy.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
     "name": "it has no effect",
@@ -37,7 +37,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-# Keras accepts any number, including those with which training diverges.
+# Keras accepts any number for these arguments, even if training then diverges.
 _SHARES = ("beta_1", "beta_2", "rho")
 _POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
 
@@ -57,7 +57,7 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer, or the model's own, with its schedule; raises `ConfigError`."""
+    """Return the configured optimizer with its schedule, or the model's; raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
         optimizer = _clone(accept_compiled(training, of_model))
     else:
@@ -77,7 +77,7 @@ def accept_compiled(
             f"compiled; compile it, or name one of {', '.join(available())}"
         )
     if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
-        # Keras wraps every optimizer under float16; here the strategy scales the loss.
+        # Keras wraps all optimizers in float16 models; here the strategy scales the loss.
         if training.mixed_precision != "float16":
             raise ConfigError(f"{key} scales the loss; set training.mixed_precision: float16")
         of_model = of_model.inner_optimizer
@@ -98,10 +98,10 @@ def accept_compiled(
 
 
 def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Return a new optimizer with the same settings, on the device of the scope."""
+    """Return a new optimizer with the same settings, created on the current device."""
     try:
         made = type(optimizer).from_config(optimizer.get_config())
-    # A user's class may raise any exception.
+    # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be "
@@ -131,7 +131,7 @@ def _find_keras(training: TrainingConfig) -> keras.optimizers.Optimizer:
 
 
 def each_row_once(gradient: Any) -> Any:
-    """Sum the parts of each row in a sparse gradient; return other gradients unchanged."""
+    """Add up the values of each row in a sparse gradient; return other gradients unchanged."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, RowsOnce):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -140,11 +140,11 @@ def each_row_once(gradient: Any) -> Any:
 
 
 def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make the optimizer treat a sparse gradient like the equal dense one.
+    """Make the optimizer treat a sparse gradient like an equal dense one.
 
-    A row that is looked up twice has two gradients, which Keras would clip and square separately.
-    To clip by norm, Keras would make the gradient dense; rows without a gradient do not change a
-    norm.
+    If a row was looked up twice, it has two gradients, which Keras would clip and square
+    separately. Keras would also convert a gradient to a dense one to clip it by norm. This is not
+    necessary, because rows without a gradient do not change the norm.
     """
     clip = optimizer._clip_gradients
 
@@ -157,7 +157,7 @@ def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
             for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
         ]
 
-    # Keras calls it before anything else, even without clipping.
+    # Keras always calls this method first, even if it does not clip.
     optimizer._clip_gradients = clip_gradients
 
 
@@ -193,7 +193,7 @@ def _check_value(argument: str, default: object, value: Any) -> tuple[bool, str]
 
 
 def learning_rate(training: TrainingConfig) -> float | Schedule:
-    """Return a number, or a schedule over the optimizer's counter of updates."""
+    """Return the learning rate, or a schedule over the optimizer's update counter."""
     rate = training.optimizer.learning_rate
     warmup = training.schedule.warmup_steps
     after = _build_decay(training, rate)
@@ -201,7 +201,6 @@ def learning_rate(training: TrainingConfig) -> float | Schedule:
 
 
 def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
-    """Return the schedule after the warm-up, counted from the end of the warm-up."""
     args = training.schedule.parse()
     if isinstance(args, CosineArgs):
         steps = max(1, training.steps - training.schedule.warmup_steps)
@@ -211,23 +210,23 @@ def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
             rate, args.decay_steps, args.decay_rate, staircase=args.staircase
         )
     if isinstance(args, PiecewiseArgs):
-        # Keras changes the value after a boundary; here it changes at the boundary.
+        # Keras changes the value after a boundary; here it must change at the boundary.
         boundaries = [boundary - 1 for boundary in args.boundaries]
         return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
     return rate
 
 
 class Warmup(Schedule):
-    """Rises linearly from `rate / steps` to `rate`, then `after`."""
+    """Rises linearly from `rate / steps` to `rate`, and then follows `after`."""
 
     def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
-        """Warm up over `steps` global steps."""
+        """Store the learning rate and schedule to reach after `steps` global steps."""
         self._after = after
         self._rate = rate
         self._steps = steps
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the learning rate of the update that follows `step` updates."""
+        """Return the learning rate for the next update, after `step` updates."""
         done = tf.cast(tf.convert_to_tensor(step), tf.float32)
         rising = self._rate * (done + 1.0) / self._steps
         later = tf.maximum(done - self._steps, 0.0)
@@ -235,5 +234,5 @@ class Warmup(Schedule):
         return tf.where(done < self._steps, rising, after)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments, as Keras requires of every schedule."""
+        """Return the arguments, which Keras requires of every schedule."""
         return {"after": self._after, "rate": self._rate, "steps": self._steps}
