@@ -1,1 +1,1 @@
-"""Writes a blessed model in its formats, with a parity proof."""
+"""Export of a blessed model in several formats, with a proof that they are equivalent."""

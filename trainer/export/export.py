@@ -1,13 +1,13 @@
-"""Export a blessed model in each format, and prove that all formats give the same answers.
+"""Exports a blessed model in several formats, and checks that all give the same predictions.
 
-The published model holds the formats of `flotilla.trainer.export.formats`, and
+The published model consists of the formats in `flotilla.trainer.export.formats` and these files:
 
-    labels.txt      one class per line, if the task has classes
-    model_card.md   the model card, from measured values
-    request.json    real examples in the format of TensorFlow Serving's REST interface
+    labels.txt      the class names, one per line, if the task has classes
+    model_card.md   the model card
+    request.json    real examples, in the format of TensorFlow Serving's REST API
     kserve.yaml     a KServe InferenceService
-    parity.json     the difference of each format from the original
-    config.json     the run's configuration
+    parity.json     how much the predictions of each format differ from the original
+    config.json     the configuration of the run
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ CALIBRATION_EXAMPLES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """URI of a published model, and the difference of each format from the original."""
+    """The URI of a published model, and how much the predictions of each format differ."""
 
     uri: str
     parity: dict[str, Any]
@@ -77,23 +77,24 @@ class Exported:
 def export(  # noqa: PLR0913, PLR0917
     config: Config, dataset: str, checkpoint: str, decision: str, output: str, scratch: Path
 ) -> Exported:
-    """Publish the model of `checkpoint` at `output` in every format of `export.formats`.
+    """Publish the model of `checkpoint` at `output` in all formats of `export.formats`.
 
-    Each format is loaded from disk and answers real test examples, and a fresh process that has
-    only the written folder answers a request. A repeated call with the same inputs does nothing and
-    returns the published parity.
+    Each format is loaded from disk and predicts real test examples. A new process, which has only
+    the written folder, answers a request. If the model has already been published from the same
+    inputs, return its published parity.
 
     Args:
-        config: configures the model and the formats.
-        dataset: URI of the published dataset: names of inputs and labels, test examples.
+        config: the configuration of the model and the formats.
+        dataset: URI of the published dataset, for the names of inputs and labels, and test
+            examples.
         checkpoint: URI of the published checkpoint.
         decision: URI of the gate's published decision on the checkpoint.
         output: URI of the model.
         scratch: local folder for temporary files.
 
     Raises:
-        UserError: the decision is not a blessing of this checkpoint, a format cannot be written or
-            loaded, or its answers differ by more than the tolerance. Nothing is published then.
+        UserError: the decision does not bless this checkpoint, a format cannot be written or
+            loaded, or its predictions differ by more than the tolerance. Nothing is published.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     evaluation = _require_blessed(decision, inputs_from)
@@ -163,7 +164,7 @@ def _fields(
 
 
 def _thresholds(evaluation: str) -> Any:
-    """Return the threshold that an evaluation chose; for several outputs, a mapping by output."""
+    """Return the decision threshold in an evaluation, or a mapping by output."""
     measured = storage.read_json(evaluation, "metrics.json")
     with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}
@@ -178,7 +179,6 @@ def _thresholds(evaluation: str) -> Any:
 def _write_forms(
     folder: Path, subject: Original, fields: Mapping[str, Any], process: Fresh
 ) -> dict[str, Any]:
-    """Write all formats into a folder, and return the parity results."""
     name, step = fields["name"], fields["global_step"]
     paths = {str(form): format_path(form, name, step) for form in fields["formats"]}
     parity = prove(subject, paths, folder)
@@ -190,7 +190,7 @@ def _write_forms(
 
 
 def _list_formats(config: Config, trained: TrainedModel) -> list[str]:
-    """Return the formats that can hold the program's model."""
+    """Return the configured formats, without `keras` if the model is a program's SavedModel."""
     if not is_saved_model(trained.described):
         return list(config.export.formats)
     return [form for form in config.export.formats if form != "keras"]

@@ -1,6 +1,6 @@
-"""The formats of an exported model: how each is written, loaded from disk and called.
+"""The formats of an exported model: how to write each, load it from disk, and call it.
 
-TensorFlow Lite: converts a serving function to floats or 8-bit integers, and calls the result.
+TensorFlow Lite converts a serving function, with floats or 8-bit integers.
 """
 
 from __future__ import annotations
@@ -34,30 +34,29 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 def convert_to_tflite(
     serve: Callable[..., Any], takes: Sequence[tf.TensorSpec], calibration: Arrays | None
 ) -> bytes:
-    """Return a serving function as a TFLite file with the signature `serving_default`.
+    """Convert a serving function to a TFLite file with the signature `serving_default`.
 
     Args:
         serve: maps tensors to a dictionary of tensors.
-        takes: one spec with a name for each tensor.
-        calibration: real examples by name: weights and activations are rounded to 8 bits within the
-            ranges that these examples reach. Without it, the model stays in floats.
+        takes: a named spec for each tensor.
+        calibration: real examples by name. Weights and activations are quantized to 8 bits, within
+            the ranges that occur for these examples. If None, the model keeps its floats.
     """
-    # The calibrator cannot read variables, so they are converted to constants first.
+    # The calibrator cannot read variables, so they are first converted to constants.
     original = tf.function(serve, takes).get_concrete_function()
     frozen = convert_variables_to_constants_v2(original)
     names = sorted(original.structured_outputs)
 
     def constant(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        # Freezing keeps the outputs in the order of their names, but drops the names.
+        # Freezing sorts the outputs by name, but drops their names.
         return dict(zip(names, frozen(*values), strict=True))
 
     holder = tf.Module()
     function = tf.function(constant, takes).get_concrete_function()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # The converter uses a deprecated interpreter and warns about it.
+        # The converter uses a deprecated interpreter, which causes a warning.
         warnings.simplefilter("ignore")
-        # Otherwise the gradients of lookups would also be saved, and the signature dropped if that
-        # fails.
+        # Custom gradients of lookups would also be saved. If that fails, the signature is dropped.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(holder, folder, {SERVING: function}, options)
         converter = tf.lite.TFLiteConverter.from_saved_model(folder)
@@ -73,9 +72,9 @@ def convert_to_tflite(
 
 
 def reader(path: Path) -> Callable[[Arrays], dict[str, Any]]:
-    """Return a function that maps arrays by name to the outputs of the TFLite file at `path`.
+    """Return a function that calls the TFLite file at `path` with arrays by name.
 
-    If the file accepts one example at a time, the function calls it for each example.
+    If the file accepts only one example at a time, it is called once per example.
     """
     runner = Interpreter(model_path=str(path)).get_signature_runner(SERVING)
     takes = runner.get_input_details().values()
@@ -109,27 +108,27 @@ class Subject:
     spec: DatasetSpec
 
     def answers(self, inputs: Inputs) -> Answers:
-        """Return the outputs that every format must give for inputs by feature name."""
+        """Return the expected answers for inputs by feature; all formats must return them."""
         return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
-        """Return inputs by feature name as the arguments of the signature."""
+        """Convert inputs by feature to arguments of the signature."""
         names = argument_names(self.spec.inputs)
         return {names[feature]: np.asarray(values) for feature, values in inputs.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One export format.
+    """An export format.
 
     Attributes:
-        path: of the file, relative to the model's directory; empty for the servable one, whose path
-            `form_path` returns.
-        write: writes a model; the last argument is the calibration examples by feature.
-        read: returns one predictor for each way to call the model; all must give the same
-        predictions. tolerance: largest difference of an answer from the original's. calibrated:
-        whether calibration rounds the answers; such a format may lose `tolerance` of
-            the task's main metric instead.
+        path: the path of the file, relative to the model's folder; empty for the SavedModel, whose
+            path `format_path` returns.
+        write: writes a model to a path; the last argument is calibration examples by feature.
+        read: returns a predictor for each way to call the model, which must give equal predictions.
+        tolerance: the largest allowed difference of an answer from the original.
+        calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
+            worse its main metric may be.
     """
 
     path: str
@@ -140,29 +139,29 @@ class Format:
 
 
 def format_path(form: str, name: str, version: int) -> str:
-    """Return the path of a format, relative to the model's directory.
+    """Return the path of a format, relative to the model's folder.
 
-    The servable format has the layout of TensorFlow Serving and KServe: a number below the model's
-    name.
+    The SavedModel has the layout that TensorFlow Serving and KServe expect: a version number below
+    the name of the model.
     """
     return FORMATS[form].path or f"serving/{name}/{version}"
 
 
 def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
-    """Return the outputs of a model for inputs by feature name."""
+    """Return the outputs of a model for inputs by feature."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
     return task.outputs(cast_outputs(model(given, training=False)))
 
 
 def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
-    """Return the answers of a model, as arrays."""
+    """Return the answers of a model for inputs by feature, as arrays."""
     return {
         name: each.numpy() for name, each in task.answers(call_model(model, task, inputs)).items()
     }
 
 
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
-    """Return the serving function and its signature: one tensor for each input feature."""
+    """Return the serving function, and the specs of its arguments, one per input feature."""
     model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -176,7 +175,7 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
 
 
 def operations(subject: Subject) -> set[str]:
-    """Return the op types in the graph of the serving function."""
+    """Return the types of the operations in the serving function's graph."""
     serve, takes = _serving(subject)
     graph = tf.function(serve, takes).get_concrete_function().graph.as_graph_def()
     bodies = [graph.node, *(each.node_def for each in graph.library.function)]
@@ -238,7 +237,7 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     try:
         content = convert_to_tflite(serve, takes, named)
     except ConverterError:
-        # A recurrent layer uses tensor lists, and TFLite needs the shapes of their elements.
+        # A recurrent layer uses tensor lists, for which TFLite needs a fixed batch size.
         one = [tf.TensorSpec((1, *each.shape[1:]), each.dtype, name=each.name) for each in takes]
         content = convert_to_tflite(serve, one, named)
     path.write_bytes(content)

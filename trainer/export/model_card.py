@@ -1,4 +1,4 @@
-"""The model card (Mitchell et al. 2019) in Markdown, made from measured values only."""
+"""Writes the model card (Mitchell et al. 2019) as Markdown, from measured values only."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from flotilla.trainer.report.wording import (
 from flotilla.trainer.runtime.masking import one_line
 
 _TEMPLATE = "model_card.md.j2"
-# A remark about the class names for the reader.
+# Maximum number of class names that the card lists.
 _MOST_NAMES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """URIs of the published sources of the card."""
+    """The configuration, and the URIs of what the card describes."""
 
     config: Config
     dataset: str
@@ -43,7 +43,8 @@ class Facts:
 def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """Return the card of a model, as Markdown.
 
-    `parity` is the result of `parity.prove`, with `smoke`; `fields` are the manifest's fields.
+    `parity` is the result of `parity.prove` with the entry `smoke`, and `fields` are the fields of
+    the manifest.
     """
     decided = storage.read_json(facts.decision, "decision.json")
     measured = storage.read_json(decided["evaluation"], "metrics.json")
@@ -74,7 +75,7 @@ def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]
 
 
 def template() -> jinja2.Template:
-    """Return the card's template, with the filters for its cells."""
+    """Return the template of the card, with the filters that it uses."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -97,6 +98,6 @@ def template() -> jinja2.Template:
 
 
 def _cell(text: object) -> str:
-    """Escape a text so that it can neither leave its cell nor become a link or a tag."""
+    """Escape a text for a table cell, so that it ends no cell and creates no link or tag."""
     plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)

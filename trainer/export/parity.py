@@ -1,9 +1,8 @@
-"""The proof that all formats are the same model: each is loaded from disk and answers examples.
+"""Checks that all formats of a model are equivalent: each is loaded and predicts real examples.
 
-A fresh process that has only the written folder also answers a request to the exported model.
-
-TensorFlow takes seconds to load, so the process starts early and loads it while the model is being
-written.
+A new process, which has only the written folder, also answers a request to the exported model.
+Because importing TensorFlow takes seconds, the process starts early, and imports it while the model
+is being written.
 """
 
 from __future__ import annotations
@@ -44,25 +43,25 @@ from flotilla.trainer.runtime.user_code import format_error
 from flotilla.trainer.tasks.base import Part
 from flotilla.trainer.tasks.objective import Objective
 
-# The number of batches that measure the accuracy of a rounded format.
+# Number of batches for measuring the metric of a quantized format.
 MOST_BATCHES = 20
-# The ops that call a Python function in this process.
+# Operations that call a Python function in the process that created the graph.
 _IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _GROSS = 0.1
 _LITE = {"tflite", "tflite_int8"}
-# The converter's message for an op that TensorFlow Lite does not support.
+# The converter's message for an operation that TensorFlow Lite does not support.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
-# Inputs by feature name; and inputs, labels and weights as the model and its task accept them.
+# Inputs by feature; then inputs, labels and weights in the form that the model and task accept.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Original(Subject):
-    """The model in memory, and real examples.
+    """The model in memory, with real examples.
 
-    Each call of `batches` returns the test examples: inputs by feature name, and the batch.
-    `calibration` is training examples by feature name, where a format needs them.
+    `batches` returns a new iterator over batches of test examples. `calibration` is training
+    examples by feature, or None if no format needs them.
     """
 
     objective: Objective
@@ -86,12 +85,13 @@ class Original(Subject):
 
 
 def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Write every format below `folder`, load it, and compare its answers with the original's.
+    """Write every format to `folder`, load it, and compare its answers with the original's.
 
     Returns:
-        `examples`, and `formats` by name: `max_difference` (of `largest_difference`) and the
-        allowed `tolerance`; for a rounded format the main `metric` of the task, its `value`, the
-        `original`'s value on the same `examples`, the amount `lost` and the allowed `tolerance`.
+        `examples`, their number, and `formats` by name. A format has `max_difference` (see
+        `largest_difference`) and the allowed `tolerance`. A quantized format also has the main
+        `metric`, its `value`, the `original` value for the same number of `examples`, and how much
+        it has `lost`.
 
     Raises:
         UserError: a format cannot be written or loaded, or its answers differ.
@@ -99,7 +99,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # Only the rows in use are written, and the predictions were computed before.
+    # This removes unused rows from the model, so the expected answers were computed before.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
@@ -111,7 +111,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
             formats[name] |= _measure_rounded(name, form, subject, readers[0])
-        # This form of the comparison also fails for NaN.
+        # Written so that it is also true for NaN.
         elif not difference <= form.tolerance:
             raise UserError(
                 f"nothing is exported: as {name} the model's predictions for {count} "
@@ -123,9 +123,9 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 
 
 def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
-    """Return the main metric of a rounded format and of the original; refuse a large loss.
+    """Compare the main metric of a quantized format with the original's; raises `UserError`.
 
-    The loss replaces a main metric that these examples do not define.
+    If these examples do not define the metric, compare the loss.
     """
     objective, metric = subject.objective, subject.objective.main_metric
     own, original, count = [], [], 0
@@ -141,7 +141,7 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     value, expected = rounded[metric], whole[metric]
     lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
-    # With few examples, a single example exceeds the tolerance.
+    # With few examples, a single one may exceed the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
@@ -153,9 +153,10 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
 
 
 def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
-    """Raise `ConfigError` if a model cannot be written in a format that answers some examples.
+    """Raise `ConfigError` if a model cannot be written in a format and then called.
 
-    An untrained model may predict anything, so only large differences count, and none for TFLite.
+    Because an untrained model may predict anything, only large differences count, and for TFLite
+    none.
     """
     expected = subject.answers(examples)
     for ask in _write_form(name, FORMATS[name], subject, path, examples):
@@ -169,10 +170,10 @@ def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> Non
 
 
 def require_served(subject: Subject) -> None:
-    """Raise `ConfigError` if no graph of the model can be traced, or if the graph calls Python."""
+    """Raise `ConfigError` if the model's graph cannot be traced, or calls Python."""
     try:
         found = operations(subject)
-    # The user's classes run here and may raise any exception.
+    # The user's classes run here and may raise anything.
     except (Exception, SystemExit) as error:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
@@ -191,7 +192,7 @@ def _write_form(
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
-    # The user's classes run here and may raise any exception.
+    # The user's classes run here and may raise anything.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
@@ -217,12 +218,12 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
 
 
 def largest_difference(expected: Answers, found: Answers) -> float:
-    """Return the largest relative difference of an answer; NaN if one is NaN.
+    """Return the largest relative difference between answers; NaN if one of them is NaN.
 
-    The scale of an answer near zero is the typical size of the output's answers, and at least 1:
-    when thousands are summed, the rounding error is relative to thousands.
+    A difference is divided by the answer, but at least by 1 and by the typical size of the output's
+    answers, because the rounding error of a sum is relative to its largest terms.
     """
-    # NumPy's maximum propagates NaN; the result of Python's `max` depends on the order.
+    # NumPy's maximum propagates NaN, but for Python's `max` this depends on the order.
     return float(np.max([_relative(values, found[name]) for name, values in expected.items()]))
 
 
@@ -241,8 +242,8 @@ Fresh = subprocess.Popen[str]
 
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
-    """Start the process that will load and call the model in `folder`."""
-    # Isolated mode ignores this folder and PYTHONPATH, so the process cannot import this package.
+    """Start a process, which will load and call the model in `folder`."""
+    # Isolated mode ignores this folder and PYTHONPATH, so that the process cannot import Flotilla.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(
         command,
@@ -261,17 +262,17 @@ def fresh_process(folder: Path) -> Iterator[Fresh]:
 
 
 def _environment() -> dict[str, str]:
-    # The process needs no Keras 3, which TensorFlow imports unless this variable is set.
+    # Unless this variable is set, TensorFlow imports Keras 3, which the process does not need.
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 
 def answer_in_process(
     subject: Original, folder: Path, saved_model: str, process: Fresh
 ) -> dict[str, Any]:
-    """Write `request.json` into `folder`, let a fresh process answer it, and compare the answers.
+    """Write `request.json` to `folder`, let a new process answer it, and compare the answers.
 
     Returns:
-        `max_difference` of the answers, and `milliseconds` of one example (the median).
+        `max_difference` of the answers, and `milliseconds` for one example (the median).
 
     Raises:
         UserError: the process cannot load the model, or its answers differ.
@@ -296,7 +297,7 @@ def answer_in_process(
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in the format of TensorFlow Serving's REST interface."""
+    """Convert a value to the format of TensorFlow Serving's REST API."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, bytes):

@@ -1,8 +1,8 @@
-"""Answer `request.json` of an exported model: `python smoke_request.py FOLDER < PATH`.
+"""Answers `request.json` of an exported model: `python smoke_request.py FOLDER < PATH`.
 
-This program imports nothing of this project, like a client. Standard input is the path
-of the SavedModel in the folder, and ends when all files are written. The last line of standard
-output is JSON: `answers` by column, `milliseconds`.
+Like a client, this program imports nothing from Flotilla. Standard input contains the path of the
+SavedModel in the folder, and is closed when all files have been written. The last line on standard
+output is a JSON object: `answers` by column, and `milliseconds`.
 """
 
 from __future__ import annotations

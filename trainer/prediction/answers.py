@@ -1,15 +1,16 @@
-"""The output columns of a model: class names, probabilities, numbers.
+"""The columns that a prediction writes: class names, probabilities, numbers.
 
-Each output gives these columns; with several outputs they are in a struct named after the output.
+They depend on the kind of task. With several outputs, each output has a struct with these columns,
+named after the output.
 
     classification            prediction, probability, probabilities by class
-    binary classification     as classification, decided by the threshold of the model
+    binary classification     the same; the model's threshold determines the prediction
     multilabel classification prediction (a list), probabilities by class
-    sequence to label         as classification
-    sequence labelling        prediction and probability (lists as long as the example)
+    sequence to label         as for classification
+    sequence labelling        prediction and probability (lists with the length of the example)
     regression                prediction
     ranking                   score, probability
-    a user's task             its answers unchanged
+    a user's task             its answers, unchanged
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.tasks.multi_output import group_by_output
 
-# Above this number of classes, the probabilities are a list in the order of the classes.
+# With more classes, the probabilities are a list in class order instead of a struct.
 MOST_NAMED = 1000
 _HALF = 0.5
 Answers = Mapping[str, NDArray[Any]]
@@ -32,10 +33,7 @@ Columns = dict[str, pa.Array]
 
 
 def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
-    """Return the columns for the predictions of a batch.
-
-    `lengths` are the lengths of its examples.
-    """
+    """Return the columns for the predictions of a batch; `lengths` are those of its examples."""
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}
@@ -47,7 +45,7 @@ def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Column
 
 
 def unsound(answers: Answers) -> int:
-    """Return the number of examples with answers that are not finite."""
+    """Return the number of examples with predictions that are not finite."""
     rows = [
         np.isfinite(each.reshape(len(each), -1)).all(axis=1)
         for each in answers.values()
@@ -59,7 +57,7 @@ def unsound(answers: Answers) -> int:
 def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
     labels = model.labels.get(output, ())
     made, needs = _KINDS.get(model.kinds[output], (_raw, ()))
-    # A task derived from a built-in one may have other answers.
+    # A user's subclass of a built-in task may have other answers.
     if not all(each in answers for each in needs):
         made = _raw
     if made is _binary:
@@ -132,7 +130,7 @@ def _make_probabilities(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
 
 
 def _nest(values: NDArray[Any]) -> pa.Array:
-    """Return an array as nested lists; the first axis is the example."""
+    """Return an array as nested lists, one per example."""
     if values.dtype == object:
         return pa.array([_text(each) for each in values.tolist()])
     found = pa.array(values.reshape(-1))

@@ -1,4 +1,4 @@
-"""Convert columns of a file to the inputs of a model; an invalid value makes its row invalid."""
+"""Converts columns of a file to the inputs of a model; rows with invalid values are marked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 
 @dataclass(frozen=True)
 class Converted:
-    """The values of an input by row, the rows with invalid values, and the reasons."""
+    """The values of an input by row, which rows have an invalid value, and the reason by row."""
 
     values: Sequence[Any] | NDArray[Any]
     bad: NDArray[np.bool_]
@@ -33,13 +33,13 @@ class Converted:
 
 
 def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: str) -> Converted:
-    """Return the converted values of some rows.
+    """Convert the values of some rows.
 
     Args:
         wanted: the input of the model.
         array: the values from the file.
         config: settings for decoding images and padding lists.
-        folder: URI of the folder that paths of images are relative to.
+        folder: URI of the folder that image paths are relative to.
     """
     column, spec = wanted.column, wanted.spec
     if column.type == "image" and not is_list(array.type):
@@ -55,7 +55,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
 
 
 def make_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
-    """Convert values of valid rows to the model's input: decoded and padded."""
+    """Convert values of valid rows to the model's input; images are decoded, and lists padded."""
     if spec.stored == "image" and not isinstance(values[0], np.ndarray):
         pixels: NDArray[Any] = images.decode(spec, tf.constant(list(values))).numpy()
         return pixels
@@ -94,7 +94,7 @@ def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Convert
 
 
 def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
-    """Return lists, including JSON lists in texts, as arrays of one shape."""
+    """Convert lists, or strings with JSON lists, to arrays of the feature's shape."""
     is_text = spec.dtype == "string"
     dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
     empty = np.zeros(tuple(0 if size is None else size for size in spec.shape), dtype)
@@ -136,12 +136,12 @@ def _parse_list(row: Any, spec: FeatureSpec) -> Any:
 
 
 def _cast(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
-    """Convert one row as in training; raises `TypeError` or `OverflowError`."""
+    """Convert a row as in training; raises `TypeError` or `OverflowError`."""
     is_float = "float" in spec.dtype
     if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
         values = values.astype(np.float64)
     if "int" in spec.dtype and values.dtype.kind == "f":
-        # A fraction in another row of the file makes all numbers floats.
+        # If one row of a file has a fraction, all its numbers are floats.
         if not (np.abs(values) < EXACT["float64"]).all() or (values != np.floor(values)).any():
             raise TypeError
         values = values.astype(np.int64)

@@ -1,4 +1,4 @@
-"""An exported model: fetched by its manifest, verified, and loaded for batch prediction."""
+"""Fetches an exported model, verifies it by its manifest, and loads it for batch prediction."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class ExportedModel:
     """A loaded model.
 
     Attributes:
-        config: configuration of its run.
+        config: the configuration of the run that trained it.
         inputs: its inputs, in order.
-        kinds: the kind of each output by name, as `flotilla.trainer.tasks` names them; that of a
-            single output has no name.
-        labels: names of the classes of each output.
-        thresholds: decision threshold of each output with a positive class.
-        dataset: URI of its training dataset.
+        kinds: the kind of task of each output, by output name. A single output has an empty name.
+        labels: the class names of each output.
+        thresholds: the decision threshold of each output with a positive class.
+        dataset: the URI of the dataset that it was trained on.
     """
 
     uri: str
@@ -55,7 +54,7 @@ class ExportedModel:
 
     @property
     def varying_answers(self) -> frozenset[str]:
-        """Return the outputs whose second axis has the length of the longest input of the batch."""
+        """The outputs whose second axis is as long as the longest input in the batch."""
         return frozenset(
             name
             for name, each in self.signature.structured_outputs.items()
@@ -73,11 +72,11 @@ class ExportedModel:
 
 
 def fetch_model(uri: str, folder: Path) -> ExportedModel:
-    """Fetch the model published at `uri` into `folder`, verified, and load it.
+    """Fetch the model published at `uri` into `folder`, verify it, and load it.
 
     Raises:
-        UserError: the model is missing or damaged, has no signature although a key is given, is not
-            a model, or cannot be loaded.
+        UserError: the model is missing, damaged, not a model, or cannot be loaded, or a key for
+            verifying signatures is set and the model is not signed.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -122,7 +121,7 @@ def _refusals(uri: str) -> Iterator[None]:
         raise UserError("there is not enough memory for a batch; lower --batch-size") from None
     except UserError:
         raise
-    # A SavedModel may raise anything.
+    # Calling a SavedModel may raise anything.
     except Exception as error:
         line = " ".join(str(user_code.format_error(error)).split())[:500]
         raise UserError(f"the model {uri} cannot predict: {line}") from error

@@ -1,7 +1,7 @@
-"""The examples to predict, in batches: rows of files, or a split of a prepared dataset.
+"""Reads the examples to predict in batches, from files or from a split of a prepared dataset.
 
-Files are read by the readers of training with the settings in the model's manifest, without a first
-pass; a split is read in the order of an evaluation.
+Files are read in one pass with the readers that training uses, and with the settings in the model's
+manifest. A split is read in the same order as in an evaluation.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.prediction.request import ALL, Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
-#: The number of the record in its file, from 1, which identifies a row.
+#: The column with the number of a row in its file, starting at 1.
 ROW = "row"
 FILE = "file"
 _NAMED = 8
-# Maximum number of rows in memory while a batch is built.
+# Maximum size of the inputs of a batch, in bytes.
 _BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some examples.
+    """A batch of examples.
 
     Attributes:
         inputs: arrays by feature.
-        copied: columns of the data to copy into the rows.
+        copied: columns of the data to copy to the output.
         lengths: lengths of the examples if an input is padded, else None.
-        size: their bytes in the file, if known.
+        size: their size in the file in bytes; 0 if unknown.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -61,15 +61,15 @@ class Batch:
 
 
 def say(text: str) -> None:
-    """Report a note on the data or the predictions to the user."""
+    """Show the user a note about the data or the predictions."""
     events.emit(DataNote(text=text))
 
 
 class Examples(ABC):
-    """The examples to predict, in order. `skipped` counts unreadable rows so far."""
+    """The examples to predict, in order; `skipped` counts the unreadable rows so far."""
 
     skipped = 0
-    #: Total rows and bytes; 0 if unknown before the end.
+    #: Total number of rows, and total size in bytes; 0 if not known in advance.
     total = size = 0
 
     @abstractmethod
@@ -78,10 +78,10 @@ class Examples(ABC):
 
 
 class FileExamples(Examples):
-    """The rows of files of one format."""
+    """The rows of files with the same format."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """List the files, and keep copies of remote files in `scratch`; raises `UserError`."""
+        """List the files; remote files are copied to `scratch`. Raises `UserError`."""
         self._model, self._request = model, request
         self._broken = BrokenRows()
         self._total = 0
@@ -120,7 +120,7 @@ class FileExamples(Examples):
         self._refuse(piece, number, why)
 
     def _refuse(self, piece: Piece, number: int, why: str) -> None:
-        # Pyarrow calls this for a CSV row, and ignores exceptions.
+        # Do not raise an error here: Pyarrow calls this function for CSV rows, and ignores errors.
         self._broken.add(piece, number, why)
         self.skipped = self._broken.count
 
@@ -130,10 +130,7 @@ class FileExamples(Examples):
             raise UserError(f"{where}; correct it, or skip such rows with --skip-bad")
 
     def _columns(self, number: int, path: Path) -> list[str]:
-        """Return the columns to read from a file.
-
-        Raises `UserError` if they do not match the model.
-        """
+        """Return the columns to read from a file; raises `UserError` if the model needs others."""
         there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
@@ -210,7 +207,7 @@ class FileExamples(Examples):
         return pa.table({**{n: each for n, each in own.items() if n not in copied}, **copied})
 
     def _check(self) -> None:
-        """Refuse files without a readable row, and too many unreadable rows."""
+        """Raise `UserError` if no row is readable, or too many are unreadable."""
         total, broken = self._total, self._broken.count
         named = ", ".join(self._request.inputs[:3])
         if not total:
@@ -229,7 +226,7 @@ class FileExamples(Examples):
         say(f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
 
     def _format_path(self, path: Path) -> str:
-        # The path of a remote file is the path of its copy.
+        # For a remote file, `path` is its local copy.
         local = (storage.local_path(each.uri) for each in self._files.files)
         return next((str(each) for each in local if each == path), path.name)
 
@@ -240,7 +237,7 @@ def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePi
         for source in request.inputs
     ]
     files = [file for config in configs for file in listing.list_source(config).files]
-    # The messages of `find` name all inputs.
+    # Let error messages name several inputs.
     whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
     found = choose_reader(whole, files, scratch)
     if not isinstance(found.reader, ImageFilesReader):
@@ -270,7 +267,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the requested batch size, or the default one within 64 MiB of inputs."""
+    """Return the requested batch size, or the default, but at most 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
@@ -278,10 +275,10 @@ def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -
 
 
 class SplitExamples(Examples):
-    """The examples of one split."""
+    """The examples of one split of a dataset."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """Read the given dataset, or the dataset of the model.
+        """Open the given dataset, or the one on which the model was trained.
 
         Raises:
             UserError: the dataset is missing, or has no such split or input.

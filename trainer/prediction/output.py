@@ -1,8 +1,8 @@
-"""Write rows to a file that appears when it is complete, or to standard output.
+"""Writes rows to standard output, or to a file that appears when it is complete.
 
-A file is written under a temporary name that begins with a dot, and renamed at the end. A killed
-process leaves no file under the final name; the next writer of the same file removes its temporary
-file. A writer locks its temporary file.
+A file is written under a temporary name that starts with a dot, and renamed at the end. If the
+process is killed, no file with the final name remains, and the next process that writes this file
+deletes the temporary file. A temporary file that is being written is locked.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import finite
 from flotilla.trainer.storage.errors import report_errors
 
-# Upper limit of a row group of Parquet.
+# Maximum size of a row group in Parquet files.
 _GROUP_BYTES = 16 << 20
 _GROUP_ROWS = 1 << 17
 
 
 class Writer(ABC):
-    """Writes tables with the same columns."""
+    """Writes tables with the same columns to a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Write to an open file, which stays open."""
+        """Store an open file, which `close` leaves open."""
         self.file = file
 
     @abstractmethod
     def write(self, table: pa.Table) -> None:
-        """Append rows; raises `UserError` if their types differ from earlier ones."""
+        """Append rows; raises `UserError` if their types differ from those of earlier rows."""
 
     def close(self) -> None:
-        """Write buffered rows; the file itself stays open."""
+        """Write buffered rows, but leave the file open."""
         self.file.flush()
 
 
 class JsonWriter(Writer):
-    """One object per line; a number that is not finite is null."""
+    """Writes one JSON object per line; numbers that are not finite become null."""
 
     def write(self, table: pa.Table) -> None:
         """Append rows."""
@@ -59,12 +59,12 @@ class JsonWriter(Writer):
 
 
 class CsvWriter(Writer):
-    """One column for each value of a struct, `outer/inner`; lists are JSON."""
+    """Writes each value of a struct to its own column, `outer/inner`, and lists as JSON."""
 
     _has_header = False
 
     def write(self, table: pa.Table) -> None:
-        """Append rows; the first call writes a header."""
+        """Append rows; the first call also writes a header."""
         options = arrow_csv.WriteOptions(include_header=not self._has_header)
         self._has_header = True
         sink = pa.BufferOutputStream()
@@ -73,19 +73,20 @@ class CsvWriter(Writer):
 
 
 class ParquetWriter(Writer):
-    """Parquet with row groups of many batches."""
+    """Writes Parquet files with many batches per row group."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Write to an open file."""
+        """Store an open file."""
         super().__init__(file)
         self._writer: Any = None
         self._held: list[pa.Table] = []
 
     def write(self, table: pa.Table) -> None:
-        """Append rows; types of JSON rows may differ from the first ones."""
+        """Append rows, cast to the types of the first rows."""
         if self._writer is None:
             nulls = [pa.types.is_null(each.type) for each in table.schema]
-            # A column without values so far gets the type text, which accepts every value.
+            # Use strings for a column without any values yet, because every value can become a
+            # string.
             fields = [
                 field.with_type(pa.string()) if is_null else field
                 for field, is_null in zip(table.schema, nulls, strict=True)
@@ -130,7 +131,7 @@ WRITERS: dict[str, type[Writer]] = {
 
 @contextmanager
 def write_rows(path: Path, form: str) -> Iterator[Writer]:
-    """Provide a writer of a file that appears at `path` when the block ends without an error.
+    """Yield a writer for a file that appears at `path` if the block ends without an error.
 
     Raises:
         UserError: the file cannot be written.
@@ -158,7 +159,7 @@ def write_rows(path: Path, form: str) -> Iterator[Writer]:
 
 def _remove_orphans(path: Path) -> None:
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        # A locked file is being written.
+        # A locked file is still being written.
         with suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()
@@ -176,7 +177,7 @@ def _text(value: Any) -> str:
 
 
 def _shortest(array: pa.Array) -> pa.Array:
-    """Return 32-bit floats as 64-bit floats with the same shortest decimal form."""
+    """Return 32-bit floats as the 64-bit floats with the same shortest decimal form."""
     kind = array.type
     if pa.types.is_float32(kind):
         return pc.cast(pc.cast(array, pa.string()), pa.float64())

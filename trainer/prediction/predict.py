@@ -1,8 +1,9 @@
-"""Predict data of any size with an exported model, in batches, and write a row per example.
+"""Predicts data of any size with an exported model, and writes one row per example.
 
-Memory does not grow with the rows: files are streamed, and rows are written batch by batch.
-Prediction runs in a separate process, the only one that loads TensorFlow: request, events and
-summary are files, so that TensorFlow's messages do not mix with the rows.
+The memory needed does not grow with the number of rows, because files are read and rows written
+batch by batch. Prediction runs in a separate process, so that only this process imports TensorFlow.
+Request, events and summary are passed in files, so that TensorFlow's messages do not mix with the
+rows.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ SUMMARY = "summary.json"
 
 
 def answer(request: Path, workdir: Path) -> None:
-    """Process the request in a file, and write a summary below `workdir` at the end.
+    """Process the request in a file, and write a summary to `workdir` at the end.
 
-    Events report the progress and notes on the data.
+    Progress and notes on the data are reported as events.
 
     Raises:
         UserError: see `predict`.
@@ -61,8 +62,8 @@ def predict(request: Request) -> Summary:
     """Process a request.
 
     Raises:
-        UserError: the model or the data cannot be read, or the rows cannot be written; an existing
-            output file is unchanged.
+        UserError: the model or the data cannot be read, or the rows cannot be written. An existing
+            output file then stays unchanged.
     """
     with tempfile.TemporaryDirectory(prefix="predict-") as name:
         scratch = Path(name)
@@ -118,8 +119,6 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
 
 
 class _Terminal:
-    """Standard output on a terminal; escapes control sequences in the data."""
-
     def write(self, data: bytes) -> None:
         sys.stdout.buffer.write(printable(data.decode(errors="replace")).encode())
 
@@ -149,7 +148,7 @@ def _rows(request: Request) -> Iterator[Writer]:
 
 @contextmanager
 def _rewrite_errors() -> Iterator[None]:
-    """Rewrite an error of the shared readers without the keys of the data section."""
+    """Rewrite errors of the data readers to name command-line options instead of config keys."""
     try:
         yield
     except UserError as error:

@@ -1,29 +1,29 @@
-"""Prediction request and result, passed between processes as JSON."""
+"""The request and the result of a prediction, which processes exchange as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Used in place of a path: rows go to standard output.
+#: In place of an output path: write rows to standard output.
 STANDARD_OUTPUT = "-"
-#: The value of `columns` that means all columns of the files.
+#: In `columns`: all columns of the files.
 ALL = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A model, the data, and the destination of the rows.
+    """A model, the data to predict, and the output.
 
     Attributes:
         model: URI of a published model.
-        inputs: paths, URIs or patterns of files; with a split, the URI of one dataset.
+        inputs: paths, URIs or patterns of files; with a split, the URI of a dataset.
         split: split of a dataset; empty for files.
-        format: format of the files, as in `data.format`; empty: by their names.
+        format: format of the files, as in `data.format`; if empty, determined by their names.
         output: absolute path, or `STANDARD_OUTPUT`.
         form: format of the output: csv, jsonl or parquet.
-        columns: columns to copy from the data to the rows; `ALL` for all.
-        batch_size: number of examples in a batch; 0: as in the model's evaluation.
-        skip_bad: whether unreadable rows are skipped.
+        columns: columns of the data to copy to the output; `ALL` for all.
+        batch_size: number of examples per batch; 0 to use that of the model's evaluation.
+        skip_bad: whether to skip unreadable rows.
     """
 
     model: str
@@ -39,13 +39,13 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Result of a prediction.
+    """The result of a prediction.
 
     Attributes:
-        rows: number of written rows.
+        rows: number of rows written.
         skipped: number of unreadable rows.
-        unsound: number of rows with an answer that is not finite.
-        seconds: from the first row read to the last one written.
+        unsound: number of rows with predictions that are not finite.
+        seconds: time from reading the first row to writing the last one.
     """
 
     rows: int
