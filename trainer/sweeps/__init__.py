@@ -1,1 +1,1 @@
-"""Sweeps: the search space, their state on this machine, and the ranking of trials."""
+"""Sweeps: the search space, the local state of a sweep, and the ranking of its trials."""

@@ -1,4 +1,4 @@
-"""The page of a sweep: the objective over each searched key, and the table of its trials."""
+"""The page of a sweep: the objective by each searched key, and a table of the trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flotilla.trainer.sweeps.sweep import Objective, Sweep, Trial, find_best, ma
 
 PAGE = "sweep.html"
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# Values in a list are on a log scale if their spread exceeds this factor.
+# Listed values are on a log scale if the ratio of the largest to the smallest is higher.
 _MOST_LINEAR = 8.0
 _MOST_TICKS = 7
 
@@ -52,7 +52,7 @@ def render(sweep: Sweep, headline: str = "", report: str = "") -> bytes:
 
 
 def _shade(trials: Sequence[Trial], objective: Objective) -> dict[int, int]:
-    """Return the shade of each trial by its number: 0 for the worst value, 100 for the best."""
+    """Return the shade of each trial by number, from 0 for the worst value to 100 for the best."""
     ranks = {each.number: objective.rank(each.last.value) for each in trials if each.last}
     known = {number: rank for number, rank in ranks.items() if math.isfinite(rank)}
     best, worst = min(known.values(), default=0.0), max(known.values(), default=0.0)
@@ -69,7 +69,7 @@ def _find_ends(trials: Sequence[Trial], objective: Objective) -> list[float]:
 def _draw(
     sweep: Sweep, key: str, trials: Sequence[Trial], shades: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return the chart of the objective over the values of a key."""
+    """Return the chart of the objective by the values of a key."""
     top = max((each.rung for each in trials), default=0)
     values = {each.number: each.last.value for each in trials if each.last}
     names = [each.settings.get(key, "") for each in trials if each.number in shades]
@@ -96,7 +96,7 @@ def _draw(
 
 
 def _find_axis(distribution: str, names: Sequence[str]) -> Axis | list[str]:
-    """Return the numeric axis of a key, on its scale, or the list of its values."""
+    """Return the numeric axis for a key, or its values if they are not all numbers."""
     numbers = [number for name in names if (number := _parse_number(name)) is not None]
     if len(numbers) < len(names) or not numbers:
         return list(dict.fromkeys(names)) or [""]

@@ -1,7 +1,7 @@
-"""The search space of a sweep, and its trials if they are known beforehand: a grid or random draws.
+"""The search space of a sweep, and its trials if they are known in advance (grid or random).
 
-A key of `--set` becomes a distribution of Optuna if it has several values, `key=a,b,c`, or a range,
-`key=low..high`. Commas within brackets and quotes belong to a value.
+A key of `--set` is searched, with a distribution of Optuna, if it has several values, `key=a,b,c`,
+or a range, `key=low..high`. Commas within brackets or quotes are part of a value.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_config
 
-#: The maximum number of trials in a sweep; more would take too long and fit no table.
+#: Maximum number of trials in a sweep. More would take too long, and not fit into a table.
 MOST_TRIALS = 1000
-# The significant digits of a drawn number; further digits do not affect the result.
+# Number of significant digits of a sampled number; more digits hardly change the result.
 _DIGITS = 4
-# The maximum number of draws for one new trial.
+# Maximum number of consecutive samples that repeat a known trial.
 _MOST_REPEATS = 100
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^\s*({_NUMBER})\.\.({_NUMBER})(:log)?\s*$")
 _WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
-# Sections that must be equal for all trials: these are compared by one metric on the same examples,
-# and share a promotion policy.
+# Sections in which all trials must be equal, and the reasons.
 _SAME = {
     "name": "the registry compares models of one name",
     "data": "trials are compared on the same validation examples",
@@ -54,14 +53,14 @@ _SEARCHED_OF_DATA = ("data.partition",)
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The search space: distributions of `keys` over the configuration `base`."""
+    """The search space: a base configuration, and distributions of the searched keys."""
 
     base: Config
     keys: Mapping[str, BaseDistribution]
 
 
 def parse_space(config: Config, assignments: Iterable[str]) -> Space:
-    """Parse `section.key=value` texts over a configuration; raises `ConfigError`."""
+    """Parse `section.key=value` assignments for a configuration; raises `ConfigError`."""
     fixed: list[str] = []
     keys: dict[str, BaseDistribution] = {}
     for assignment in assignments:
@@ -92,7 +91,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
     return Space(base=base, keys=keys)
 
 
-# The `--set` texts of each model that affect its quality most.
+# For each model, the arguments that affect its quality most, with values as in `--set`.
 _WIDTHS = "[64],[128],[256],[64, 64],[128, 128],[256, 256],[128, 128, 128]"
 _SHARES = "0.0,0.1,0.2,0.3,0.5"
 _TOWERS = {"dimension": "8,16,32,64", "hidden_units": "[],[64],[64, 64]"}
@@ -114,16 +113,16 @@ _LEAST_BATCH = 8
 
 
 def is_searched(assignment: str) -> bool:
-    """Return whether a text of `--set` has several values or a range."""
+    """Return whether a `--set` assignment has several values or a range."""
     text = assignment.partition("=")[2]
     return len(_split(text)) > 1 or bool(_RANGE.match(text))
 
 
 def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
-    """Return a search space for the model of a configuration, as texts of `--set`.
+    """Return a search space for the configured model, as `--set` assignments.
 
-    It covers learning rate, weight decay and batch size, and for a built-in model width, depth and
-    dropout. Keys that `given` sets in whole or in part are left out.
+    It has learning rate, weight decay and batch size, and for built-in models also width, depth and
+    dropout. A key is left out if `given` sets it or a part of it.
     """
     training = config.training
     rate = _choose_value(training.optimizer.learning_rate, 0.001)
@@ -144,12 +143,12 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _choose_value(value: Any, usual: Any) -> Any:
-    """Return the value, or `usual` if the value depends on the number of examples."""
+    """Return the value, or `usual` if the value is derived from the number of examples."""
     return usual if value == AUTOMATIC else value
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of each trial without duplicates; raises `ConfigError`."""
+    """Return the settings of all different trials; raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -170,7 +169,7 @@ def grid(space: Space) -> tuple[Settings, ...]:
 
 
 def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
-    """Return the settings of at most `count` random trials, by `seed`; raises `ConfigError`."""
+    """Return the settings of at most `count` random trials; raises `ConfigError`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
 
@@ -190,7 +189,7 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return each value or end of a range, with the first values of the other keys."""
+    """Return trials for each value or range end, with the first values of all other keys."""
     ends = {
         key: [format_setting(values, each) for each in _ends(values)]
         for key, values in space.keys.items()
@@ -201,12 +200,12 @@ def corners(space: Space) -> tuple[Settings, ...]:
 
 
 def make_settings(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> Settings:
-    """Return the settings of a trial from sampled parameters."""
+    """Convert sampled parameters to the settings of a trial."""
     return {key: format_setting(values, params[key]) for key, values in keys.items()}
 
 
 def to_parameters(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
-    """Return the sampler's parameters of a trial from its settings."""
+    """Convert the settings of a trial to parameters for the sampler."""
     kinds = {IntDistribution: int, FloatDistribution: float}
     return {key: kinds.get(type(values), str)(settings[key]) for key, values in keys.items()}
 
@@ -227,7 +226,7 @@ def _ends(values: BaseDistribution) -> Sequence[Any]:
 
 
 def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
-    """Return the first `count` trials that are allowed and differ in their configurations."""
+    """Return the first `count` valid trials with different configurations."""
     found: dict[str, Settings] = {}
     for settings in every:
         found.setdefault(check_trial(base, settings).model_dump_json(), settings)
@@ -237,7 +236,7 @@ def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[
 
 
 def check_trial(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial; raises `ConfigError` that names the trial."""
+    """Return the configuration of a trial; raises a `ConfigError` that names the trial."""
     try:
         return make_config(base, settings)
     except ConfigError as error:
@@ -254,7 +253,7 @@ def _require_searchable(key: str, assignment: str) -> None:
 
 
 def _require_disjoint(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Refuse a key that is also set in whole or in part: the order would decide the result."""
+    """Refuse a searched key if it or a part of it is also set, because the order would matter."""
     names = [each.partition("=")[0].strip() for each in fixed]
     for key in keys:
         for other in (*names, *keys):
@@ -291,7 +290,7 @@ def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistrib
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at the commas outside of brackets and quotes."""
+    """Split a text at commas that are not within brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

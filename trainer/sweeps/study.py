@@ -1,7 +1,7 @@
-"""The state of a sweep on this machine: an Optuna study whose journal is in the sweep's folder.
+"""The local state of a sweep: an Optuna study, whose journal is in the folder of the sweep.
 
-User attributes hold what Optuna does not store for a trial, such as its run. A trial that failed or
-was interrupted stays `running` in Optuna until the sweep ends, so that `--resume` can retry it.
+User attributes store what Optuna does not know about a trial, such as its run. A trial that failed
+or was interrupted stays `running` in Optuna until the sweep ends, so that `--resume` can retry it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 FILE = "sweep.journal"
-#: The file of earlier versions, which are no longer supported.
+#: The state file of earlier versions, which cannot be resumed.
 OLD_FILE = "sweep.json"
-# The maximum number of first trials that TPE draws at random; otherwise a quarter of all trials.
+# Maximum number of initial trials that TPE samples at random; a quarter of all trials if lower.
 _MOST_RANDOM = 10
 _PLAN, _END, _TRIAL = "plan", "end", "trial"
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A running sweep; every method raises `UserError` if the journal cannot be written."""
+    """A running sweep. All methods raise `UserError` if the journal cannot be written."""
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
         """Create the planned sweep, or continue the one in the folder; raises `ConfigError`."""
@@ -58,7 +58,7 @@ class Study:
             raise
 
     def close(self) -> None:
-        """Close the journal, so that another process can resume the sweep."""
+        """Release the sweep, so that another process can resume it."""
         os.close(self._lock)
 
     def _begin(self, plan: Sweep | None) -> None:
@@ -83,7 +83,7 @@ class Study:
         return _read_sweep(self._study, self._plan)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, waiting or newly sampled; None if none is left."""
+        """Return the next trial to train, a waiting or a new one; None if none is left."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
@@ -104,12 +104,12 @@ class Study:
             self._asked[trial.number].set_user_attr(_TRIAL, tree_of(trial))
 
     def _sign(self, result: Result) -> float:
-        """Return a value with the sign of the study's direction."""
+        """Return the value for Optuna, negated if its direction differs from the study's."""
         is_higher = self._study.direction == StudyDirection.MAXIMIZE
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
     def report(self, trial: Trial, result: Result) -> bool:
-        """Report a trial's result on a rung; return whether it continues, and end it otherwise."""
+        """Report a result on a rung; return whether the trial continues, and end it otherwise."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values
@@ -124,7 +124,7 @@ class Study:
         return False
 
     def choose(self, best: Trial) -> None:
-        """Store the best trial; no other trial is trained after this."""
+        """Store the best trial; no trial is trained after that."""
         self._end(best=best.number)
 
     def end(self, verdict: str, message: str, test: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ class Study:
 
     def _configure(self) -> None:
         count, rungs = len(self._plan.trials), self._plan.rungs
-        # With the same seed, a resumed sweep would repeat its earlier draws.
+        # With the same seed, a resumed sweep would sample the same values again.
         seed = self._plan.seed + len(self._study.get_trials(deepcopy=False))
         sampler: BaseSampler = RandomSampler(seed)
         if self._plan.sampler == "tpe":
@@ -187,13 +187,14 @@ def _lock(folder: Path) -> int:
 
 
 def read(folder: Path) -> Sweep:
-    """Return the sweep of a folder; raises `ConfigError` if it is missing or damaged."""
+    """Return the sweep in a folder; raises `ConfigError` if it is missing or damaged."""
     study = _open(folder)[1]
     return _read_sweep(study, _read_plan(study, folder))
 
 
 def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    # The direction of the trials' main metric is still unknown.
+    # The direction is that of the sweep's objective, because the trials' main metric is not known
+    # yet.
     is_higher = plan.objective.better == "higher"
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
@@ -249,7 +250,7 @@ def _storage(path: Path) -> JournalStorage:
 
 
 def _repair(path: Path) -> None:
-    """Remove the lock and the incomplete line that a killed process left in the journal."""
+    """Remove the lock file and the incomplete line that a killed process may leave."""
     Path(f"{path}.lock").unlink(missing_ok=True)
     if path.is_file():
         with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""The data of a sweep and its trials, and the choice of the best trial by validation."""
+"""The state of a sweep and its trials, and the choice of the best trial by validation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flotilla.trainer.runtime.json_records import is_number
 
 Settings = Mapping[str, str]
 
-#: One of this many trials continues from each rung.
+#: Of this many trials, one continues on the next rung.
 REDUCTION = 3
-#: The minimum number of steps after which trials can be compared.
+#: Minimum number of steps after which trials can be compared.
 LEAST_STEPS = 10
-# Keys that change the loss or the metric that compares trials.
+# Keys that change the loss, or the metric that compares trials.
 _OF_LOSS = ("task", "training.class_weights")
 _OF_METRIC = ("task.main_metric", "task.name", "task.outputs", "task.positive")
-# The name endings of metrics for which higher is better.
+# Suffixes of the metrics for which a higher value is better, or a lower one.
 _HIGHER = (*SHARES, "ndcg", "mrr", "r2", "iou")
 _LOWER = ("loss", "error", "mae", "mse", "rmse")
 WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "failed", "interrupted"
@@ -36,9 +36,9 @@ WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The validation metric that compares trials; `higher` or `lower` is better.
+    """The validation metric that compares trials, and whether `higher` or `lower` is better.
 
-    An empty name means the main metric, which the records of the trials name.
+    An empty name stands for the main metric, whose name is stored with each trial's results.
     """
 
     metric: str = ""
@@ -64,15 +64,15 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trial:
-    """One trial.
+    """A trial.
 
     Attributes:
-        number: the number, from 1 on.
-        settings: the values of the searched keys, as texts by key.
+        number: its number, starting at 1.
+        settings: the values of the searched keys, as strings by key.
         status: `waiting`, `running`, `done`, `failed` or `interrupted`, on the last rung.
-        rung: the last rung that the trial began.
-        results: the results by rung.
-        metrics: the last metrics of validation and training.
+        rung: the last rung that it started.
+        results: its results on all rungs.
+        metrics: its latest metrics of validation and training.
         checkpoint: the URI of the selected checkpoint, or empty.
     """
 
@@ -88,7 +88,7 @@ class Trial:
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        """Return the number, the settings and the status."""
+        """Return the number, the status and the settings."""
         return f"Trial({self.number} {self.status}, {dict(self.settings)})"
 
     def get_result(self, rung: int) -> Result | None:
@@ -97,7 +97,7 @@ class Trial:
 
     @property
     def last(self) -> Result | None:
-        """The result on the last rung; None without results."""
+        """The result on the last rung that the trial finished; None if there is none."""
         return max(self.results, key=lambda each: each.rung, default=None)
 
 
@@ -107,16 +107,16 @@ class Sweep:
 
     Attributes:
         config: the configuration that all trials share, as JSON keys.
-        source: the file of that configuration, for the command, or empty.
-        fixed: `section.key=value` texts for all trials, for the command.
-        rungs: the global steps of each rung; a single zero without halving.
+        source: the file of that configuration, for `command`; or empty.
+        fixed: `section.key=value` assignments for all trials, for `command`.
+        rungs: the global steps of each rung; a single 0 if there is no halving.
         best: the number of the trial that the gate judges; 0 until it is chosen.
-        verdict: the status of the best trial's run, such as `blessed` or `refused`; empty before it
-            ends.
+        verdict: the status of the best trial's run, such as `blessed` or `refused`; empty until the
+            run ends.
         test: metrics of the best trial on the test split.
-        sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`.
-        minutes: the minutes after which no trial begins, counted from the start or the resumption;
-            0 for no limit.
+        sampler: `grid` or `random`, whose trials are known in advance, or `tpe`.
+        minutes: the time after which no more trials start, in minutes since the sweep was started
+            or resumed; 0 for no limit.
         space: the distribution of each searched key in Optuna's format; empty on a cluster.
     """
 
@@ -144,13 +144,13 @@ class Sweep:
 
     @property
     def compared_by(self) -> Objective:
-        """The chosen metric, or the metric of the trials so far; raises `ConfigError`."""
+        """The objective; if it has no metric, that of the trials. Raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
-        """Return the finished share of all training; `running` has the shares of running trials.
+        """Return the finished fraction of all training, given the fractions of running trials.
 
-        One of `REDUCTION` trials of each rung continues on the next.
+        One of `REDUCTION` trials on each rung continues on the next.
         """
         steps = [each - before for each, before in zip(self.rungs, (0, *self.rungs), strict=False)]
         sizes = steps if any(steps) else [1]
@@ -167,7 +167,7 @@ class Sweep:
 
     @property
     def chosen(self) -> Trial | None:
-        """The best trial, once it is chosen."""
+        """The best trial; None until it is chosen."""
         return next((each for each in self.trials if each.number == self.best), None)
 
     def configure(self, trial: Trial, rung: int, base: Config) -> Config:
@@ -179,9 +179,9 @@ class Sweep:
         return config.model_copy(update={"training": training})
 
     def add_result(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
-        """Return a trial with the result on a rung that its metrics contain.
+        """Return the trial with the result on a rung, which is taken from its metrics.
 
-        `main` is the metric by which its training selected; None if it is not known. Raises
+        `main` is the metric that selected the trial's checkpoint; None if it is unknown. Raises
         `ConfigError` if the metric was not measured.
         """
         by = self.objective
@@ -210,15 +210,15 @@ def make_config(base: Config, settings: Settings) -> Config:
 
 
 def list_assignments(settings: Settings) -> list[str]:
-    """Return the settings of a trial as `section.key=value` texts."""
+    """Return the settings of a trial as `section.key=value` assignments."""
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def make_objective(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
     """Return the objective of a sweep; raises `ConfigError`.
 
-    `metric` is a validation metric, empty for the main one; `better` may be empty if the name of
-    the metric implies it.
+    `metric` is a validation metric; empty for the main metric. `better` may be empty if the name of
+    the metric implies the direction.
     """
     training = config.training
     if not config.data.validation and not config.data.source:
@@ -256,7 +256,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or the trials' objective if it has no metric; raises `ConfigError`."""
+    """Return the objective, or that of the trials if it has no metric; raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -268,8 +268,8 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
-    """Return the objective's value in metrics; raises `ConfigError` if it was not measured."""
-    # An evaluator may not have measured the last checkpoint, even if that one is selected.
+    """Return the value of the objective; raises `ConfigError` if it was not measured."""
+    # An evaluator may have skipped the last checkpoint, even if it is the selected one.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
         return float(value)
@@ -284,7 +284,7 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
 def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; a single zero if each trial sets its own steps."""
+    """Return the global steps of each rung; a single 0 if each trial sets its own steps."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
@@ -319,12 +319,12 @@ def list_rungs(
 
 
 def count_on_rung(rung: int, trials: int) -> int:
-    """Return the number of trials that reach a rung if none fails; at least one."""
+    """Return the number of trials that reach a rung if none fails; at least 1."""
     return max(1, trials // int(REDUCTION**rung))
 
 
 def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
-    """Return the trials that finished a rung, best first; the earlier one of equal trials first."""
+    """Return the trials that finished a rung, best first; ties are in numerical order."""
     found = [(result.value, each) for each in trials if (result := each.get_result(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 
@@ -332,7 +332,7 @@ def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> lis
 def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
     """Return the best trial of the highest rung with a result; None if all failed.
 
-    Raises `ConfigError` if different metrics compared them.
+    Raises `ConfigError` if the trials were compared by different metrics.
     """
     objective = find_objective(trials, objective)
     ended = [each for each in trials if each.status == DONE and each.last]
@@ -341,7 +341,7 @@ def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 
 
 def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table of trials, the best and the highest rungs first."""
+    """Return the header and the rows of the trial table, with the best and highest rungs first."""
     objective = sweep.compared_by
 
     def order(trial: Trial) -> tuple[int, float, int]:
@@ -371,7 +371,7 @@ def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def to_markdown(sweep: Sweep) -> bytes:
-    """Return the table of trials as Markdown, preceded by the best trial and its command."""
+    """Return the trial table as Markdown, after the best trial and its command."""
     count, best = len(sweep.trials), sweep.chosen
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:
