@@ -81,8 +81,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     """Evaluate `checkpoint` on the test split of `dataset`, and publish the result at `output`.
 
     A champion predicts the same examples. If `output` has already been published for the same
-    inputs, return its metrics. `scratch` is a local folder, the others are URIs. Raises
-    `UserError`.
+    inputs, return its metrics. All strings are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **describe_request(config, champion)}

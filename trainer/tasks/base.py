@@ -43,7 +43,7 @@ class Target:
         num_classes: the number of classes; 0 for a quantity.
         labels: the names of the classes, if they are known.
         counts: the number of examples of each class, by split; empty without classes, and before
-        preparation.
+            preparation.
         moments: mean, std, min and max of the training split; empty before preparation.
     """
 

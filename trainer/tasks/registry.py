@@ -40,7 +40,7 @@ def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
 
     Raises:
         ConfigError: the task does not exist, its arguments are wrong, or it does not support a
-        target.
+            target.
     """
     parts, weights = {}, {}
     for label, (kind, said, key) in _outputs(config, dataset).items():
@@ -91,7 +91,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
     Raises:
         ConfigError: as in `create`; also if `positive` is not a class, or the task has no positive
-        class.
+            class.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
         task, target = _class(kind), find_target(dataset, label)

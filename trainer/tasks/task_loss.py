@@ -100,7 +100,7 @@ def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Arr
 
     Raises:
         ConfigError: the task has no classes, a class is unknown, or a class has no examples. The
-        message begins with `key`.
+            message begins with `key`.
     """
     if not given:
         return None
