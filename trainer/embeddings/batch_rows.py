@@ -6,8 +6,9 @@ a batch before the model runs: it prunes the graph of the forward pass to the op
 compute the ids. One message from each server then brings the rows, which the model uses; one
 message returns their gradient, summed per row.
 
-A model has no `Lookups` if its ids cannot be known beforehand: if it has dynamic tables, computes
-ids from rows, or uses a table in another way. Its layers look up rows one after the other.
+A model has no `Lookups` if its ids cannot be known in advance, that is, if it has dynamic tables,
+computes ids from rows, or uses a table for more than lookups. The layers of such a model look up
+their rows one after the other.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ import tensorflow as tf
 from flotilla.trainer.embeddings.unique_rows import spread
 
 # Stateful operations that return the same value at each call: vocabulary lookups, and reads of
-# variables that no step trains.
+# variables that training does not change.
 _SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
 _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
-# A vector of ids or of places for each table.
+# For each table, a vector of ids or of places.
 Vectors = list[tf.Tensor]
 
 
 class RowsOnce(tf.IndexedSlices):
-    """A gradient of rows without duplicates."""
+    """A sparse gradient without duplicate rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A layer with n variables: row `id` is row `id div n` of variable `id mod n`."""
+    """A layer with n variables. Row `id` of the layer is row `id div n` of variable `id mod n`."""
 
     layer: Any
     shards: tuple[keras.Variable, ...]
@@ -58,12 +59,13 @@ class Unforeseen(Exception):  # noqa: N818
 
 
 class Lookups:
-    """The lookups of a model's layers, intercepted while a graph is traced."""
+    """The lookups of a model's layers, which are intercepted while a graph is traced."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        """Replace the lookups of the layers; outside of a trace they are unchanged."""
+        """Replace the `call` of each layer; outside of a trace, the layers behave as before."""
         self.tables = list(tables)
-        #: The function that performs a lookup, from the number of a table and its ids.
+        #: While set, the function that replaces a lookup: from the number of a table and ids to
+        #: rows.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
             table.layer.call = self._wrap_call(number, table)
@@ -77,8 +79,8 @@ class Lookups:
     ) -> tuple[Vectors, Vectors]:
         """Return the unique ids of each table, and their places in all of its lookups.
 
-        `forward` runs the model, and returns its substitutes for variables. Raises `Unforeseen` if
-        the ids depend on more than the batch.
+        `forward` runs the model and returns the tensors that it uses instead of variables. Raises
+        `Unforeseen` if the ids depend on more than the batch.
         """
         given = tf.nest.flatten(batch)
         unique, places = list[tf.Tensor](), list[tf.Tensor]()
@@ -90,7 +92,7 @@ class Lookups:
 
     @contextmanager
     def answer(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Let the lookups in this block return, in order, `rows[places]` of each table."""
+        """Make the lookups in this block return `rows[places]` of each table, in order."""
         begins: list[Any] = [0] * len(self.tables)
 
         def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
@@ -136,12 +138,12 @@ class Lookups:
         needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:
             raise Unforeseen("computes ids from rows")
-        # The variables have other values when the model runs.
+        # Ids from these substitutes are wrong: the variables have other values when the model runs.
         if needed & {each.op for each in variables}:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # The rest of the forward pass, with its checks, runs once with the rows.
+        # Drop the rest of the forward pass and its checks; it runs later, with the actual rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 
@@ -173,13 +175,13 @@ class Lookups:
 
 
 def find_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model; empty if a layer needs its own lookup."""
+    """Return the tables of a built model, or none if any layer must do its own lookup."""
     tables = find_plain_tables(model)
     return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
 
 
 def find_plain_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model whose rows only the optimizer changes."""
+    """Return the tables of a built model whose rows are changed only by the optimizer."""
     layers = model._flatten_layers()
     if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
         return []
@@ -188,7 +190,7 @@ def find_plain_tables(model: keras.Model) -> list[Table]:
 
 
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model, if any; call it after other replacements of lookups."""
+    """Return the lookups of a model, if any. Call this after other code has replaced `call`."""
     tables = find_tables(model)
     return Lookups(tables) if tables else None
 
@@ -198,7 +200,7 @@ def _is_table(layer: Any) -> bool:
 
 
 def _make_table(layer: Any) -> Table | None:
-    """Return the table of a layer, unless a subclass overrides the lookup."""
+    """Return the table of a layer, or None if the layer needs its own lookup."""
     if getattr(layer, "grows", False):
         return None
     known: Callable[[Any], Any] | None
@@ -207,7 +209,8 @@ def _make_table(layer: Any) -> Table | None:
             return None
         shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer with these attributes looks up rows like `Table`; a subclass may differ.
+        # A layer with these attributes looks up rows as described for `Table`, but a subclass may
+        # not.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):
@@ -229,7 +232,7 @@ def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor
 
 
 def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
-    """Return all operations that determine the values of these tensors of a graph."""
+    """Return all operations on which the values of these graph tensors depend."""
     found, left = set[Any](), [each.op for each in ends]
     while left:
         op = left.pop()
@@ -241,10 +244,10 @@ def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
 
 
 class Sent:
-    """The ids of each table, sent to the servers of their rows in one message each."""
+    """The ids of each table, sent to the servers of their rows with one message per server."""
 
     def __init__(self, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> None:
-        """Send the unique ids, one vector per table, from the graph of a worker."""
+        """Send the unique ids, one vector for each table. Runs in a worker's graph."""
         self._tables = tables
         self._sizes = [tf.size(each) for each in ids]
         self._where: dict[tuple[int, int], tf.Tensor] = {}
@@ -296,7 +299,7 @@ class Sent:
 
     def _send(self, local: dict[tuple[int, int], tf.Tensor]) -> None:
         for (device, _), keys in self._servers.items():
-            # If all row numbers fit, int32 halves the bytes.
+            # Send int32 if all row numbers fit, which halves the bytes.
             rows = max(self._shard(key).shape[0] for key in keys)
             kind = tf.int32 if rows < tf.int32.max else tf.int64
             sizes = tf.stack([tf.size(local[key], kind) for key in keys])

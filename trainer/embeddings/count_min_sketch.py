@@ -1,10 +1,11 @@
-"""A count-min sketch of fixed size: how often ids without a row have occurred.
+"""A count-min sketch of fixed size that counts how often ids without a row have occurred.
 
-Four cells count each id; the count is the smallest of the four (Cormode and Muthukrishnan 2005, "An
-Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of its id
-(Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). If the sketch
-holds too many ids, all cells are halved (Einziger et al. 2017, "TinyLFU"), but only after each id
-of the largest lookups had enough time to occur often enough.
+Four cells count each id, and the count is the smallest of the four (Cormode and Muthukrishnan 2005,
+"An Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of the
+id that is being counted (Estan and Varghese 2002, "New Directions in Traffic Measurement and
+Accounting"). If the sketch holds too many ids, all cells are halved (Einziger et al. 2017,
+"TinyLFU"). Before that, each id of the largest lookups has had enough time to reach the minimum
+count.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# The number of cells in a block; the number of cells for an id, all in one block; the minimum
-# number of blocks, one per slot of a shard; the ids per block above which all cells are halved.
+# Cells in a block; cells for one id, all in the same block; minimum number of blocks (by default
+# one per slot of a shard); number of ids per block above which all cells are halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
 class CountMinSketch:
-    """The cells of a shard, in a graph that has exclusive access to the shard."""
+    """The sketch of a shard. Its graph needs exclusive access to the shard."""
 
     def __init__(self, seen: tf.Variable, window: tf.Variable, min_count: int) -> None:
-        """Count in `seen` [blocks, CELLS].
+        """Store the variables of the sketch.
 
         Args:
-            seen: uint8.
-            window: int64 [2], the ids counted since the last halving, and those of the largest
-                lookup.
+            seen: the cells, uint8 [blocks, CELLS].
+            window: int64 [2], the number of ids counted since the last halving, and the number in
+            the largest lookup.
             min_count: the number of times that an id must occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count
@@ -39,7 +40,7 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which have occurred often enough, and the change in the number of ids.
+        """Count ids; return which are frequent enough, and by how much the number of ids changes.
 
         Args:
             keys: int64 [n], unique.
@@ -62,10 +63,10 @@ class CountMinSketch:
 
         def halve() -> tf.Tensor:
             half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # One byte per block, because the cells may take gigabytes.
+            # Sum in uint8, with one byte per block, because the cells may take gigabytes.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # A larger lookup may occur again; its size decays like the counts.
+            # Lookups of this size may occur again, so the size decays like the counts.
             begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
             with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
                 return left - sieved
@@ -80,14 +81,14 @@ class CountMinSketch:
 
 
 def size_sketch(capacity: int) -> tuple[int, int]:
-    """Return the number of blocks for `capacity` slots, and the cells of a block."""
+    """Return the number of blocks for `capacity` slots, and the number of cells in a block."""
     return max(FEWEST_BLOCKS, capacity), CELLS
 
 
 def _select_cells(keys: tf.Tensor) -> tf.Tensor:
     """Return the cells of a block that count each key [n], as bytes with all bits set [n, CELLS].
 
-    The cells of a key are in different parts of the block, so that they differ.
+    The cells of a key are in different parts of the block, so they are all different.
     """
     part = CELLS // CELLS_OF_ID
     bits = part.bit_length() - 1
@@ -99,14 +100,14 @@ def _select_cells(keys: tf.Tensor) -> tf.Tensor:
 
 
 def hash_keys(keys: Any, below: int) -> Any:
-    """Return a number from 0 to `below - 1` for each key [n], equal on every machine.
+    """Return a number from 0 to `below - 1` for each key [n]; it is the same on every machine.
 
     Similar keys get unrelated numbers (the finalizer of Steele et al. 2014, "Fast Splittable
     Pseudorandom Number Generators").
     """
     ops = keras.ops
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # This is a logical shift; a product that overflows keeps its low 64 bits.
+        # The mask makes this a logical shift. A product that overflows keeps its low 64 bits.
         shifted = ops.bitwise_and(ops.right_shift(keys, _long(shift)), _long((1 << 64 - shift) - 1))
         keys = ops.bitwise_xor(keys, shifted) * _long(factor)
     shifted = ops.bitwise_and(ops.right_shift(keys, _long(33)), _long(2**31 - 1))
@@ -114,5 +115,6 @@ def hash_keys(keys: Any, below: int) -> Any:
 
 
 def _long(value: int) -> Any:
-    # An axis, because Keras stores a scalar as a Python number, which these operations refuse.
+    # The array has an axis, because Keras turns a scalar into a Python number, which these
+    # operations do not accept.
     return np.array([value], np.uint64).astype(np.int64)

@@ -1,19 +1,21 @@
 """A dynamic embedding table: ids are 64-bit integers or strings, without a vocabulary.
 
-An id gets a row after training has seen it `min_count` times, while rows are free; `capacity` is
-the number of rows. When all rows are in use, other ids get the least recently used ones; rows
-without use for `max_age` steps are evicted earlier. Ids never share a row, except for the single
-row of all ids without a row. That row begins with zeros, learns from ids that get no row in
-training, and is the result for unknown ids in evaluation and in the exported model.
+An id gets a row once training has seen it `min_count` times, as long as rows are free; `capacity`
+is the number of rows. When all rows are in use, new ids get the least recently used ones. With
+`max_age`, rows that have not been used for so many steps are evicted earlier. Two ids never share a
+row, except that all ids without a row use the same one. This shared row starts with zeros and
+learns from the ids in training that get no row. Unknown ids get it in evaluation and in the
+exported model.
 
-A hash splits the ids over shards, each on one server (`table_shard`). Rows are variables, and a
-gradient touches only the rows of its batch, so that every optimizer works.
+A hash distributes the ids over shards, each of which is on one server (`table_shard`). Rows are
+variables, and a gradient touches only the rows of its batch, so every optimizer works.
 
-A string is identified by two fingerprints of 63 bits: the first one finds its row, the second one
-verifies it. The probability that two of n strings have the same first fingerprint is n^2 / 2^64 (of
-a hundred million, one in two thousand); the later of the two strings has no row.
+A string is identified by two fingerprints of 63 bits: the first one finds its row, and the second
+one verifies it. The probability that two of n strings have the same first fingerprint is n^2 / 2^64
+(for a hundred million strings, one in two thousand). In that case, the later string gets no row.
 
-XLA cannot compile the lookup. An exported table has only the rows in use, and needs no code.
+XLA cannot compile the lookup. An exported table contains only the rows in use, and needs no custom
+code.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from flotilla.trainer.runtime.errors import ConfigError
 KEYS = ("int64", "string")
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
-# The paths of variables that count ids without a row, in this format and in an earlier one.
+# Paths of the variables that count ids without a row, in the current and in an earlier format.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
-#: The end of a seed's path; the second number of a seed counts the draws.
+#: The end of a seed variable's path. The second number of a seed counts the draws.
 SEED = "seed_generator_state"
-# Strategies in which each replica has all variables.
+# Strategies that keep a copy of all variables in each replica.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-# The functions that draw new rows, by their initializer without its seed.
+# Functions that draw new rows; the key is the initializer without its seed.
 _DRAWS: dict[object, Any] = {}
 _log = logging.getLogger(__name__)
 
@@ -58,12 +60,13 @@ _log = logging.getLogger(__name__)
 class EmbeddingTable(keras.layers.Layer):
     """A layer from ids of any shape `[...]` to their rows `[..., dimension]`."""
 
-    #: Strategies leave the variables on their servers instead of pulling them whole.
+    #: Tells strategies to leave the variables on their servers instead of pulling them whole.
     looks_up = True
-    #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
+    #: Tells strategies to call `connect` and `rebuild`, and to keep each of `list_groups` on one
+    #: server.
     grows = True
 
-    # Each argument is a configuration key.
+    # Each argument is also a configuration key.
     def __init__(  # noqa: PLR0913
         self,
         capacity: int,
@@ -80,22 +83,23 @@ class EmbeddingTable(keras.layers.Layer):
         """Store the arguments; `build` creates the variables.
 
         Args:
-            capacity: the maximum number of rows over all shards, whose memory is allocated at the
-                beginning.
+            capacity: the maximum number of rows over all shards; their memory is allocated in
+                advance.
             dimension: the length of a row.
             keys: the type of ids: "int64" (or a smaller integer), or "string".
-            shards: the number of shards. It belongs to the model, not to the cluster: a checkpoint
-                fits only the same number. It may exceed the number of servers.
-            min_count: the number of times that training must see an id before it gets a row, up to
-                255.
-            min_age: the steps without use before another id may get the row, because gradients may
-                be in transit; it must exceed the number of workers.
-            max_age: the steps without use after which a row is evicted; 0: only to make room.
-            initializer: the initializer of new rows; it may not depend on the number of rows.
+            shards: the number of shards. It belongs to the model, not to the cluster, so a
+                checkpoint can only be restored with the same number. It may exceed the number of
+                servers.
+            min_count: how often training must see an id before the id gets a row, at most 255.
+            min_age: the number of steps without use before another id may get the row, because
+                gradients for it may be in transit; must be greater than the number of workers.
+            max_age: the number of steps without use after which a row is evicted; 0 to evict rows
+            only to make room.
+            initializer: the initializer of new rows; must not depend on the number of rows.
             **kwargs: arguments of a Keras layer.
 
         Raises:
-            ValueError: a number is too small or too large, or another value of `keys`.
+            ValueError: if a number is too small or too large, or `keys` is unknown.
         """
         super().__init__(**kwargs)
         sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
@@ -114,7 +118,7 @@ class EmbeddingTable(keras.layers.Layer):
         """Create the shards.
 
         Raises:
-            ConfigError: the scope is that of a strategy whose replicas have copies of variables.
+            ConfigError: if the current strategy keeps a copy of all variables in each replica.
         """
         if isinstance(tf.distribute.get_strategy(), _COPIES):
             raise ConfigError(
@@ -132,7 +136,7 @@ class EmbeddingTable(keras.layers.Layer):
 
     def _make_noted(self, number: int, size: int) -> Noted:
         def note(name: str, shape: tuple[int, ...], initializer: str, dtype: str = "int64") -> Any:
-            # Keras has no initializer of -1.
+            # Keras has no initializer for -1.
             return self.add_weight(
                 name=f"shard_{number}_{name}",
                 shape=shape,
@@ -145,7 +149,7 @@ class EmbeddingTable(keras.layers.Layer):
             name=f"shard_{number}_rows",
             shape=(size + 1, self.dimension),
             initializer="zeros",
-            # A cast would read the whole shard.
+            # An automatic cast would read the whole shard.
             autocast=False,
         )
         has_filter, is_text = self.min_count > 1, self.keys == "string"
@@ -159,7 +163,7 @@ class EmbeddingTable(keras.layers.Layer):
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Return the rows of `ids` in the compute dtype; in training, new ids may get rows."""
+        """Return the rows of `ids` in the compute dtype. In training, new ids may get rows."""
         self._require_type(ids.dtype)
         with tf.device("/device:CPU:0"):
             parts, places, asked = self._split(tf.reshape(ids, [-1]))
@@ -175,10 +179,10 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Return places of each shard's ids among the unique ids, places of all ids, and the ids.
+        """Return each shard's places in the unique ids, the places of all ids, and shards' ids.
 
-        Each id is sent once, even if the batch contains it several times. Besides, most Keras
-        optimizers square a gradient before they sum the parts of a row.
+        Each id is sent once, even if the batch contains it several times. This also matters because
+        most Keras optimizers square a gradient before they sum the duplicates of a row.
         """
         if self.keys == "string":
             unique, places, counts = tf.unique_with_counts(strip_spaces(ids))
@@ -200,11 +204,11 @@ class EmbeddingTable(keras.layers.Layer):
         return parts, places, asked
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
-        """Return the step counter, read after `ids` are available, if a strategy has one."""
+        """Read the step counter after `ids` are available; return None without a counter."""
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # Otherwise the counter might be read while the input still waits for its batch.
+        # Otherwise, the counter could be read while the input still waits for its batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
@@ -221,15 +225,15 @@ class EmbeddingTable(keras.layers.Layer):
             return tf.gather(rows.value, slots)
 
     def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
-        """Return dtype and shape of the rows."""
+        """Return the dtype and shape of the rows."""
         del training
         self._require_type(ids.dtype)
         return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
 
     def plain(self, ids: Any) -> Any:
-        """Return the rows of a symbolic tensor from a shrunk table.
+        """Return the rows for a symbolic tensor of ids, from a shrunk table.
 
-        Keras lookup layers find the rows, which follow the shared row of ids without a row.
+        Keras lookup layers find the rows. The shared rows come first in the exported table.
         """
         live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
@@ -250,7 +254,7 @@ class EmbeddingTable(keras.layers.Layer):
         return make_embedding(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
 
     def _make_lookup(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
-        """Return a layer from a record of the rows to their numbers from 1 on; 0 if not found."""
+        """Return a layer from recorded values to row numbers, which start at 1; 0 if not found."""
         parts = [getattr(each.noted, noted).numpy() for each in self._parts]
         values = np.concatenate([each[there] for each, there in zip(parts, live, strict=True)])
         none = next(n for n in range(len(values) + 1) if n not in set(values.tolist()))
@@ -269,11 +273,11 @@ class EmbeddingTable(keras.layers.Layer):
     def connect(
         self, steps: tf.Variable, slots_of: Any, alike: EmbeddingTable | None = None
     ) -> None:
-        """Connect the step counter and the optimizer slots of each variable of rows.
+        """Connect the step counter and the optimizer slots of each shard's rows.
 
-        `slots_of` returns pairs for a Keras variable: a slot of its shape, and its value for a new
-        row, or None for the row itself. `alike` is another table of the model: shards of equal
-        structure share one trace.
+        `slots_of` maps a Keras variable to pairs of a slot and the slot's value in a new row; None
+        stands for a copy of the row itself. `alike` is another table of the model: shards of the
+        same structure share one trace.
         """
         (first, *_) = (alike or self)._parts
         for shard in self._parts:
@@ -281,7 +285,7 @@ class EmbeddingTable(keras.layers.Layer):
             shard.branch = first.branch
 
     def rebuild(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
-        """Rebuild the index of rows on some devices after their variables were assigned."""
+        """Rebuild the index after an assignment, for shards on devices that `was_on` accepts."""
         for shard in self._parts:
             if was_on(shard.device):
                 shard.rebuild()
@@ -292,7 +296,7 @@ class EmbeddingTable(keras.layers.Layer):
         return list(self._parts)
 
     def list_groups(self) -> list[list[tf.Variable]]:
-        """Return the variables of each shard, which must be on one server."""
+        """Return the variables of each shard; those of one shard must be on the same server."""
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
@@ -302,13 +306,13 @@ class EmbeddingTable(keras.layers.Layer):
         ]
 
     def bookkeeping(self) -> list[keras.Variable]:
-        """Return the variables that are not trained and that no worker pulls."""
+        """Return the non-trainable variables, which no worker pulls."""
         return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
         """Return the counts of rows in use, of reassigned rows, and of ids without a row.
 
-        An id without a row counts at each lookup of training.
+        An id without a row is counted at each lookup in training.
         """
         tally = np.sum([shard.noted.tally.numpy() for shard in self._parts], axis=0)
         given, evicted = int(tally[table_shard.GIVEN]), int(tally[table_shard.EVICTED])
@@ -316,7 +320,7 @@ class EmbeddingTable(keras.layers.Layer):
         return {"rows": given - evicted, "evicted": evicted, "turned_away": away}
 
     def shrink(self) -> None:
-        """Shrink to the rows in use, before an export."""
+        """Remove the unused rows, before an export."""
         live = []
         for shard in self._parts:
             there = np.flatnonzero(shard.noted.used.numpy()[: shard.capacity] >= 0)
@@ -336,7 +340,7 @@ class EmbeddingTable(keras.layers.Layer):
             )
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the values from a file; a sketch in another format starts empty."""
+        """Load the values from a file, except a sketch in another format, which starts empty."""
         sieves = {id(shard.noted.seen) for shard in self._parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
@@ -357,23 +361,23 @@ class EmbeddingTable(keras.layers.Layer):
 
 
 def may_lack(path: str) -> bool:
-    """Return whether a checkpoint of the same model may lack a variable of this path.
+    """Return whether a checkpoint of the same model may lack the variable with this path.
 
-    These are the count of ids without a row, which then starts at zero, and seeds: images may be
-    augmented in only one of the runs.
+    This holds for counts of ids without a row, which then start at zero, and for seeds, because
+    only one of the runs may augment images.
     """
     return bool(_COUNTING.search(path)) or path.endswith(SEED)
 
 
 def shrink(model: keras.Model) -> None:
-    """Shrink the tables of a model to their rows in use, before it is exported."""
+    """Remove the unused rows from all tables of a model, before an export."""
     for layer in model._flatten_layers():
         if isinstance(layer, EmbeddingTable):
             layer.shrink()
 
 
 def _recount(shard: Shard) -> None:
-    """Set the count of rows to the actual number, which may be newer in a snapshot."""
+    """Correct the count of rows: a snapshot may have read the rows later than their count."""
     with tf.device(shard.device):
         tally = shard.noted.tally.value
         given, evicted = (
@@ -385,7 +389,7 @@ def _recount(shard: Shard) -> None:
 
 
 def advise_type(dtype: str) -> str:
-    """Return a remedy for ids that are floats; empty for other types."""
+    """Return a suggestion for ids that are floats; empty for other types."""
     if "float" not in dtype:
         return ""
     return (
@@ -399,9 +403,9 @@ def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:
 
 
 class _Seed(keras.random.SeedGenerator):
-    """A fixed seed: a tensor of two numbers."""
+    """A seed generator that always returns the same seed, a tensor of two numbers."""
 
-    # Keras would create a variable.
+    # Skip Keras's constructor, which would create a variable.
     def __init__(self, seed: tf.Tensor) -> None:
         self._seed = seed
 
@@ -411,18 +415,19 @@ class _Seed(keras.random.SeedGenerator):
 
 
 def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
-    """Return a function from a number, a count, and the rows drawn before to new rows.
+    """Return a function that draws new rows, and the number of the first shard.
 
-    The result includes the number of the first shard, which replaces the seed. Initializers that
-    differ only by their seeds share the function.
+    The function maps a number, which replaces the seed, the count of rows, and the count of rows
+    drawn before to the new rows. Initializers that differ only in their seeds share it.
 
     Raises:
-        ValueError: the initializer needs the whole table.
+      ValueError: if the initializer needs the whole table.
     """
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
     make = partial(_build_draw, initializer, dimension, has_seed=seed is not None)
-    # A user's initializer may depend on more than its `get_config`, and an array is not a text.
+    # Share only Keras's own initializers, because a user's may depend on more than its
+    # `get_config`. An array in the configuration cannot be written as JSON.
     with suppress(TypeError):
         if type(initializer).__module__.startswith("keras."):
             text = json.dumps({**initializer.get_config(), "seed": seed is not None})

@@ -1,13 +1,13 @@
-"""Fingerprints of strings in a graph, by which embedding tables and vocabularies identify them."""
+"""Fingerprints of strings, which identify them in embedding tables and vocabularies."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-#: The number of fingerprints: values of FarmHash and SipHash without their sign, which are equal on
-#: every machine and in every version.
+#: Number of different fingerprints. They are values of FarmHash and SipHash without the sign, which
+#: are the same on every machine and in every version.
 FINGERPRINTS = 2**63 - 1
-# White space in Unicode, as in Arrow and Python: separators, and some control characters.
+# Unicode white space as in Arrow and Python: separators and some control characters.
 _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
 
 

@@ -1,20 +1,20 @@
 """Sparse updates of embedding tables, which read and update only the rows of a batch.
 
 The updates are lazy, like TensorFlow's sparse kernels and `LazyAdam` of TensorFlow Addons: a row
-and its slots do not change while the row has no gradient. Updates by a dense gradient
+and its slots do not change in a step that has no gradient for the row. Dense updates
 (`training.optimizer.dense_updates`) also change rows with a zero gradient. The differences:
 
-- Adam: the moments of a row neither decay nor move the row between two touches. The bias is
-  corrected by the global step, as in the dense update, and not by the touches of a row.
+- Adam: in steps that do not touch a row, its moments do not decay, and the row does not move. The
+  bias is corrected by the global step, as in a dense update, and not by the number of touches.
 - SGD with momentum: the velocity does not change between two touches. Without momentum, and for
-  Adagrad, both updates are equal.
-- Ftrl: a row that was never touched keeps its initial values (the dense update makes them zero), a
-  new learning rate takes effect at the next touch, and `l2_shrinkage` acts at touches.
-- Weight decay acts on the touched rows, once per touch.
+  Adagrad, lazy and dense updates are equal.
+- Ftrl: a row that was never touched keeps its initial values (a dense update sets them to zero), a
+  new learning rate takes effect at the next touch, and `l2_shrinkage` applies only at touches.
+- Weight decay applies to the touched rows, once per touch.
 
-The kernels of momentum and Ftrl lock the variable and its slots, so that each update is atomic.
-With other optimizers, two workers that touch a row at once may lose a part of one gradient in that
-row or its slots ("Hogwild!", Niu et al. 2011); other rows are not affected.
+The kernels for momentum and Ftrl lock the variable and its slots, so each update is atomic. With
+other optimizers, if two workers touch a row at the same time, part of one gradient may be lost in
+that row or its slots ("Hogwild!", Niu et al. 2011). Other rows are not affected.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from flotilla.trainer.config.schema import TrainingConfig
 
 log = logging.getLogger(__name__)
 
-# The minimum number of values for a warning, and the milliseconds that a million values take in
-# each step: a million rows of 16 took 36 to 70 ms with Adam.
+# Minimum number of values in a table for a warning, and the time that a million values cost in each
+# step, in milliseconds: a million rows of 16 values took 36 to 70 ms with Adam.
 LARGE = 1_000_000
 MILLISECONDS = 3
-# The AUC was 0.55 instead of 0.76 after 600 steps on the data of configs/clicks.yaml.
+# With momentum, the AUC was 0.55 instead of 0.76 after 600 steps on the data of
+# configs/clicks.yaml.
 SLOWER = (
     "momentum moves a row of a table only while batches look it up, so seldom ids learn slowly: "
     "set training.optimizer.dense_updates, or take adam or adagrad"
@@ -52,10 +53,10 @@ def use(
     pulled: bool = False,
     summed: bool = False,
 ) -> None:
-    """Read and update only rows where possible; log why a large table is updated whole.
+    """Read and update single rows if possible; log why a large table is updated as a whole.
 
-    `pulled`: workers pull and push tables whole; `summed`: the optimizer itself sums the gradients
-    of the replicas after clipping.
+    `pulled` tells whether workers pull and push whole tables. `summed` tells whether the optimizer
+    itself sums the gradients of the replicas after clipping.
     """
     read_rows(model)
     if not training.optimizer.dense_updates and not summed:
@@ -73,7 +74,7 @@ def whole_tables(
     *,
     pulled: bool,
 ) -> str:
-    """Return a warning about the cost of large whole tables with its reason, or an empty text."""
+    """Return a warning about large tables that are updated as a whole, and why; empty if none."""
     tables = [each for each in _tables(model) if math.prod(each.shape) >= LARGE]
     kept = any(each.regularizer or each.constraint for each in tables)
     name = type(optimizer).__name__
@@ -105,7 +106,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Let Keras's embeddings read only rows: a full read after a sparse update is a copy."""
+    """Make Keras's embeddings read single rows: reading all copies the table after an update."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
@@ -122,7 +123,7 @@ def _make_call(layer: Any) -> Callable[[Any], Any]:
             return whole(inputs)
         if ids.dtype not in {tf.int32, tf.int64}:
             ids = tf.cast(ids, tf.int32)
-        # Keras counts a negative id from the end.
+        # As in Keras, a negative id counts from the end.
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)
         # A cast to the compute dtype would read the whole table.
         with AutocastScope(None):
@@ -135,8 +136,8 @@ def _make_call(layer: Any) -> Callable[[Any], Any]:
 def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer lazy; an optimizer without a lazy form is unchanged.
 
-    A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every
-    step touches, the results equal Keras's formula, up to rounding.
+    The gradients must not have duplicate rows (see `flotilla.trainer.optimizers.optimizers`). For
+    rows that every step touches, the results equal those of Keras, up to rounding.
     """
     rows = _lazy_form(optimizer)
     if rows is None:
@@ -155,7 +156,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
             rows.update([(gradient, _tensor(v)) for gradient, v in touched], learning_rate)
 
     optimizer._backend_update_step = update
-    # The method would run before the update, without the gradients.
+    # Keras would call this method before the update and without the gradients.
     optimizer._apply_weight_decay = lambda _variables: None
 
 
@@ -164,7 +165,7 @@ def _tensor(variable: Any) -> tf.Variable:
 
 
 class _Rows(ABC):
-    """The updates of rows of a variable and of its slots, on their device."""
+    """Updates rows of a variable and of its slots, on their device."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -177,10 +178,10 @@ class _Rows(ABC):
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
-        """Update the rows of gradients of one dtype, without duplicate rows."""
+        """Update the rows of a gradient, which has no duplicate rows."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
-        """Update the rows of all tables, in a replica context or without distribution."""
+        """Update the rows of all tables, with or without a replica context."""
         with tf.device(self.optimizer.iterations.value.device):
             rates = {
                 dtype: tf.stack(self._rates(tf.cast(learning_rate, dtype)))
@@ -217,7 +218,7 @@ class _Rows(ABC):
 
 
 class _Adam(_Rows):
-    """Adam (Kingma and Ba 2015, end of section 2) as in Keras; TensorFlow has no kernel for it."""
+    """Adam (Kingma and Ba 2015, end of section 2), as in Keras. TensorFlow has no kernel for it."""
 
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         dtype = learning_rate.dtype
@@ -246,14 +247,14 @@ class _Adam(_Rows):
 
 
 class _Adagrad(_Rows):
-    """Keras's Adagrad, with epsilon under the root; TensorFlow's kernel adds it to the root."""
+    """Adagrad as in Keras, with epsilon under the root; TensorFlow's kernel adds it to the root."""
 
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
         values, ids = gradient.values, gradient.indices
         sums = self.slot("_accumulators", variable)
-        # An addition keeps the concurrent updates of other workers.
+        # Add, so that concurrent updates by other workers are kept.
         tf.raw_ops.ResourceScatterAdd(resource=sums, indices=ids, updates=tf.square(values))
         root = tf.sqrt(_gather(sums, ids, variable) + self.optimizer.epsilon)
         _subtract(variable.handle, ids, values * rates[0] / root)
@@ -316,7 +317,7 @@ def _subtract(handle: tf.Tensor, ids: tf.Tensor, values: tf.Tensor) -> None:
 
 
 def _precision(variable: tf.Variable) -> tf.DType:
-    """Return the dtype of scalars: powers of betas near 1 require single precision."""
+    """Return the dtype for scalars: powers of betas near 1 need at least single precision."""
     return tf.float64 if variable.dtype == tf.float64 else tf.float32
 
 
@@ -329,7 +330,7 @@ _LAZY: dict[type[keras.optimizers.Optimizer], type[_Rows]] = {
 
 
 def _lazy_form(optimizer: keras.optimizers.Optimizer) -> _Rows | None:
-    # A subclass may have another formula.
+    # Match the exact type, because a subclass may have another formula.
     kind = type(optimizer)
     if kind is keras.optimizers.SGD:
         return (_Momentum if optimizer.momentum else _Descent)(optimizer)

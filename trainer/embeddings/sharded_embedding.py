@@ -1,22 +1,21 @@
-"""An embedding whose rows are split over several variables, and so over several servers.
+"""An embedding whose rows are split over several variables, and thus over several servers.
 
-Row `id` is in shard `id mod shards` at `id div shards`, so that consecutive ids, which are often
+Row `id` is row `id div shards` of shard `id mod shards`. Thus consecutive ids, which are often
 equally popular, are on different servers. Each shard is a plain Keras variable, which the strategy
-places. A server gathers its rows, and their gradient is `tf.IndexedSlices`: the table is never
-sent.
+places. A server gathers its rows, and their gradient is `tf.IndexedSlices`, so the table itself is
+never sent.
 
 The optimizer applies this gradient on the server of the shard (`trainer/embeddings/row_updates.py`;
-measured in `docs/decisions/0017-tables-of-embeddings.md`):
+for measurements see `docs/decisions/0017-tables-of-embeddings.md`):
 
 - Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they update only the touched rows and their slots,
   unless `training.optimizer.dense_updates` is set.
-- Other element-wise optimizers (RMSprop, Nadam and so on) update every row in every step, by
-  Keras's definition: the network traffic is the same, but the work grows with the table.
-- LAMB, Adafactor and Muon use a variable as a whole, so that the number of shards affects the
-  result.
+- Other element-wise optimizers (RMSprop, Nadam and so on) update every row in every step, as
+  defined by Keras. The network traffic is the same, but the work grows with the table.
+- LAMB, Adafactor and Muon use a variable as a whole, so the number of shards affects the result.
 
 XLA cannot compile the lookup, because its shapes depend on the ids. An exported SavedModel or
-`.keras` file needs no code (`plain`).
+`.keras` file needs no custom code (`plain`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding`, it never counts a negative id from the end.
     """
 
-    #: Strategies leave the variables on their servers instead of pulling them whole.
+    #: Tells strategies to leave the variables on their servers instead of pulling them whole.
     looks_up = True
 
     def __init__(
@@ -58,15 +57,16 @@ class ShardedEmbedding(keras.layers.Layer):
             rows: the number of rows; ids go from 0 to `rows - 1`.
             dimension: the length of a row.
             shards: the number of variables that hold the rows; the result does not depend on it. It
-                belongs to the model, not to the cluster: a checkpoint fits only the same number. It
-                may exceed the number of servers.
-            initializer: the initializer of each shard, with a separate seed.
-            unknown: the result for an id outside of the table: "error" (InvalidArgumentError), or
-            "wrap" for the row `id mod rows`, which a known id also uses.
+                belongs to the model, not to the cluster, so a checkpoint can only be restored with
+                the same number. It may exceed the number of servers.
+            initializer: the initializer of the shards; each shard has its own seed.
+            unknown: what to do with an id outside of the table: "error" raises
+            InvalidArgumentError; "wrap" returns the row `id mod rows`, which a known id also uses.
             **kwargs: arguments of a Keras layer.
 
         Raises:
-            ValueError: a size below 1, more shards than rows, or another value of `unknown`.
+            ValueError: if a size is below 1, there are more shards than rows, or `unknown` has
+            another value.
         """
         super().__init__(**kwargs)
         for name, value in {"rows": rows, "dimension": dimension, "shards": shards}.items():
@@ -91,17 +91,18 @@ class ShardedEmbedding(keras.layers.Layer):
                 name=f"shard_{shard}",
                 shape=((self.rows - shard - 1) // self.shards + 1, self.dimension),
                 initializer=self._initializer(shard),
-                # A cast would read the whole shard.
+                # An automatic cast would read the whole shard.
                 autocast=False,
             )
             for shard in range(self.shards)
         ]
 
     def call(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the rows of `ids` in the layer's compute dtype."""
+        """Return the rows of `ids` in the compute dtype of the layer."""
         known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
-        # Each row is sent once in each direction, even if the batch contains it several times.
-        # Besides, most Keras optimizers square a gradient before they sum the parts of a row.
+        # Send each row once in each direction, even if the batch contains it several times. This
+        # also matters because most Keras optimizers square a gradient before they sum the
+        # duplicates of a row.
         wanted, places = tf.unique(known)
         found = tf.compat.v1.nn.embedding_lookup(
             [table.value for table in self.tables], wanted, partition_strategy="mod"
@@ -111,12 +112,12 @@ class ShardedEmbedding(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def plain(self, ids: Any) -> Any:
-        """Return the rows of a symbolic tensor by a single Keras table."""
+        """Return the rows for a symbolic tensor of ids, from a single Keras embedding."""
         ids = keras.ops.cast(ids, "int64")
         if self.unknown == "wrap":
             ids = keras.ops.mod(ids, self.rows)
         else:
-            # Keras counts a negative id from the end; make it invalid.
+            # Keras counts a negative id from the end, so replace it by an invalid id.
             ids = keras.ops.where(ids < 0, keras.ops.full_like(ids, self.rows), ids)
         table = np.empty((self.rows, self.dimension), self.tables[0].dtype)
         for shard, each in enumerate(self.tables):
@@ -139,7 +140,7 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
     def known(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the row numbers [n] of ids [n]; strategies use it to find the rows of a batch."""
+        """Return the row numbers [n] of ids [n]. Strategies use it to find the rows of a batch."""
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
@@ -150,7 +151,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return the initializer of a shard; one of Keras repeats its numbers at each call."""
+        """Return a separate initializer for a shard: a Keras initializer repeats its numbers."""
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()
@@ -160,7 +161,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
 
 def make_embedding(layer: keras.layers.Layer, rows: Any) -> keras.layers.Embedding:
-    """Return a Keras embedding with these rows, named after `layer`."""
+    """Return a Keras embedding with these rows and with the name of `layer`."""
     found = keras.layers.Embedding(
         *rows.shape, name=layer.name, dtype=layer.dtype_policy, trainable=layer.trainable
     )

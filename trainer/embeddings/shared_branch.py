@@ -1,9 +1,9 @@
-"""A rare branch that is traced once for all shards, which differ only by their resources.
+"""A rare branch that is traced once for all shards, which differ only in their resources.
 
-`tf.cond` would trace the branch for each shard, and add all of its operations to the graph of a
-step. A chief would trace a table longer than the rest of a model, and each worker would prepare
-operations that hardly any step needs. Here the branch is a function of a shard's resources, and one
-operation of the graph calls it when needed.
+`tf.cond` would trace the branch for each shard and add all of its operations to the graph of a
+step. Tracing a table would take the chief longer than tracing the rest of a model, and each worker
+would prepare operations that are rarely needed. Here, the branch is a function of a shard's
+resources, and a single operation of the graph calls it when needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """Both branches and the order of their resources."""
+    """Both branches, and the order in which they take their resources."""
 
     taken: Any
     passed: Any
@@ -25,10 +25,10 @@ class _Traced:
 
 
 class SharedBranch:
-    """A conditional that several shards share; only resources and arguments differ."""
+    """A conditional that several shards share; only the resources and arguments differ."""
 
     def __init__(self) -> None:
-        """Create the branch; the first use traces it."""
+        """Create the branch, which is traced at its first use."""
         self._traced: dict[object, _Traced] = {}
 
     def run(  # noqa: PLR0913, PLR0917
@@ -42,16 +42,17 @@ class SharedBranch:
     ) -> tf.Tensor:
         """Return `work(*given)` if it is needed, else the first of `given`.
 
-        Outside of a graph, as in a debugger, `work` runs as Python.
+        Outside of a graph, for example in a debugger, `work` runs as Python code.
 
         Args:
-            is_needed: a scalar, bool.
-            work: from `given` to a tensor like the first of them; it uses only `resources`.
+            is_needed: a bool scalar.
+            work: a function from `given` to a tensor like the first of them; may use only
+            `resources`.
             given: tensors.
-            resources: handles, in the same order for all shards; a different number is a different
-            branch.
+            resources: handles, in the same order for all shards; a different number of them needs
+            another branch.
             device: the device of all resources.
-            kind: everything else that `work` depends on; a different kind is a different branch.
+            kind: everything else that `work` depends on; a different kind needs another branch.
         """
         if tf.executing_eagerly():
             return work(*given) if is_needed else given[0]
@@ -68,7 +69,8 @@ class SharedBranch:
             else_branch=traced.passed,
         )
         if tf.DeviceSpec.from_string(device).device_type != "CPU":
-            # A hash table is on a CPU, while a variable may be on a GPU: no device fits both.
+            # A hash table is on the CPU, but a variable may be on a GPU, so no device fits the
+            # whole operation.
             found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
         found.set_shape(given[0].shape)
         return found

@@ -1,12 +1,12 @@
 """One shard of a dynamic table: its rows, and the map from ids to rows.
 
-The rows are a plain variable with a fixed number of slots. Other variables record the id of each
-slot and the step of its last use. Only the map from an id to its slot is a TensorFlow hash table,
-which is rebuilt from the recorded ids (`Shard.rebuild`). All of them are on one device, where a
-mutex makes each lookup of a training step atomic.
+The rows are a plain variable with a fixed number of slots. Other variables record the id in each
+slot and the step of its last use. Only the map from ids to slots is a TensorFlow hash table, which
+is rebuilt from the recorded ids (`Shard.rebuild`). All of them are on one device, where a mutex
+makes each lookup of a training step atomic.
 
-Only rows without use for `Rules.min_age` steps lose their slots, because a gradient for a slot may
-be in transit.
+A row loses its slot only after `Rules.min_age` steps without use, because a gradient for it may be
+in transit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import tensorflow as tf
 from flotilla.trainer.embeddings.count_min_sketch import CELLS, CountMinSketch
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 
-# The entries of `Shard.tally`: lookups of training, assigned rows, evicted rows, ids that got no
-# row, ids in the sketch, and the step of the last search by age.
+# Indices into `Noted.tally`: lookups in training, assigned rows, evicted rows, ids that got no row,
+# ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# An eviction frees at least this share of the slots, because it searches all of them.
+# An eviction frees at least one in this many slots, because it has to search all slots.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -36,7 +36,7 @@ _LATEST = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """The rules by which ids get and lose rows. Ages are in steps; a `max_age` of 0 means never."""
+    """When ids get and lose rows. Ages are in steps; a `max_age` of 0 means no limit."""
 
     min_count: int
     min_age: int
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The unique ids of a lookup: their keys [n], checks of equal keys, and counts."""
+    """The unique ids of a lookup: keys [n], checks that tell equal keys apart, and counts [n]."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """The Keras variables of a shard; `checks` and `seen` exist only if needed."""
+    """The Keras variables of a shard; `checks` and `seen` are only created if needed."""
 
     rows: Any
     ids: Any
@@ -88,9 +88,10 @@ class Shard:
             noted: the variables of the shard.
             capacity: the number of slots, without the last one.
             rules: the rules of the table.
-            draw: creates new rows from `number`, their count, and the count of rows created before.
+            draw: creates new rows from `number`, the count of new rows, and the count of rows
+            created before.
             number: distinguishes the shard's rows from those of other shards.
-            branch: the branch that shards share.
+            branch: the branch that several shards share.
         """
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
@@ -98,23 +99,24 @@ class Shard:
         self.branch = branch or SharedBranch()
         #: The step counter, if a strategy has one; otherwise lookups are counted.
         self.steps: tf.Variable | None = None
-        #: Slots of the optimizer [capacity + 1, ...], and their value in a new row; None: the row
-        #: itself.
+        #: The optimizer slots of shape [capacity + 1, ...], and the value of each in a new row;
+        #: None stands for a copy of the row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # The device creates the values, so that they need not be sent.
+            # The values are created on the device, so that they need not be sent.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
-            # The steps of earlier runs, which are part of the ages.
+            # The number of steps of earlier runs, which count as part of the ages.
             self.earlier = made(0)
-            # The ids that the sketch has counted since it was halved, and those of the largest
-            # lookup.
+            # The number of ids that the sketch has counted since it was last halved, and the number
+            # in the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Servers outlive a process, so that a sequence number might belong to another table.
+            # Use random names, because servers outlive this process, and a sequence number might
+            # belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
-        #: Variables that are in no checkpoint.
+        #: The variables that are not saved in a checkpoint.
         self.unsaved = (self.free, self.room, self.earlier, self.window)
 
     @property
@@ -123,7 +125,7 @@ class Shard:
         return str(self.free.device)
 
     def make_map(self) -> None:
-        """Create the map, which `rebuild` fills, and the mutex, or reuse existing ones."""
+        """Create the map, which `rebuild` fills, and the mutex, or open existing ones."""
         ids, mutex = self._names
         with tf.device(self.device):
             self.map = tf.raw_ops.MutableHashTableV2(
@@ -132,17 +134,17 @@ class Shard:
             self.mutex = tf.raw_ops.MutexV2(shared_name=mutex)
 
     def rename(self, ids: str, mutex: str) -> None:
-        """Rename the map and the mutex, and create or reuse them."""
+        """Rename the map and the mutex, which are created or opened under the new names."""
         self._names = ids, mutex
         self.make_map()
 
     def find_slots(self, asked: Asked) -> tf.Tensor:
-        """Return the slot [n] of each id without changing the shard."""
+        """Return the slots [n] of ids without changing the shard."""
         found = self._find(asked.keys)
         return self._none_to_last(self._check_keys(found, asked.checks))
 
     def find_sorted(self, asked: Asked) -> tf.Tensor:
-        """Return the slots [n] of ids in a shard whose ids are sorted, without the map."""
+        """Return the slots [n] of ids in a shard with sorted ids, without using the map."""
         ids = self.noted.ids.value.read_value()[: self.capacity]
         place = tf.searchsorted(ids, asked.keys, out_type=tf.int64)
         place = tf.minimum(place, self.capacity - 1)
@@ -151,18 +153,18 @@ class Shard:
         return self._none_to_last(self._check_keys(tf.where(is_it, place, _NEVER), asked.checks))
 
     def admit(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
-        """Return the slot [n] of each id at global step `step`, after giving slots to new ids."""
+        """Assign slots to new ids, and return the slots [n] of all ids at global step `step`."""
         here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
         keys, checks, counts = here
         step = None if step is None else tf.identity(step)
         asked = Asked(keys=keys, checks=checks, counts=counts)
-        # The inputs must arrive before the mutex is locked.
+        # Wait for the inputs before locking the mutex.
         with tf.control_dependencies([*here, *([] if step is None else [step])]):
             (slots,) = self.run_locked(lambda: [self._update(asked, step)])
         return slots
 
     def run_locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Run `work` while no id gets or loses a slot, and return its tensors; for a graph."""
+        """Run `work` in a graph while no id gets or loses a slot, and return its tensors."""
         lock = tf.raw_ops.MutexLock(mutex=self.mutex)
         with tf.control_dependencies([lock]):
             made = work()
@@ -178,9 +180,9 @@ class Shard:
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._check_keys(found, asked.checks)
-        # Before an eviction, so that the rows of this batch stay.
+        # Do this before an eviction, so that the rows of this batch are kept.
         used, places = self.noted.used.value, self._none_to_last(slots)
-        # The step of a slow worker may be lower than the step of another worker's lookup.
+        # A slow worker's step may be lower than the step of a more recent lookup by another worker.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
@@ -190,7 +192,7 @@ class Shard:
         resources, kind = self._resources(), self._kind()
         slots = self.branch.run(changes, self._add_ids, given, resources, self.device, kind)
         slots = self._none_to_last(slots)
-        # All changes must end before the mutex is released.
+        # All changes must be finished before the mutex is released.
         with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
             return tf.identity(slots)
 
@@ -200,7 +202,7 @@ class Shard:
         return [self.map, *(each.handle for each in variables)]
 
     def _kind(self) -> Hashable:
-        """Return everything except resources that `_add_ids` depends on."""
+        """Return everything that `_add_ids` depends on, except resources."""
         noted = self.noted
         variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
         there = (noted.checks is None, noted.seen is None)
@@ -242,7 +244,7 @@ class Shard:
     def _evict(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Make room for `needed` rows; return the evicted count, and the change of `swept`."""
+        """Make room for `needed` rows; return how many were evicted, and the change of `swept`."""
         room, max_age = self.room.read_value(), self._rules.max_age
         due = tf.constant(False)
         if max_age:
@@ -259,7 +261,7 @@ class Shard:
         return evicted
 
     def _oldest(self, lacking: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """Return the slots of all rows that are too old, and of further idle rows if needed."""
+        """Return the slots of rows above `max_age` and, if needed, of the least recently used."""
         used = self.noted.used.value.read_value()[: self.capacity]
         aged = tf.zeros_like(used, tf.bool)
         if self._rules.max_age:
@@ -275,12 +277,12 @@ class Shard:
         return tf.concat([old, tf.cast(least, tf.int64)], 0)
 
     def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
-        """Separate the rows of these slots from their ids, and return the number of rows."""
+        """Remove the ids from these slots, and return the number of slots."""
         keys = tf.gather(self.noted.ids.value, slots)
-        # If another slot has the same id, because a step ended halfway, the id stays.
+        # If another slot has the same id, because a step was interrupted, keep the id in the map.
         keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
-        # A worker may die at any point, so that a slot becomes free only after no id has it.
+        # A worker may die at any point, so free a slot only after no id refers to it.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
@@ -299,7 +301,7 @@ class Shard:
         now: tf.Tensor,
         rows: tf.Tensor,
     ) -> None:
-        """Assign the first free slots to ids, with new rows and new optimizer slots."""
+        """Assign free slots to ids, with new rows and new optimizer slots."""
         count = tf.size(places, tf.int64)
         noted = self.noted
         new = [(noted.rows.value, rows), (noted.ids.value, keys)]
@@ -309,13 +311,14 @@ class Shard:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             new.append((slot, tf.cast(first, slot.dtype)))
-        # A worker may die at any point, so that an id's slot must not be free and its values must
-        # be new.
+        # A worker may die at any point. Therefore, first remove the slots from the free ones, then
+        # write their new values, and only then let the ids refer to them.
         with tf.control_dependencies([places]):
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
-        # A rebuilt map gives a used slot to its id, so that the values must be complete.
+        # A rebuilt map includes each used slot, so mark a slot as used only when its values are
+        # complete.
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
@@ -326,14 +329,15 @@ class Shard:
         with tf.device(self.device):
             used = self.noted.used.value.read_value()
             if self.steps is not None:
-                # A run that began with the rows of another run counts its steps from 0. The most
-                # recently used rows may have been evicted since.
+                # A run that was warm-started counts its steps from 0, so add the steps of the
+                # earlier run. The last search by age counts too, because the most recently used
+                # rows may have been evicted since.
                 swept = self.noted.tally.value.read_value()[SWEPT]
                 latest = tf.maximum(tf.reduce_max(used), swept)
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
-            # If a dead worker left an id with two slots, the later slot counts.
+            # If a dead worker left two slots for an id, the one that was used later wins.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
@@ -344,7 +348,7 @@ class Shard:
             self.room.assign(tf.size(free, tf.int64))
 
     def shrink(self, live: Sequence[int], capacity: int) -> None:
-        """Keep only the rows of these slots, in this order, and the last slot."""
+        """Keep only the rows in these slots, in this order, and the last slot."""
         wanted = np.array([*live, *[self.capacity] * (capacity + 1 - len(live))])
         noted = self.noted
         for each in (noted.rows, noted.ids, noted.used, noted.checks):
@@ -365,7 +369,7 @@ class Shard:
         return found
 
     def _check_keys(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
-        """Return the last slot for ids that share only their key with another id."""
+        """Replace the slot by the last one for ids that have the key of another id."""
         if self.noted.checks is None:
             return found
         there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))
@@ -377,15 +381,15 @@ class Shard:
 
 
 def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
-    """Return the selected values [n], like `tf.boolean_mask` with a sixth of its operations."""
+    """Return the selected values [n]; this has a sixth of the operations of `tf.boolean_mask`."""
     return tf.gather(values, tf.where(wanted)[:, 0])
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:
-    """Let a function run an operation before it ends, in any order relative to others.
+    """Make a function run an operation before it ends, in any order relative to others.
 
     TensorFlow runs stateful operations without a resource in program order. The release of one
-    mutex would wait for the release of another one, which another worker may hold: a deadlock.
+    mutex would then wait for the release of another one, which another worker may hold: a deadlock.
     """
     if not tf.executing_eagerly():
         manager = tf.compat.v1.get_default_graph().experimental_acd_manager
@@ -400,6 +404,6 @@ def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Oper
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Change the size of a Keras variable, which Keras has no method for."""
+    """Change the size of a Keras variable; Keras has no method for this."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape

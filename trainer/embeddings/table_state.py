@@ -1,7 +1,7 @@
-"""The support of strategies for dynamic tables: layers with `grows`.
+"""What strategies do for dynamic tables, which are layers with the attribute `grows`.
 
-Their variables change in place: no worker pulls them, those of a shard are on one server, and a
-reassigned row gets new optimizer slots.
+The variables of a table change in place: no worker pulls them, those of a shard are on the same
+server, and a reassigned row gets new optimizer slots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The attribute with the initializer of a variable without values.
+# The attribute that holds the initializer of a variable that was created without values.
 BEGINS = "begins_by"
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def list_shards(model: keras.Model) -> list[Any]:
 
 
 def list_state(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of a model that are not trained, and that workers pull and push."""
+    """Return the non-trainable variables of a model that workers pull and push."""
     kept = {id(each) for table in list_tables(model) for each in table.bookkeeping()}
     return [each for each in model.non_trainable_variables if id(each) not in kept]
 
@@ -44,7 +44,7 @@ def list_groups(model: keras.Model) -> list[list[tf.Variable]]:
 
 
 def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
-    """Connect the tables of a built model to the counter of steps and their optimizer slots."""
+    """Connect the tables of a built model to the step counter and to their optimizer slots."""
     tables = list_tables(model)
     for table in tables:
         table.connect(steps, lambda variable: list(list_slots(optimizer, variable)), tables[0])
@@ -53,19 +53,19 @@ def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf
 def restore_tables(
     model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True
 ) -> None:
-    """Rebuild the index of the tables on the given devices after variables were assigned."""
+    """Rebuild the index of the tables on devices that `is_meant` accepts, after an assignment."""
     for table in list_tables(model):
         table.rebuild(is_meant)
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:
-    """Return the tables' metrics for the history, by name; empty without tables."""
+    """Return the metrics of the tables for the history, by name; empty without tables."""
     found = {table.name: table.metrics() for table in list_tables(model)}
     return {"tables": found} if found else {}
 
 
 def require(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` if the tables of a model do not suit the configuration."""
+    """Raise `ConfigError` if the configuration does not suit the tables of the model."""
     workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
     may = find_topology(config.training.strategy).capabilities
     for table in list_tables(model):
@@ -99,7 +99,7 @@ def require(config: Config, model: keras.Model) -> None:
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Yield an optimizer's slots of a variable and their initial value; None means its value."""
+    """Yield the optimizer slots of a variable and their initial value, or None for a copy of it."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:
@@ -111,7 +111,7 @@ def list_slots(
         slot = slots[index]
         if not isinstance(slot, keras.Variable) or slot is variable:
             continue
-        # Adafactor has one slot with a number per row, and one with a number per column.
+        # Adafactor has one slot with a value per row, and one with a value per column.
         if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
         yield slot.value, None if slots is averages else _first_value(slot)

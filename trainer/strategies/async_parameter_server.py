@@ -1,16 +1,16 @@
 """Asynchronous training on parameter servers.
 
-Every worker pulls the variables, computes a gradient and pushes it, without waiting for the others;
-the parameter server applies each gradient as it arrives (Dean et al. 2012, "Large Scale Distributed
-Deep Networks", section 4.1). The chief schedules the updates up to the next checkpoint or
-validation (a stretch). It sends one closure to each worker through TensorFlow's
-`ClusterCoordinator`. The closure takes turns of a few updates (`Turns`) until none is left, and the
-chief reads the workers' reports about once a second. At the end of the stretch, the chief
-reschedules the updates that a dead worker took but did not apply.
+Workers pull the variables, compute a gradient and push it without waiting for each other, and the
+parameter servers apply each gradient as it arrives (Dean et al. 2012, "Large Scale Distributed Deep
+Networks", section 4.1). The chief schedules the updates up to the next checkpoint or validation (a
+stretch). It sends one closure to each worker through TensorFlow's `ClusterCoordinator`. A closure
+takes turns of a few updates (`Turns`) until no turn is left. About once a second, the chief reads
+the workers' reports. At the end of a stretch, it reschedules the updates that a dead worker took
+but did not apply.
 
 With `data.partition: dynamic`, each update has its own range of examples. The chief schedules
-portions of updates, one closure each, and repeats a portion if its worker dies. A worker that is
-alive but was considered dead stops its portion.
+portions of updates, one closure each, and repeats a portion if its worker dies. A worker that was
+considered dead but is still running stops its portion.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between two reads of the reports, and between two checks while the chief waits.
+# Intervals between two reads of the reports, and between two checks for the end, in seconds.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# Seconds of work that the workers get in advance; without a chief they continue this long.
+# Amount of work to schedule ahead, in seconds. Without a chief, the workers continue this long.
 AHEAD_SECONDS = 10
-# A turn ends within about a second.
+# Maximum time to wait until turns have ended, in seconds. A turn takes about one second.
 HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
@@ -68,14 +68,14 @@ class AsyncParameterServer(Served):
 
     capabilities = find_topology("async_parameter_server").capabilities
     _unit = 0
-    #: The global step at the start of the stretch, and the closures that it has scheduled.
+    #: The global step at the start of the stretch, and the number of closures scheduled since then.
     _began = _sent = 0
-    #: The closures that this attempt has scheduled.
+    #: The number of closures scheduled in this attempt.
     _closure = 0
     _loss = 0.0
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and optimizer on the servers, and input on the workers."""
+        """Build the model and the optimizer on the servers, and the input on the workers."""
         self._workers = self.cluster.count("worker")
         self._iterator = self.worker_batches(problem)
         self.build_model(problem)
@@ -84,7 +84,7 @@ class AsyncParameterServer(Served):
         self.hand_out(make(problem), choose_unroll(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
-        """Trace the closures that apply `update` to the next batches of a worker."""
+        """Create the turn counters, and the closures, which apply turns of up to `turn` updates."""
         self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied, self.state and self.state.permit)
@@ -102,7 +102,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Let the workers apply updates up to `boundary`; return after about a second."""
+        """Schedule updates up to `boundary`, and complete them if at most `steps` are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -114,7 +114,7 @@ class AsyncParameterServer(Served):
         return self._report()
 
     def rest(self) -> Report:
-        """Stop every worker after its current turn; report the updates since the last report."""
+        """Stop each worker after its current turn, and report the updates since the last report."""
         self._end()
         return self._report()
 
@@ -123,7 +123,7 @@ class AsyncParameterServer(Served):
         self.read_step = self._seen.applied
 
     def _deal_ahead(self, steps: int, boundary: int) -> None:
-        """Offer the turns of the next seconds to the workers, and wait for the first reports."""
+        """Schedule turns for the next few seconds, and wait until a worker reports new updates."""
         unit = adjust_unit(steps, self._workers, self._turn, self._unit)
         if self._unit not in {0, unit}:
             self._end()
@@ -138,17 +138,17 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # The workers have applied all turns sooner than expected.
+        # The workers have finished all turns earlier than expected.
         self._join()
 
     def _complete(self, boundary: int) -> None:
-        """Apply all updates up to a boundary, and repeat those that dead workers took."""
+        """Apply all updates up to `boundary`, and repeat those that dead workers did not apply."""
         while (left := boundary - self._seen.applied) > 0:
             self._deal(left, boundary, self._unit or choose_unit(left, self._workers, self._turn))
             self._join()
 
     def _deal(self, ahead: int, boundary: int, unit: int) -> None:
-        """Offer turns before a boundary, `ahead` more than the workers have taken."""
+        """Schedule `ahead` turns beyond those already taken, but none past `boundary`."""
         if not self._unit:
             self._unit, self._began, self._sent = unit, self._seen.applied, 0
             dealt = min(ahead, (boundary - self._began) // unit)
@@ -157,11 +157,11 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # A worker that found no turn before this call has ended its closure.
+            # Read this only now: a worker that found no turn before `extend` has ended its closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
-        # The closure of a dead worker waits until that worker returns or another one is free.
+        # If a worker dies, its closure waits until the worker returns or another worker is free.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
             arguments = self._iterator, tf.constant(self._closure, tf.int64)
             self.coordinator.schedule(self._closures[unit], args=arguments)
@@ -177,7 +177,7 @@ class AsyncParameterServer(Served):
         self._read_reports()
 
     def _report(self) -> Report:
-        """Return a report of the updates since the last report."""
+        """Return a report of the updates since the previous report."""
         new = self._seen.reports - self._reported
         self._reported = self._seen.reports
         if updates := new[:, UPDATES].sum():
@@ -191,17 +191,17 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after it pushes, so that only updates of other workers come between.
+        # A worker pulls right after it pushes, so only updates of other workers happen in between.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
     def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a function that repeats turns of `turn` updates until none is left."""
+        """Return a closure that takes turns of `turn` updates until no turn is left."""
         turns = self._turns
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            # `own` stays on the server during all turns.
+            # `own` stays on the server, which needs it at every turn.
             own, worker = turns.begin(closure), worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
@@ -212,7 +212,7 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # TensorFlow evaluates the condition of a loop on the device of the loop: the
+                # TensorFlow evaluates the condition of a loop on the device of the loop, here the
                 # worker.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
@@ -226,7 +226,7 @@ class AsyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _portions(self, steps: int) -> Report:
-        """Apply `steps` updates in portions, which have separate examples."""
+        """Apply `steps` updates in portions; each portion has its own range of examples."""
         unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
@@ -243,7 +243,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # This result arrived late, from an earlier run of the closure.
+                # This run of the closure stopped early because a newer run replaced it.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again
@@ -263,7 +263,7 @@ class AsyncParameterServer(Served):
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a function that applies a number of turns to leased examples."""
+        """Return a closure that applies a number of turns to leased examples."""
         applied, turns = self.applied, self._turns
 
         @tf.function(autograph=False)
@@ -275,8 +275,8 @@ class AsyncParameterServer(Served):
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # No turn waits for this check: a replaced run makes its current turn and at most
-                # one more.
+                # The updates do not wait for this check, so a replaced run makes at most one more
+                # turn after its current one.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
@@ -285,7 +285,7 @@ class AsyncParameterServer(Served):
             none = turns.holds(own), tf.constant(0.0), tf.constant(0)
             _, total, made = tf.while_loop(lambda found, *_: found, once, none)
             others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
-            # One tensor, because the coordinator fetches the results one by one.
+            # Return a single tensor, because the coordinator fetches the results one by one.
             results = [total, worker_number(), others, made * turn]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
@@ -299,7 +299,7 @@ class AsyncParameterServer(Served):
             apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
-        # Keras updates a variable only in a replica context; the coordinator's scope is none.
+        # Keras updates variables only in a replica context, and closures are traced outside of one.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _local_steps(self, problem: Problem) -> Update:
@@ -326,18 +326,18 @@ def build_local_steps(  # noqa: PLR0913
     scale: LossScale | None = None,
     towers: Towers = ONE,
 ) -> Callable[[Any], tf.Tensor]:
-    """Return the function that pulls once, takes `steps` local steps, and pushes once.
+    """Return a function that pulls once, takes `steps` local steps, and pushes once.
 
-    The local steps are plain SGD. The function pushes the sum of their gradients, which the server
-    applies as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch = n_push = `steps`).
-    It takes an iterator of batches and returns the mean loss.
+    The local steps are plain SGD. The function pushes the sum of their gradients, which the
+    server's optimizer applies as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch =
+    n_push = `steps`). It takes an iterator of batches and returns the mean loss.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale)
     compute = towers.pure(pure, pure.state)
 
     def update(iterator: Any) -> tf.Tensor:
         values = pure.pull()
-        # The rate of a schedule is on a server, and a loop that read it would span machines.
+        # Read the learning rate here: a server computes it, and the loop below must stay local.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
 
         def step(

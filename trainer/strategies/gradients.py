@@ -1,8 +1,8 @@
 """Gradients as pure functions of variables that are pulled once from the servers.
 
-XLA compiles a pure function even if the variables are on other machines, and several local steps
-require one. `Messages` packs the values into one message per server and dtype in each direction,
-because a message costs more than its bytes.
+XLA can compile a pure function even if the variables are on other machines, and local steps need a
+pure function because they change copies of the variables. `Messages` packs all values for a server
+into one message per dtype and direction, because a message costs more than its bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Gradient = Any
 
 @dataclass(frozen=True)
 class ScalarPlace:
-    """The destination of a float32 number that has no variable."""
+    """The device to which `Messages` sends a float32 scalar that belongs to no variable."""
 
     device: str
     dtype: ClassVar[tf.DType] = tf.float32
@@ -37,17 +37,17 @@ class ScalarPlace:
 
 
 class Messages:
-    """The packed values of a list of variables, for use in a `tf.function`."""
+    """Packs the values of a list of variables into few messages. For use in a `tf.function`."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Group the variables by device and dtype. A `ScalarPlace` can only be pushed."""
+        """Group the variables by device and dtype; a `ScalarPlace` can only be pushed."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
             self._together.setdefault((variable.device, variable.dtype), []).append(index)
 
     def pull(self, after: Sequence[Any] = ()) -> list[tf.Tensor]:
-        """Return the values of all variables on the current device, after `after` has run."""
+        """Copy all variables to the current device, after the tensors in `after` are computed."""
         values: list[tf.Tensor] = [None] * len(self._variables)
         for (device, _), indices in self._together.items():
             with tf.device(device), tf.control_dependencies(list(after)):
@@ -56,7 +56,7 @@ class Messages:
         return values
 
     def push(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Send values from this task to the devices of their variables."""
+        """Send one value for each variable to its device, and return the tensors there."""
         arrived: list[tf.Tensor] = [None] * len(self._variables)
         for (device, dtype), indices in self._together.items():
             packed = _pack([tf.cast(values[i], dtype) for i in indices])
@@ -76,21 +76,21 @@ class Messages:
 
 def _pack(values: list[tf.Tensor]) -> tf.Tensor:
     if len(values) == 1:
-        # The identity moves the value to the current device.
+        # `identity` copies the value to the current device.
         return tf.identity(values[0])
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """The trainable variables and the other state of a model at one moment."""
+    """The values of a model's trainable variables and of its other state at one moment."""
 
     weights: Tensors
     state: Tensors
 
 
 def pull(model: keras.Model) -> Pulled:
-    """Read all variables of the model, in one message per server and dtype."""
+    """Read all variables of the model, with one message per server and dtype."""
     return _pull(model.trainable_variables, table_state.list_state(model))
 
 
@@ -102,24 +102,24 @@ def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] =
 
 
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
-    """Send a gradient to the servers of its variables, and return the tensors on them."""
+    """Send each gradient to the server of its variable, and return the tensors on the servers."""
     return Messages([variable.value for variable in model.trainable_variables]).push(gradient)
 
 
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
-    """Send a gradient as `push` does, and its loss to `device`, as the last part of the result.
+    """Send a gradient as `push` does, and the loss to `device`; the loss is last in the result.
 
-    Both travel in one message if `device` holds trainable float32 variables and is spelled alike.
+    Both are sent in one message if the trainable float32 variables have exactly the same device.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
 
 
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
-    """Send changed state to its variables.
+    """Write changed state back to its variables.
 
-    The change of an integer (seeds, counts) is added, so that increments of other workers remain.
-    Other values are assigned, because a sum of changes to a moving average would overshoot.
+    The difference of an integer (seed, count) is added, so that increments by other workers are
+    kept. Other values are assigned, because adding all changes of a moving average would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -133,11 +133,12 @@ def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> Non
 
 
 class PureGradient:
-    """A traced function from weights, state and batch to loss, gradient and new state.
+    """A traced function from weights, state and batch to the loss, the gradients and the new state.
 
-    Gradients are dense: a table is pulled and pushed whole, unless its rows are passed as weights.
-    `dense` lists the trainable variables without such tables. `state` lists the variables that are
-    not trained, except the bookkeeping of dynamic tables, and the variables of the loss scale.
+    Gradients are dense: a table is pulled and pushed as a whole unless its rows are passed as
+    weights. `dense` lists the trainable variables without such tables. `state` lists the
+    non-trainable variables, without the bookkeeping of dynamic tables, and the variables of the
+    loss scale.
     """
 
     def __init__(  # noqa: PLR0913
@@ -153,9 +154,9 @@ class PureGradient:
         """Create the function for a model and its loss.
 
         With `in_place`, the function takes no weights, reads the variables on their devices, and
-        returns the gradient of a lookup as `IndexedSlices`. With `lookups`, the weights are those
-        of `dense` followed by the rows of each table, and a batch is a pair of row places and
-        batch.
+        returns `IndexedSlices` as the gradient of a lookup. With `lookups`, the weights are the
+        values of `dense` followed by the rows of each table, and the batch is a pair of the rows'
+        places and the actual batch.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
         self._lookups = lookups
@@ -180,12 +181,12 @@ class PureGradient:
         return value, found, after
 
     def pull(self, after: Sequence[Any] = ()) -> Pulled:
-        """Read the arguments of the function from their devices; see `Messages.pull`."""
+        """Read the weights and the state from their devices; see `Messages.pull` for `after`."""
         return _pull([] if self._in_place else self.dense, self.state, after)
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
-        """Compute the loss with zeros for all variables except the tables; return the zeros."""
+        """Run the model and the loss with zeros for all variables but tables; return the zeros."""
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
@@ -193,7 +194,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def merge_moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches; an unchanged value is the object in `before`."""
+        """Return the state after some batches; an unchanged value is the object from `before`."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,7 +205,7 @@ class PureGradient:
 
         return compute_moved
 
-    # AutoGraph converts only functions that the model passes to `tf.map_fn`.
+    # With this decorator, AutoGraph converts only functions that the model passes to `tf.map_fn`.
     @api.call_with_unspecified_conversion_status
     def _compute(
         self, weights: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor | None = None
@@ -220,8 +221,8 @@ class PureGradient:
                 rows, weights = weights[len(trainable) :], weights[: len(trainable)]
                 answered = self._lookups.answer(rows, places)
             if self._in_place:
-                # Keras reads the regularized variables from the scope, and then requires all of
-                # them.
+                # Keras reads each regularized variable from the scope, which must therefore hold
+                # all of them.
                 trainable = [each for each in trainable if each.regularizer]
                 weights = [each.value.read_value() for each in trainable]
             # Unlike `stateless_call`, this runs `__call__`, which passes `training` to the layers
@@ -263,22 +264,22 @@ def build_pulled_gradient(  # noqa: PLR0913
     towers: Towers = ONE,
     loss_on: str = "",
 ) -> Callable[..., tuple[tf.Tensor, list[Gradient]]]:
-    """Return a function from a batch of the towers to the loss and the gradient.
+    """Return a function from the input of one step to the loss and the gradients.
 
-    The optional second argument of the function lists tensors that the pulls wait for.
+    The function has an optional second argument: tensors that the pulls wait for.
 
     Args:
         model: the model; its variables may be on any device.
         loss: the loss of a batch.
         jit: whether XLA compiles the gradient.
-        parts: the number of batches in a stack. If above 1, the batches are computed one by one,
-        and loss and gradient are the means over them.
+        parts: the number of batches in a stack. If it is above 1, the function processes the
+        batches one by one and returns the mean loss and gradients.
         scale: the loss scale, if any.
         in_place: whether the variables are read on their devices. Otherwise they are pulled first,
         and the returned gradient is on the servers.
         towers: the devices of a worker; each takes a batch, or a stack of batches.
-        loss_on: the device that gets the loss as the last part of the gradient (`push_with_loss`);
-        only if variables are pulled.
+        loss_on: the device that receives the loss as the last of the gradients (see
+        `push_with_loss`). Only used if the variables are pulled.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulate(pure, parts) if parts > 1 else pure, pure.state)
@@ -303,9 +304,10 @@ def build_rows_gradient(
     *,
     otherwise: Callable[[Batch, Unforeseen], Any],
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
-    """Return a function from a batch to loss and gradient that pulls only the rows of the batch.
+    """Return a function from a batch to loss and gradients that pulls only the batch's table rows.
 
-    The rows of a server are one message in each direction. The returned gradient is on the servers.
+    One message per server and direction carries the rows. The returned gradients are on the
+    servers.
 
     Args:
         model: the model; its variables may be on any device.
@@ -336,7 +338,7 @@ Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], T
 
 
 def accumulate(compute: Compute, parts: int) -> Compute:
-    """Return a function from a stack of batches to mean loss, mean gradient and last state."""
+    """Return a function from a stack of batches to mean loss, mean gradients and final state."""
 
     def accumulate_all(
         weights: Tensors, state: Tensors, batches: Batch
@@ -383,7 +385,7 @@ def add_gradients(one: Gradient, other: Gradient) -> Gradient:
 
 
 def divide_gradient(gradient: Gradient, count: Any) -> Gradient:
-    """Return the gradient of a variable divided by a number."""
+    """Return the gradient of a variable divided by `count`."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / count, gradient.indices, gradient.dense_shape)
     return gradient / count
@@ -392,9 +394,9 @@ def divide_gradient(gradient: Gradient, count: Any) -> Gradient:
 def apply_and_count(
     optimizer: keras.optimizers.Optimizer, gradient: list[Gradient], variables: Sequence[Any]
 ) -> None:
-    """Apply a gradient, and count the update after the gradient has reached the counter's server.
+    """Apply a gradient; count the update only after the gradient has reached the counter's server.
 
-    In another order, updates that a dying worker never applied would count as applied.
+    Otherwise, an update that a dying worker never applied would be counted as applied.
     """
     counter = optimizer.iterations.value
     count = optimizer.iterations.assign_add
@@ -404,11 +406,11 @@ def apply_and_count(
         if variable.value.device == counter.device
     ]
     with tf.device(counter.device):
-        # A gradient of this server, if any, needs no extra message.
+        # Prefer gradients of variables on this server, which need no extra message.
         arrived = [tf.identity(getattr(each, "values", each)) for each in here or gradient[:1]]
 
     def count_later(by: Any) -> Any:
-        # The addition runs on the device of its operand, which waits for the gradient.
+        # Run the addition on the counter's device, after the gradient has arrived there.
         with tf.device(counter.device), tf.control_dependencies(arrived):
             return count(by)
 

@@ -1,7 +1,7 @@
 """In-graph replication: one client builds a tower for every worker in one function.
 
-All towers pull the same variables. The client averages their gradients and applies one update,
-which therefore waits for the slowest worker.
+All towers read the same variables. Each update applies the mean of all gradients, so it waits for
+the slowest worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class InGraph(Served):
     capabilities = find_topology("in_graph").capabilities
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Place the variables, and create the input of each worker on that worker."""
+        """Build the model on the servers, and the input of each worker on that worker."""
         self._workers = range(self.cluster.count("worker"))
         self.build_model(problem, gradients=len(self._workers))
         self.keep({})
@@ -71,6 +71,6 @@ def _device(worker: int) -> str:
 
 
 def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
-    """Return the mean of a variable's gradients, on its server; sparse gradients stay sparse."""
+    """Return the mean of a variable's gradients, computed on the variable's server."""
     with tf.device(of.device):
         return mean(gradients)

@@ -1,10 +1,10 @@
 """The input position: which examples were trained on, for `data.partition: dynamic`.
 
-All epochs form one stream of positions. A position refers to the example of number
-`shuffled(position)`; each epoch has its own order. The chief leases ranges of positions to free
-workers, and a worker computes the examples of a range on its own. Between two inner loops no lease
-is open, so that a `Position` describes all visits: the visited length of the stream, and the gaps,
-which are ranges whose gradients came too late. A checkpoint stores the position with the variables.
+All epochs form one stream of positions, and each epoch has its own order of the examples: position
+p refers to the example with the number `shuffled(p)`. The chief leases ranges of positions to free
+workers, and a worker computes the examples of a range itself. No lease is open between two inner
+loops, so a `Position` describes all visits: the visited length of the stream, and the gaps, which
+are ranges whose gradients arrived too late. A checkpoint stores the position with the variables.
 
 `Tally` counts the steps and examples of each worker, and the staleness of its updates.
 """
@@ -24,21 +24,21 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The first position of a range and its length; in a plan, an index and its position.
+# The start and the length of a range of positions; in a plan, an index and its position.
 Range = tuple[int, int]
-# The number of recent closures for the staleness; enough for a 95th percentile.
+# Number of recent staleness values to keep; enough for a 95th percentile.
 STALENESS_WINDOW = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """All positions below `visited` were trained on, except those in `gaps`."""
+    """The positions that were trained on: all below `visited`, except those in `gaps`."""
 
     visited: int = 0
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, position) of the n-th next example at each jump; gaps come first."""
+        """Return pairs (n, position) of the n-th next example; positions count up from there."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
@@ -46,7 +46,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def advance(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visits of ranges of `plan`; skipped ranges become gaps."""
+        """Return the position after visiting ranges of `plan`; skipped ranges become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -84,11 +84,11 @@ class Stream:
 
     Attributes:
         examples: the number of examples in the split.
-        seed: the seed of the order of each epoch.
-        held: a dataset of one element, which a worker stores.
+        seed: the seed for the order of every epoch.
+        held: builds a dataset with a single element, which each worker keeps in memory.
         read: a function from that element and a vector of example numbers to a batch.
         run: the number of examples that stay adjacent in every order.
-        position: the start of the attempt.
+        position: where the attempt starts.
     """
 
     examples: int
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position; if it does not fit, log why and start an epoch."""
+        """Return the stream at a saved position, or at a new epoch if that does not match."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -115,16 +115,16 @@ class Stream:
         return replace(self, position=Position(visited=int(fields["visited"]), gaps=gaps))
 
     def to_json(self, position: Position) -> dict[str, Any]:
-        """Return the fields of a position in a checkpoint."""
+        """Return a position as JSON fields for a checkpoint."""
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         return {**own, **asdict(position)}
 
     def epoch(self, position: Position) -> float:
-        """Return the number of visited epochs."""
+        """Return the number of visited epochs, as a decimal fraction."""
         return round(position.examples / self.examples, 4)
 
     def numbers(self, positions: tf.Tensor) -> tf.Tensor:
-        """Return the shuffled numbers of the examples at some positions, int64."""
+        """Return the numbers of the examples at `positions`, as int64."""
         whole = self.examples // self.run
         epochs, places = positions // self.examples, positions % self.examples
         seeds = tf.stack([tf.fill(tf.shape(epochs), tf.cast(self.seed, tf.int64)), epochs], 1)
@@ -135,12 +135,12 @@ class Stream:
             max_index=tf.constant(max(whole - 1, 0), tf.int64),
             rounds=4,
         )
-        # The incomplete last run keeps its place.
+        # The last run stays in place if it is incomplete.
         in_runs = shuffled * self.run + places % self.run
         return tf.where(places < whole * self.run, in_runs, places)
 
     def batch(self, held: Any, plan: tf.Tensor, first: tf.Tensor, size: int) -> Any:
-        """Return a batch of the next examples from index `first` on; see `Position.plan`."""
+        """Return the batch of the next `size` examples from index `first` of an encoded plan."""
         wanted = first + tf.range(size, dtype=tf.int64)
         plan = tf.reshape(tf.io.decode_raw(plan, tf.int64), (-1, 2))
         pair = tf.searchsorted(plan[:, 0], wanted, side="right") - 1
@@ -155,12 +155,12 @@ class Stream:
     def lend(
         self, held: Any, plan: tf.Tensor, first: tf.Tensor, *, batches: tf.Tensor, size: int
     ) -> tf.data.Dataset:
-        """Return a dataset of a number of batches of the next examples, from index `first` on."""
+        """Return a dataset of the next `batches` batches from index `first` of an encoded plan."""
         numbers = tf.data.Dataset.range(tf.cast(batches, tf.int64))
         return numbers.map(lambda n: self.batch(held, plan, first + n * size, size))
 
     def endless(self, size: int, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the endless dataset of the batches `index`, `index + of`, ... of the stream."""
+        """Return an endless dataset of the batches `index`, `index + of`, ... of the stream."""
         plan = encode_plan(self.position)
         both = tf.data.Dataset.zip((self.held().cache().repeat(), tf.data.Dataset.counter()))
         return both.map(
@@ -169,10 +169,10 @@ class Stream:
 
 
 class Batches:
-    """An iterator over batches by number, from 0 on, for use in a `tf.function`."""
+    """An iterator over batches 0, 1, 2, ..., for use in a `tf.function`."""
 
     def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
-        """Create an iterator over batches, or over stacks of `parts` batches if that exceeds 1."""
+        """Create an iterator over batches, or over stacks of `parts` batches if that is above 1."""
         self._batches = map(batch, itertools.count())
         self._parts = parts
 
@@ -185,12 +185,12 @@ class Batches:
 
 
 def encode_plan(position: Position) -> tf.Tensor:
-    """Return the plan of a position as a string tensor, which never makes a graph retrace."""
+    """Return a position's plan as a string scalar, so that its length never causes a retrace."""
     return tf.constant(np.array(position.plan(), "<i8").tobytes())
 
 
 class Tally:
-    """The local steps and the staleness of each worker in one attempt of the chief."""
+    """Counts the local steps of each worker, and the staleness, in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
         """Start the counts at zero; a local step has `batch_size` examples."""
@@ -199,7 +199,7 @@ class Tally:
         self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
 
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
-        """Add local steps of a worker and their mean staleness, if measured.
+        """Add local steps of a worker and, if measured, their mean staleness.
 
         The staleness of an update is the number of other updates between its pull and its push.
         """
@@ -208,7 +208,7 @@ class Tally:
             self._staleness.append(staleness)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the history."""
+        """Return the metrics for the history."""
         workers = {
             name: {"local_steps": steps, "examples": steps * self._batch_size}
             for name, steps in sorted(self._steps.items())

@@ -1,18 +1,18 @@
 """Synchronous training on replicas: copies of one model with equal variables.
 
-Every replica computes the gradient of its own batch and applies the mean over all replicas, so that
-the copies stay equal. This module handles the state that gradients do not change:
+Every replica computes the gradient of its own batch and applies the mean over all replicas, so the
+copies stay equal. This module handles the state that gradients do not change:
 
-- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. They are linear
-  in their inputs, so that averaging at every step would give the same result.
+- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. Averaging at
+  every step would give the same result, because they are linear in their inputs.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` has a replica on each GPU of one process, or one replica. It is the reference strategy.
+`Single` runs one replica on each GPU of a process, or a single one. It is the reference strategy.
 
-`MultiWorkerMirrored` has a replica in each worker (or on each of its GPUs). The workers all-reduce
-their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-clusters of workstations") or by NCCL. Every worker runs the outer loop; worker 0 writes the
-journal. When a worker is lost, all workers restart from the newest checkpoint.
+`MultiWorkerMirrored` runs one replica in each worker, or one on each GPU of a worker. The workers
+all-reduce their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations") or by NCCL. Every worker runs the outer loop; worker 0
+writes the journal. If a worker is lost, all workers restart from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
 
 
 class Replicated(KerasStrategy):
-    """Model and optimizer in the scope of a synchronous `tf.distribute` strategy."""
+    """A strategy that builds in the scope of a synchronous `tf.distribute` strategy."""
 
     @abstractmethod
     def replicate(self) -> tf.distribute.Strategy:
@@ -65,7 +65,7 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # The scale of a replica is separate; it does not affect the gradient.
+            # Each replica has its own loss scale, which does not change the gradient.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -80,7 +80,7 @@ class Replicated(KerasStrategy):
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
         if not own:
-            # The gradients are means already; Keras would clip and then sum them.
+            # The gradients are already means; Keras would clip and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
         self._run_steps = self._steps(problem)
@@ -99,7 +99,7 @@ class Replicated(KerasStrategy):
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # Without this, TensorFlow asks all replicas for their next batch before each step.
+            # Otherwise, TensorFlow asks all replicas before each step whether a batch is left.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             of = max(1, self.cluster.count("worker"))
             return self.batches(problem, self.task.index, of).apply(without_end)
@@ -135,7 +135,7 @@ class Replicated(KerasStrategy):
         return run_steps  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Callable[[Batch], tf.Tensor]:
-        """Return the update of a replica: a function from its batch to the mean loss of all."""
+        """Return a replica's update, a function from its batch to the mean loss of all replicas."""
         if has_own_step(self.model):
             with self.replicas.scope():
                 own = build_own_step(self.model, self.optimizer, problem.weighed)
@@ -156,7 +156,7 @@ class Replicated(KerasStrategy):
         return update
 
     def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update that XLA compiles whole, or without sparse updates of variables."""
+        """Return an update compiled by XLA, or only its gradient if the gradient is sparse."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)
@@ -195,7 +195,7 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Return whether XLA can compile an update, because all of its code belongs to Keras."""
+    """Return whether XLA can compile an update, because none of its code is the user's."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)
@@ -220,7 +220,7 @@ def _varies(gradient: Any) -> bool:
 
 
 class Single(Replicated):
-    """Training with model, input and updates in this process."""
+    """Training on one process, with one replica on each of its GPUs."""
 
     capabilities = find_topology("single").capabilities
 
@@ -255,7 +255,7 @@ class MultiWorkerMirrored(Replicated):
         )
         on_sigterm = signal.getsignal(signal.SIGTERM)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(self.resolver(GPU=gpus), options)
-        # TensorFlow has replaced the handler.
+        # Restore the handler, which TensorFlow has replaced.
         signal.signal(signal.SIGTERM, on_sigterm)
         return strategy
 
@@ -273,27 +273,27 @@ class MultiWorkerMirrored(Replicated):
         return replace(report, metrics=self._tally.metrics())
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums over all workers; each worker evaluates one part on its copy."""
+        """Return the sums over all workers, each of which evaluates one part on its own copy."""
         workers = self.cluster.count("worker")
         mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
         sums: Sums = tf.reduce_sum(self._gather(tf.constant(mine)), axis=0).numpy()
         return sums
 
     def barrier(self, *values: int) -> tuple[int, ...]:
-        """Wait for all workers, and return the largest of each value over them."""
+        """Wait for all workers, and return the maximum of each value over the workers."""
         every = self._gather(tf.constant(values or (0,), tf.int64))
         largest = [int(value) for value in tf.reduce_max(every, axis=0)]
         return tuple(largest[: len(values)])
 
     def leave(self) -> None:
         """Wait until all other workers know that the last checkpoint is published."""
-        # The first worker that passes this barrier may exit before the others pass it.
+        # The barrier fails for the others if the first worker that passes it exits at once.
         with suppress(tf.errors.OpError):
             self.barrier()
 
     @tf.function
     def _gather(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the vectors of all workers as rows."""
+        """Return a matrix with one row for each worker: the vector `values` of that worker."""
 
         def gather() -> tf.Tensor:
             return tf.distribute.get_replica_context().all_gather(values[tf.newaxis], axis=0)

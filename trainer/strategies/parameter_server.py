@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.towers import list_towers
 
 log = logging.getLogger(__name__)
 
-# Each worker has this file in its working directory.
+# The file with the number of the worker, in the worker's working directory.
 NUMBER_FILE = "number.txt"
 # A closure and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -62,7 +62,7 @@ def looks_up(model: keras.Model) -> bool:
 
 
 class Served(KerasStrategy):
-    """A chief that leads workers, with the variables on parameter servers."""
+    """A strategy with a chief that leads workers, and with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
     #: The lookups of the model, if the rows of a batch are known before the model runs.
@@ -73,7 +73,7 @@ class Served(KerasStrategy):
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def build(self, problem: Problem) -> None:
-        """Connect, and build model, optimizer and input; reuse suitable values on the servers."""
+        """Connect, and build model, optimizer and input; reuse values on the servers."""
         self.connect()
         try:
             self.build_on_servers(problem)
@@ -88,25 +88,25 @@ class Served(KerasStrategy):
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and input. Call `keep` before anything is traced. Raises `MisfitError`."""
+        """Build model and input; call `keep` before tracing anything. Raises `MisfitError`."""
         raise NotImplementedError
 
     def find_state(self, uri: str) -> ServerState | None:
-        """Connect, and find the state that an earlier attempt left on the servers."""
+        """Connect, and return the state that an earlier attempt left on the servers, if any."""
         if self.capabilities.keeps_values:
             self.connect()
             self.state = ServerState(uri, self.cluster.count("ps"))
         return self.state
 
     def connect(self) -> None:
-        """Connect to all tasks and wait for their replies, unless connected."""
+        """Connect to all tasks and wait for their replies, unless already connected."""
         if hasattr(self, "connected"):
             return
         self.connected = self._create_strategy()
         optimize_once()
         self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
-        # TensorFlow would run a step once per GPU, each with a push, and would fail at the first
-        # update of a variable. With this setting a worker is one replica on its first device.
+        # TensorFlow would run a step, with a push, on each GPU, and would fail at the first update
+        # of a variable. With this setting, a worker is one replica on its first device.
         self.connected.extended._num_gpus_per_worker = min(
             1, self.connected.extended._num_gpus_per_worker
         )
@@ -116,7 +116,7 @@ class Served(KerasStrategy):
         try:
             return tf.distribute.ParameterServerStrategy(self.resolver())
         except ValueError:
-            # This error names the workers whose numbers of GPUs differ; TensorFlow's does not.
+            # Raise an error that names the workers with different numbers of GPUs.
             list_towers([each.name for each in tf.config.list_logical_devices()])
             raise
 
@@ -139,10 +139,10 @@ class Served(KerasStrategy):
         table_state.connect(self.model, self.optimizer, self.applied)
 
     def keep(self, others: Mapping[str, tf.Variable]) -> None:
-        """Name the variables on the servers, and take the values of an earlier attempt.
+        """Name the variables on the servers, and reuse the values of an earlier attempt.
 
         `others` are the strategy's own variables on the servers. Raises `MisfitError` if the
-        servers hold different ones.
+        servers hold variables that do not match.
         """
         if not self.state:
             return
@@ -154,12 +154,12 @@ class Served(KerasStrategy):
         }
         saved = dict(self.variables())
         variables = {STEP: saved[STEP], **saved, **unsaved, **others}
-        # If other variables were frozen, a slot of the same path may belong to another variable.
+        # If other variables are frozen, a slot of the same path may belong to another variable.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
         self.state.take(variables, parts, described, saved)
-        # The model function may create variables that Keras does not track.
+        # Initialize the rest: the model function may create variables that Keras does not track.
         self._kept.give_others(variables.values())
 
     def settle(self, *, is_whole: bool) -> None:
@@ -168,16 +168,16 @@ class Served(KerasStrategy):
             self.state.settle(is_whole=is_whole)
 
     def refresh(self) -> None:
-        """Rebuild the index of each restored table; workers may add rows to the other tables."""
+        """Rebuild the index of each restored table; workers may already add rows to the others."""
         taken = self.state.is_taken if self.state else lambda _device: False
         table_state.restore_tables(self.model, lambda device: not taken(device))
 
     def tally(self) -> Tally:
-        """Return a tally of local steps; each has a batch for every device of a worker."""
+        """Return a new tally of local steps; a step has one batch for each device of a worker."""
         return Tally(batch_size=self.config.training.step_examples * len(self.towers))
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of workers and of dynamic tables for the history."""
+        """Return the metrics of the workers and of the dynamic tables for the history."""
         return {**self._tally.metrics(), **table_state.metrics(self.model)}
 
     def batches_of_step(self) -> int:
@@ -187,10 +187,10 @@ class Served(KerasStrategy):
     def gradient(
         self, problem: Problem, *, loss_on: str = ""
     ) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
-        """Return a function from a batch of the towers to the loss and the gradient.
+        """Return a function from the input of one step to the loss and the gradients.
 
-        It pulls all variables first, in one message per server and dtype; if a layer looks up rows,
-        it pulls only the rows of the batch. For `loss_on` see `build_pulled_gradient`.
+        It first pulls all variables, in one message per server and dtype. If a layer looks up rows,
+        it pulls only the rows of the batch. For `loss_on`, see `build_pulled_gradient`.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
@@ -207,7 +207,7 @@ class Served(KerasStrategy):
         )
 
     def _build_sparse(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
-        """Return the gradient function that pulls the rows of a batch in one message, if it can."""
+        """Return a gradient function that pulls all rows in one message per server if possible."""
         directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
         directly = self.towers.gradient(build_gradient(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:
@@ -221,11 +221,11 @@ class Served(KerasStrategy):
         return build_rows_gradient(self.model, problem.loss, self.lookups, otherwise=otherwise)
 
     def pulls_whole(self) -> bool:
-        """Return whether a worker pulls all variables before it computes."""
+        """Return whether a worker pulls all variables as a whole before it computes."""
         return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
-        """Return an iterator that every worker runs on its own batches, or on its held examples."""
+        """Return an iterator over each worker's own batches or, with a stream, stored examples."""
         if self.stream:
             held = self.stream.held
             made = self.coordinator.create_per_worker_dataset(
@@ -238,12 +238,12 @@ class Served(KerasStrategy):
         return iter(made)
 
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
-        """Return the lease arguments: a closure gets the same examples at each of its runs."""
+        """Return arguments for `lend`, so that each run of a closure gets the same examples."""
         first = batches * self.config.training.batch_size
         return encode_plan(self.position), tf.constant(first, tf.int64)
 
     def lend(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
-        """Return an iterator over a number of batches, which begin at the `first` of a lease."""
+        """Return an iterator over `batches` batches; `lease` returned `plan` and `first`."""
         if not self.stream:
             raise AssertionError("no variable is lent without a stream")
         size = self.config.training.batch_size
@@ -258,13 +258,13 @@ class Served(KerasStrategy):
         return [value.fetch() for value in ended]
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums over all parts, one per worker; a dead worker's part moves to another."""
+        """Return the sums over all parts; if a worker dies, another one computes its part."""
         workers = self.cluster.count("worker")
         if self._part is None:
 
             @tf.function
             def part(number: tf.Tensor) -> tf.Tensor:
-                # The coordinator traces in its strategy's scope; see the callers of `gradient`.
+                # Enter a replica context, because the coordinator traces closures outside of one.
                 return self.connected.run(
                     lambda index: problem.totals(self.model, index, workers), args=(number,)
                 )
@@ -277,7 +277,7 @@ class Served(KerasStrategy):
 
 @contextmanager
 def _server_lost() -> Iterator[None]:
-    """Replace an error of user code by its cause if the cause is a lost server."""
+    """If the cause of a `ConfigError` is a lost server, raise the cause instead."""
     try:
         yield
     except ConfigError as error:
@@ -294,7 +294,7 @@ class LoopWatch:
         coordinator: tf.distribute.coordinator.ClusterCoordinator,
         stop: Callable[[], Any],
     ) -> None:
-        """Call `stop` when a loop has failed."""
+        """Start the thread, which calls `stop` once a loop has failed."""
         self.error: Exception | None = None
         self._coordinator = coordinator
         self._stop = stop
@@ -302,7 +302,7 @@ class LoopWatch:
         threading.Thread(target=self._wait, name="workers", daemon=True).start()
 
     def begin(self) -> None:
-        """Start watching; call it after the loops were scheduled."""
+        """Start watching; call it after the loops are scheduled."""
         self._begun.set()
 
     def _wait(self) -> None:

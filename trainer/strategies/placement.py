@@ -1,8 +1,8 @@
 """The placement of variables on parameter servers.
 
-Variables that `cluster.placement` names come first. The others are placed by size, the largest
-first, each on the server with the fewest bytes (Graham 1969, "Bounds on Multiprocessing Timing
-Anomalies": within 4/3 of the optimum). An optimizer slot is on the server of its variable.
+Variables matched by `cluster.placement` are placed first. The others are placed by size, the
+largest first, each on the server with the fewest bytes (Graham 1969, "Bounds on Multiprocessing
+Timing Anomalies": within 4/3 of the optimum). An optimizer slot is on the server of its variable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
 from flotilla.trainer.optimizers.fused_updates import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
-# The sketch of a model holds no values of a variable of this size.
+# Variables of at least this size, in bytes, get no values if nothing will read them.
 LARGE_BYTES = 16 << 20
 
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
     """Return the index of a parameter server for each variable; raises `ConfigError`.
 
-    `named` maps a glob over paths to a server such as "ps:0"; the first match counts.
+    `named` maps a glob over paths to a server such as "ps:0"; the first matching glob wins.
     """
     check([variable.path for variable in variables], servers, named)
     load = [0] * servers
@@ -75,7 +75,7 @@ def choose_places(
     servers: int,
     named: Mapping[str, str],
 ) -> list[Place]:
-    """Return the place of each variable of a model sketch; `check` may refuse the sketch."""
+    """Build a model without large values, pass it to `check`, and return its variables' places."""
     made: list[tf.Variable] = []
     sketched = _replace_attribute(Variable, "_initialize_with_initializer", _initialize_sketch)
     with tf.variable_creator_scope(_recording(made)), sketched:
@@ -97,16 +97,16 @@ def choose_places(
 
 
 class KeptValues:
-    """The servers whose variables already have values. Large ones are created uninitialized."""
+    """Skips the initialization of large variables on servers that already hold their values."""
 
     def __init__(self, servers: Collection[int] = ()) -> None:
-        """Store the servers; no variable is skipped yet."""
+        """Store the numbers of the servers that already hold values."""
         self._servers = servers
         self._made: list[tuple[keras.Variable, Any]] = []
 
     @contextmanager
     def skip_values(self, server: Callable[[], int]) -> Iterator[None]:
-        """Skip initialization in the block; `server` returns the server of the next variable."""
+        """Skip initialization in the block; `server` returns the next variable's server."""
         initialize = Variable._initialize_with_initializer
 
         def initialize_small(variable: Any, initializer: Any) -> None:
@@ -117,7 +117,7 @@ class KeptValues:
                 return
             variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
             self._made.append((variable, initializer))
-            # The shown value may be a copy of another dtype.
+            # Mark both, because `variable.value` may be a copy with another dtype.
             for each in (variable, variable._value):
                 setattr(each, BEGINS, initializer)
 
@@ -146,7 +146,7 @@ def build_placed_model(
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         nonlocal more
-        # An error raised here would look like an error of the user's model function.
+        # Do not raise here: the error would seem to come from the user's model function.
         more += not left
         place = left.popleft() if left else Place("", 0)
         with (
@@ -172,7 +172,7 @@ def build_slots(
     """Create each optimizer slot on the server of its variable, where updates run."""
     add = optimizer.add_variable_from_reference
 
-    # The argument has Keras's name, because some optimizers pass it by keyword.
+    # The argument is named as in Keras, because some optimizers pass it by keyword.
     def create_slot(
         reference_variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> keras.Variable:
@@ -182,7 +182,7 @@ def build_slots(
         with tf.device(device), _explain_memory(slot), kept.skip_values(lambda: server):
             return add(reference_variable, *args, **kwargs)
 
-    # A slot of another shape (the factors of Adafactor) refers to no variable.
+    # Slots of another shape, such as Adafactor's factors, are not created from a variable.
     with (
         _replace_attribute(optimizer, "add_variable_from_reference", create_slot),
         tf.device(optimizer.iterations.value.device),
@@ -197,7 +197,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the step counter, which costs two messages from another machine.
+        # A schedule reads the step counter, which would cost two messages from another machine.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -221,18 +221,18 @@ def is_of_keras(each: object) -> bool:
 
 
 def server_device(index: int) -> str:
-    """Return TensorFlow's name of a parameter server's CPU."""
+    """Return the TensorFlow device name of a parameter server's CPU."""
     return f"/job:ps/task:{index}/device:CPU:0"
 
 
 def worker_device(index: int) -> str:
-    """Return TensorFlow's name of a worker's CPU."""
+    """Return the TensorFlow device name of a worker's CPU."""
     return f"/job:worker/replica:0/task:{index}/device:CPU:0"
 
 
 @contextmanager
 def _explain_memory(what: str) -> Iterator[None]:
-    """Turn an out-of-memory error into one line that names the purpose of the memory."""
+    """Replace an out-of-memory error by a one-line error that says what the memory was for."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
@@ -242,10 +242,10 @@ def _explain_memory(what: str) -> Iterator[None]:
 
 
 def optimize_once() -> None:
-    """Let TensorFlow's optimizer pass over each graph of this process once instead of twice.
+    """Run TensorFlow's graph optimizer once, instead of twice, on each graph of this process.
 
-    The second pass took half a second of each worker at every restart, and made no step faster. The
-    MLIR and memory passes made no step faster either and are disabled too.
+    The second pass took half a second on each worker at every restart and made no step faster. The
+    MLIR and memory passes made no step faster either, so they are disabled.
     """
     here = context.context()
     options = here.config
@@ -255,7 +255,7 @@ def optimize_once() -> None:
     if not tf.config.list_logical_devices("GPU"):
         passes.memory_optimization = passes.NO_MEM_OPT
     here._config = options
-    # Each thread caches its options.
+    # Discard the options that this thread has cached.
     here.function_call_options = None
 
 
@@ -263,7 +263,7 @@ def optimize_once() -> None:
 def run_separately() -> Iterator[None]:
     """Run operations outside of the executor that all threads share.
 
-    If an operation of the shared executor fails, TensorFlow aborts all others, on any server.
+    If an operation in the shared executor fails, TensorFlow aborts all others, on any server.
     """
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     with context.executor_scope(own):
@@ -304,9 +304,9 @@ def _initialize_sketch(variable: Any, initializer: Any) -> None:
 
 
 def _sketch_value(kwargs: dict[str, Any]) -> Any:
-    """Return the initial value of a variable, which takes no memory if the variable is large.
+    """Return the initial value of a variable; for a large variable, it takes no memory.
 
-    The values of a sketch are never read, and a table may exceed the memory of this machine.
+    The values of a sketch are never read, and a table may be larger than this machine's memory.
     """
     initial = kwargs.get("initial_value")
     if not callable(initial):
@@ -338,7 +338,7 @@ def _bytes(variable: tf.Variable) -> int:
 
 
 def check(paths: Sequence[str], servers: int, named: Mapping[str, str]) -> None:
-    """Raise `ConfigError` if a server of `named` does not exist or a glob matches no variable."""
+    """Raise `ConfigError` if a server in `named` does not exist or a glob matches no path."""
     for glob, name in named.items():
         if not 0 <= server_number(name) < servers:
             raise ConfigError(

@@ -1,11 +1,11 @@
 """Self-scheduling: workers take turns of updates from a shared counter, without the chief.
 
-`Turns` holds the counters on the first server. A worker takes the next turn, applies and reports
-its updates, and repeats this until no turn is left. The chief sets the number of turns but does not
-assign them. A checkpoint contains none of these counters.
+`Turns` holds the counters on the first server. A worker takes the next turn, applies its updates
+and reports them, and repeats this until no turn is left. The chief sets the number of turns but
+does not assign them to workers. The counters are not part of a checkpoint.
 
-A worker that lost its connection to the chief may continue its closure while another worker repeats
-it. Therefore only the newest run of a closure may take turns, and only in the current stretch.
+A worker that lost its connection to the chief may continue a closure while another worker repeats
+it. Therefore, only the newest run of a closure may take turns, and only in the current stretch.
 Portions check the same counters.
 """
 
@@ -25,25 +25,25 @@ import tensorflow as tf
 from flotilla.trainer.runtime.errors import ClusterLostError
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, worker_device
 
-# Unrolled updates in a graph. TensorFlow controls a loop over several machines through the network,
-# so that one iteration costs more than a small update.
+# Number of updates to unroll in a graph. In a loop over several machines, TensorFlow sends control
+# messages through the network, so that one iteration costs more than a small update.
 TURN = 20
-# The steps from which unrolling is faster: tracing a graph of unrolled steps takes seconds.
+# Number of steps from which unrolling is faster, because tracing an unrolled graph takes seconds.
 LONG_RUN = 2000
 LOSS, UPDATES, OTHERS = range(3)
-# The number of closures of a stretch whose runs are distinguished (half a megabyte); with more of
-# them, the oldest would end early.
+# Number of closures of a stretch whose runs can be told apart; the counters take half a megabyte.
+# With more closures, the oldest ones would end early.
 CLOSURES = 1 << 16
-# The largest portion. If its worker dies, it is repeated, and as many steps may count twice.
+# Maximum size of a portion: if its worker dies, up to this many steps are counted twice.
 MAX_PORTION = 100
 
 
 def portions(steps: int, workers: int, unit: int) -> list[int]:
-    """Return the sizes of the portions, largest first, for workers of different speed.
+    """Divide `steps` into portions, largest first, to balance workers of different speeds.
 
     A free worker gets a quarter of its share of the remaining steps ("guided self-scheduling",
-    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All sizes are
-    multiples of `unit`, except the last ones, which are single steps.
+    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All sizes except the
+    last ones are multiples of `unit`.
     """
     smallest = max(1, steps // (32 * workers))
     cut: list[int] = []
@@ -61,21 +61,21 @@ def choose_unroll(steps: int, *, whole: bool) -> int:
 
 
 def choose_unit(steps: int, workers: int, turn: int) -> int:
-    """Return the updates per turn for the remaining `steps`: `turn`, or 1 if few are left."""
+    """Return the number of updates per turn: `turn`, or 1 if only few of `steps` are left."""
     # With fewer turns, the workers would mostly wait for the last one.
     return turn if steps >= 4 * turn * workers else 1
 
 
 def adjust_unit(steps: int, workers: int, turn: int, now: int) -> int:
-    """Return the updates per turn; keep `now` unless a change makes training faster."""
+    """Return the number of updates per turn, with hysteresis around the current number `now`."""
     # A single update takes about twice as long as an update within a turn. A turn should end within
-    # a second, so that a worker stops soon after a request.
+    # a second, so that a worker stops soon after it is told to.
     fewest = 1 if now == turn else 2
     return turn if steps >= fewest * turn * workers else 1
 
 
 def run_on_workers(workers: int, work: Callable[[], None], seconds: float) -> None:
-    """Run operations on each reachable worker; raises `ClusterLostError` after `seconds`."""
+    """Run `work` on each reachable worker; raises `ClusterLostError` after `seconds`."""
     made = tf.function(work, autograph=False).get_concrete_function()
 
     def one(number: int) -> None:
@@ -114,14 +114,14 @@ def run_exclusively(work: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """The state of the workers, as the chief reads it.
+    """The turn counters and the workers' reports, as read by the chief.
 
     Attributes:
         applied: the exact global step.
-        taken: the turns that workers took since `deal`.
-        refused: the workers that found no turn left since `deal`.
-        reports: a row for each worker: the sum of its losses, its updates, and the updates of other
-        workers during its turns.
+        taken: the number of turns that workers have taken since `deal`.
+        refused: the number of workers that have found no turn left since `deal`.
+        reports: one row for each worker: the sum of its losses, the number of its updates, and the
+        number of updates by other workers during its turns.
     """
 
     applied: int
@@ -131,14 +131,14 @@ class Seen:
 
 
 class Turns:
-    """The counters of turns and the reports of workers, on one server."""
+    """The turn counters and the reports of the workers, on one server."""
 
     def __init__(
         self, workers: int, applied: tf.Variable, permit: tf.Variable | None = None
     ) -> None:
         """Create the variables on the device of `applied`.
 
-        Only a chief with a `permit` deals turns.
+        With a `permit`, `deal` and `extend` fail once the next chief has removed the permit.
         """
         self._applied, self._permit = applied, permit
         self._device = applied.device
@@ -146,7 +146,7 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
-        # The number of closure runs begun, in all and before the current deal of turns.
+        # The number of closure runs started in total, and before the last call of `deal`.
         self._runs, self._before = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
@@ -159,7 +159,7 @@ class Turns:
         )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
-        """Return a new run of a closure for `take`: an int64 vector of its place and number."""
+        """Start a run of a closure; return its slot and number, an int64 vector for `take`."""
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
@@ -169,9 +169,9 @@ class Turns:
                 return tf.stack([place, run])
 
     def take(self, own: tf.Tensor) -> tf.Tensor:
-        """Take a turn for a run; return whether one was left. Runs in a worker's graph.
+        """Take a turn for the run `own`; return whether one was left. Runs in a worker's graph.
 
-        At most `end` turns are taken: a number above `end` is given back.
+        A number that the run may not use is given back, so that at most `end` turns are taken.
         """
         with tf.device(self._device):
             number = tf.raw_ops.ResourceCountUpTo(
@@ -183,7 +183,7 @@ class Turns:
                 tf.cast(each, tf.int64) for each in (tf.logical_not(found), may_take & ~is_left)
             )
             self._next.assign_sub(back, read_value=False)
-            # The chief does not count runs that were replaced.
+            # A run that was replaced does not count, because the chief counts each closure once.
             self._refused.assign_add(refused, read_value=False)
             return found
 
@@ -194,23 +194,23 @@ class Turns:
             return is_newest & (own[1] > self._before.read_value())
 
     def read_applied(self) -> tf.Tensor:
-        """Return the number of applied updates at the start of a turn. Runs in a worker's graph."""
+        """Return the global step, for the start of a turn. Runs in a worker's graph."""
         with tf.device(self._device):
             return self._applied.read_value()
 
     def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
-        """Report the sum of losses of a turn after all its updates. Runs in a worker's graph."""
+        """Report a turn that began at global step `began`. Runs in a worker's graph."""
         sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
         with tf.device(self._device):
             worker, loss = tf.unstack(tf.identity(sent))
             others = self._applied.read_value() - began - updates
             row = tf.stack([loss, tf.constant(updates, tf.float64), tf.cast(others, tf.float64)])
-            # Each row has a single writer.
+            # Each row is written by one worker only.
             where = tf.reshape(tf.cast(worker, tf.int64), [1, 1])
             return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 
     def deal(self, turns: int) -> None:
-        """Begin a stretch of `turns` turns, while no worker takes any."""
+        """Begin a stretch of `turns` turns. No worker may take turns during the call."""
         self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:
@@ -218,7 +218,7 @@ class Turns:
         self._extend(tf.constant(turns, tf.int64))
 
     def list_variables(self) -> dict[str, tf.Variable]:
-        """Return the variables by name."""
+        """Return the variables that this object has created, by name."""
         found = (each for each in vars(self).items() if isinstance(each[1], tf.Variable))
         others = (self._applied, self._permit)
         return {
@@ -228,7 +228,7 @@ class Turns:
         }
 
     def look(self) -> Seen:
-        """Read applied updates, turns and reports in one message."""
+        """Read the global step, the turn counters and the reports in one message."""
         applied, taken, refused, *reports = fetch_value(self._look())
         return Seen(
             applied=int(applied),

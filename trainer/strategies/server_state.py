@@ -1,16 +1,16 @@
-"""The variables of a run on parameter servers, which keep them between attempts of a chief.
+"""The variables of a run on parameter servers, which keep them from one attempt to the next.
 
-TensorFlow's variables have no names, and end with the process that created them. Therefore the
-chief names all variables that servers hold for a run: those of the checkpoint, the bookkeeping of
-dynamic tables, and the turns. The names contain a random token, so that different generations of
-values never share a variable. If the chief or some servers die, the next attempt reuses the
-remaining variables without sending their values.
+By default, TensorFlow's variables have no names and end with the process that created them.
+Therefore, the chief names all variables that the servers hold for a run: the variables of the
+checkpoint, the bookkeeping of dynamic tables, and the turn counters. The names contain a random
+token, so that different generations of values never share a variable. If the chief or some servers
+die, the next attempt reuses the remaining variables without transferring their values.
 
-Two kinds of variables describe them:
+Two kinds of variables describe the named ones:
 
 - A `State` on each server, whose name depends only on the run. A restarted server has none.
-- The permit of the chief on `ps-0`, a fencing token that each change by the chief requires. The
-next chief removes it, so that a chief that is alive but was considered dead fails.
+- The permit of the chief on `ps-0`, a fencing token that every change by the chief requires. The
+  next chief removes it, so that an earlier chief that is still running fails.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# The version of `State` and of the named variables; increase it with each change. A chief reads
-# only variables of its version, as the servers may be older.
+# Version of `State` and of the named variables; increase it with each change. A chief reads only
+# variables of its own version, because the servers may run another one.
 FORM = 6
 ANSWER_SECONDS = 10.0
-# The number of servers that store the global step, as the server of its counter may be lost.
+# Number of servers that store the global step, because the counter's server may be lost.
 NOTED_ON = 3
-# The counter of steps, whose number is 0.
+# The path of the step counter, which must be the first variable.
 STEP = "global_step"
 # The errors that TensorFlow raises in the chief when a required server is lost or restarted.
 _LOST = (
@@ -61,7 +61,7 @@ _LOST = (
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
     ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),
-    # While a worker reconnects, the chief does not know the device.
+    # While a worker reconnects, the device is unknown to the chief.
     ("/job:ps", "unknown device"),
 )
 
@@ -69,7 +69,7 @@ _GONE = (
 def is_lost(error: Exception) -> bool:
     """Return whether an error means that a task or a message was lost."""
     if isinstance(error, tf.errors.InternalError):
-        # The message was damaged on the way, and the server cannot parse it.
+        # The message was corrupted on the way, and the server cannot parse it.
         return "Unable to parse request" in str(error)
     if isinstance(error, tf.errors.InvalidArgumentError):
         text = str(error).lower()
@@ -79,7 +79,7 @@ def is_lost(error: Exception) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The record of a server about the variables of a run.
+    """What a server records about the variables of a run.
 
     Attributes:
         token: the token in the names of the variables.
@@ -87,12 +87,12 @@ class State:
         layout: a digest of the variables and their servers.
         variables: the number of variables on all servers.
         maps: the number of shards of dynamic tables on all servers.
-        held: the number of checkpoint variables on this server, without the counter of steps.
+        held: the number of checkpoint variables on this server, without the step counter.
         is_whole: 1 if the values of this server are complete; 0 while the chief assigns some.
         reached: the last known global step; only on the first few servers.
         saved: the global step of the newest published checkpoint; -1 if none.
-        noted: the time of noting `saved`, in seconds since 1970.
-        back_to: the global step to which its values were reset since then; -1 if none.
+        noted: when `saved` was recorded, in seconds since 1970.
+        back_to: the global step to which the values were reset after that; -1 if they were not.
     """
 
     token: int
@@ -109,7 +109,7 @@ class State:
 
 
 class MisfitError(Exception):
-    """The servers held other variables than this chief; they have been removed."""
+    """The servers hold variables that do not match those of this chief; they have been freed."""
 
 
 class ServerState:
@@ -129,10 +129,10 @@ class ServerState:
         self.permit = self._permit(self._writer)
         self.found = self._find()
         for each in self.found.values():
-            # From here on, no earlier chief changes the variables.
+            # After this, no earlier chief can change the variables.
             _destroy(self._permit(each.writer))
         self.found = self._find() if self.found else {}
-        #: The servers whose values this attempt takes.
+        #: The servers whose values this attempt reuses.
         self.taken = frozenset[int]()
         self._variables: Sequence[tf.Variable] = ()
         self._said: dict[int, State] = {}
@@ -142,15 +142,15 @@ class ServerState:
 
     @property
     def living(self) -> frozenset[int]:
-        """The servers whose variables belong to one run and hold complete values."""
+        """The servers with complete values; none if there are values of different generations."""
         tokens = {each.token for each in self.found.values()}
         whole = {number for number, each in self.found.items() if each.is_whole}
         return frozenset(whole if len(tokens) == 1 else ())
 
     def read_reached(self) -> int:
-        """Return the global step that the living servers have reached; -1 if unknown.
+        """Return the global step of the living servers' values; -1 if it is unknown.
 
-        It is exact if `ps-0` lives; otherwise it is the step that the last chief noted.
+        It is exact if `ps-0` is living. Otherwise, it is the last step that a chief recorded.
         """
         if 0 not in self.living:
             return max((each.reached for each in self.found.values()), default=-1)
@@ -159,7 +159,7 @@ class ServerState:
             return int(fetch_value(step.read_value()))
 
     def select(self, servers: Collection[int]) -> None:
-        """Take the values of these servers in the next `take`; free the other servers' values."""
+        """Choose the servers whose values `take` will reuse, and free the other servers' values."""
         self.taken = frozenset(servers)
         self._free(self.found.keys() - self.taken)
 
@@ -172,19 +172,19 @@ class ServerState:
     def take(
         self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any, saved: Any
     ) -> None:
-        """Name the variables; those on the taken servers keep their values.
+        """Name the variables; variables on the selected servers get the values that exist there.
 
-        Call it before anything is traced with the variables.
+        Call it before tracing anything that uses the variables.
 
         Args:
             variables: the variables of this chief on the servers by path; `STEP` comes first.
             parts: the shards of dynamic tables.
-            described: other settings as JSON; values are reused only if these are equal.
+            described: other settings, as JSON values; if they differ, no variable is reused.
             saved: the paths of the variables in a checkpoint.
 
         Raises:
             OpError: TensorFlow's error if a server is gone.
-            MisfitError: if the servers hold other variables.
+            MisfitError: if the servers hold variables that do not match.
         """
         if next(iter(variables)) != STEP:
             raise AssertionError("the step counter is not the first variable")
@@ -199,8 +199,7 @@ class ServerState:
             with tf.device(server_device(0)):
                 self.permit.assign(1)
             held = [_find_server(variables[path].device) for path in saved if path != STEP]
-            # Register before creating, so that a later chief finds and frees what this chief
-            # creates.
+            # Register before creating the variables, so that a later chief can find and free them.
             self._register(
                 {
                     n: replace(
@@ -232,11 +231,11 @@ class ServerState:
         )
 
     def is_taken(self, device: str) -> bool:
-        """Return whether the variables on a device have values of an earlier attempt."""
+        """Return whether the variables on a device have their values from an earlier attempt."""
         return _find_server(device) in self.taken
 
     def note_reverted(self, step: int) -> None:
-        """Note that the servers that are not taken were reset to an earlier global step.
+        """Record that the servers outside `taken` were reset to the earlier `step`.
 
         Raises:
             OpError: as for `settle`.
@@ -246,7 +245,7 @@ class ServerState:
     def list_reverted(self) -> dict[int, int]:
         """Return the servers that were reset since the newest published checkpoint.
 
-        The result maps each of them to the global step of its values.
+        The result maps each of them to the global step to which it was reset.
         """
         return {n: each.back_to for n, each in self._said.items() if each.back_to >= 0}
 
@@ -259,38 +258,38 @@ class ServerState:
         self._change(is_whole=int(is_whole))
 
     def note(self, saved: int, reached: int) -> None:
-        """Note the global step of the newest published checkpoint, and the step reached.
+        """Record the global step of the newest published checkpoint, and the current one.
 
         Raises:
             OpError: as for `settle`.
         """
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
-            # Only if the checkpoint is newer than the global step of the values.
+            # Only a checkpoint of a later global step was saved after the reset.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # A single server keeps nothing if its counter is lost.
+        # If the only server is lost, no value is left that could be reused.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 
     def seconds_since_save(self) -> float:
-        """Return the seconds since the newest checkpoint was noted; 0 if no values are taken."""
+        """Return the seconds since a checkpoint was last recorded; 0 if no values are reused."""
         noted = [self.found[number].noted for number in self.taken]
         return max(0.0, time.time() - max(noted)) if noted else 0.0
 
     def forget(self) -> None:
-        """Free the named variables on servers that answer, unless another chief has taken them."""
+        """Free the named variables on reachable servers, unless another chief has taken over."""
 
         def free() -> None:
             with suppress(tf.errors.OpError):
-                # The next chief may have removed the permit, and not registered yet.
+                # Fail if the next chief has removed the permit but has not registered yet.
                 with run_on_device(self.permit.device):
                     fetch_value(self.permit.read_value())
                 self.found = self._find()
                 if 0 in self.found and self.found[0].writer == self._writer:
                     self._free(self.found)
 
-        # When a job is stopped, its servers may disappear without closing the connection.
+        # Limit the wait: when a job is stopped, its servers may disappear without disconnecting.
         thread = threading.Thread(target=free, name="forget", daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
@@ -301,7 +300,7 @@ class ServerState:
         for number, each in enumerate(self._variables):
             on.setdefault(each.device, []).append(number)
         for device, numbers in on.items():
-            # Arguments, because a graph would keep the handles from its trace.
+            # Pass the handles as arguments, because a graph would keep captured handles.
             held = [self._variables[n].handle for n in numbers]
             before = [] if self.is_taken(device) else held
             del held
@@ -333,7 +332,7 @@ class ServerState:
                 each.assign(tf.constant(astuple(said[number]), tf.int64), read_value=False)
 
     def _change(self, servers: Collection[int] = (), **values: int) -> None:
-        """Change the records of `servers`, or of all; `ps-0`, which checks the permit, is first."""
+        """Change the records of `servers` (default: all); `ps-0` checks the permit first."""
         said = {
             number: replace(each, **values) if number in (servers or self.servers) else each
             for number, each in self._said.items()
@@ -382,7 +381,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The handle must have the types of the shard, or it would be another resource.
+            # The types must be those of the shard, or the handle would refer to another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids
@@ -400,7 +399,7 @@ class ServerState:
 
 
 def open_variable(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
-    """Return the variable of that name on a device; it outlives this process."""
+    """Open the variable `name` on a device; the variable outlives this process."""
     with tf.device(device):
         handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
     return BaseResourceVariable(
@@ -414,7 +413,7 @@ def open_variable(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Var
 
 
 def _attach_data(handle: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return a variable's handle with the shape and dtype that TensorFlow attaches to its own."""
+    """Attach the shape and dtype to a handle, as TensorFlow does for its own variables."""
     handle._handle_data = handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
     return handle
 

@@ -1,9 +1,9 @@
 """The interface of strategies, and the functions that they share.
 
-A strategy builds the model on its devices, applies updates (the inner loop), and sums up the
-validation. It never saves, logs or decides: `flotilla.trainer.training.loop` does. The variables of
-a checkpoint have the same paths under every strategy. `MeasuredCopy` is a copy of the model in this
-process, which validation uses with the variables of a strategy.
+A strategy builds the model on its devices, applies updates (the inner loop), and computes the sums
+for validation. It never saves or logs, and decides nothing: `flotilla.trainer.training.loop` does
+that. The variables of a checkpoint have the same paths under every strategy. `MeasuredCopy` is a
+copy of the model in this process, which validation uses with the variables of a strategy.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.input_position import Position, Stream
 from flotilla.trainer.strategies.server_state import ServerState
 
-# As in Keras: inputs, labels and, if present, the weights of the examples.
+# As in Keras: inputs, labels and, optionally, example weights.
 Batch = tuple[Any, ...]
-# A function from model, batch and outputs to a scalar: the mean loss of the batch, with the losses
-# of layers.
+# A function from model, batch and outputs to a scalar: the mean loss of the batch, including the
+# losses that layers add.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# A function from the model, the number of a part and the count of parts to sums of metrics.
+# A function from a model, the index of a part, and the number of parts to sums for the metrics.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model with its data.
+    """A model with its loss, optimizer and data.
 
     Attributes:
         build_model: builds the model; called once on each device that needs a copy.
         build_optimizer: creates the optimizer, not yet built.
         check: raises `ConfigError` if the configuration does not suit the model.
         loss: the mean loss of a batch; see `Loss`.
-        chance_loss: the loss of a blind guess; a training loss far above it means divergence.
-        batches: the endless training examples of one task, as `Batch`. The function is traced, and
-        runs in the working directory of a worker.
-        totals: a vector of sums over a part of the validation examples; every worker has all
-        examples. Traced like `batches`.
+        chance_loss: the loss of blind guessing; a training loss far above it means divergence.
+        batches: builds the endless training dataset of one task, with elements as in `Batch`. The
+        function is traced, and runs in the working directory of a worker.
+        totals: returns a vector of sums over a part of the validation examples, all of which every
+        worker has. Traced like `batches`.
         stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
@@ -78,7 +78,7 @@ class Report:
         loss: the mean loss over the updates.
         metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
             maps a worker to its local steps and examples.
-        global_step: the step of the report if workers continue during it; None if they are idle.
+        global_step: the global step of the report if workers continue; None if they are idle.
     """
 
     loss: float
@@ -89,10 +89,10 @@ class Report:
 class Strategy(ABC):
     """Applies updates to one model on one cluster."""
 
-    #: The device that reads and writes checkpoints: on the task that leads.
+    #: The device that reads and writes checkpoints; it belongs to the leading task.
     io_device: str | None = None
     capabilities = Capabilities()
-    #: Whether a graph runs for the first time, and is therefore traced and compiled.
+    #: Whether a graph is running for the first time, which includes tracing and compiling it.
     warming: bool = False
     #: The last global step that was read; -1 before the first read.
     read_step: int = -1
@@ -105,12 +105,12 @@ class Strategy(ABC):
         self.position = Position()
 
     def begin_visits(self, stream: Stream | None) -> None:
-        """Begin at the input position of a stream, if there is one."""
+        """Start at the input position of a stream, if there is one."""
         self.stream = stream
         self.position = stream.position if stream else Position()
 
     def advance_position(self, batches: int) -> None:
-        """Advance the input position past `batches` batches of training."""
+        """Advance the input position by `batches` batches, which were trained on."""
         if self.stream:
             examples = batches * self.config.training.batch_size
             self.position = self.position.advance([(0, examples)])
@@ -121,30 +121,30 @@ class Strategy(ABC):
 
     @property
     def publishes(self) -> bool:
-        """Whether this task writes the journal, among the tasks that run the outer loop."""
+        """Whether this task writes the journal; only one task does, even if several train."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all tasks that run the outer loop; return the maximum of each value over them.
 
-        Each task has to pass the same number of values. A lost task raises TensorFlow's error.
+        All tasks must pass the same number of values. A lost task raises TensorFlow's error.
         """
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task: those of `problem`, or every `of`-th of a stream."""
+        """Return the batches of one task: those of `problem`, or every `of`-th one of a stream."""
         if not self.stream:
             return self.stack(problem.batches())
         return self.stack(self.stream.endless(self.config.training.batch_size, index, of))
 
     def stack(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return stacks of `training.accumulate` batches, if set."""
+        """Return stacks of `training.accumulate` batches, or `batches` if that is 1."""
         parts = self.config.training.accumulate
         return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
 
     @abstractmethod
     def build(self, problem: Problem) -> None:
-        """Connect to the cluster, and build model, optimizer and input on it."""
+        """Connect to the cluster, and build model, optimizer and input there."""
 
     @abstractmethod
     def run(self, steps: int) -> Report:
@@ -159,7 +159,7 @@ class Strategy(ABC):
         return self.run(steps)
 
     def rest(self) -> Report:
-        """Stop the workers that continue after a report, and return the final report."""
+        """Stop the workers that are still running, and return the final report."""
         raise AssertionError("no worker continues")
 
     def totals(self, problem: Problem) -> Sums:
@@ -174,7 +174,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def global_step(self) -> int:
-        """Return the number of updates applied since the model was new."""
+        """Return the number of updates applied to the model, over all attempts."""
 
     @abstractmethod
     def variables(self) -> Mapping[str, tf.Variable]:
@@ -188,7 +188,7 @@ class Strategy(ABC):
         """Return the learning rate of the next update."""
 
     def leave(self) -> None:  # noqa: B027
-        """After the last checkpoint, wait until the other tasks with an outer loop may end."""
+        """Wait, after the last checkpoint, until the other tasks with an outer loop may exit."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
         """Return the state that an earlier attempt left on the servers; called before `build`."""
@@ -210,7 +210,7 @@ class KerasStrategy(Strategy):
     scale: LossScale | None = None
 
     def make_optimizer(self, problem: Problem) -> keras.optimizers.Optimizer:
-        """Create the optimizer, not yet built; it averages the weights if configured."""
+        """Create the optimizer without building it; it averages the weights if configured."""
         optimizer = problem.build_optimizer()
         if self.config.training.ema:
             keep_averages(optimizer, self.config.training.ema)
@@ -234,14 +234,14 @@ class KerasStrategy(Strategy):
         )
 
     def global_step(self) -> int:
-        """Return the exact counter, read from its device."""
+        """Read the exact counter from its device."""
         self.read_step = int(self.applied.numpy())
         return self.read_step
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables.
+        """Return the variables of a checkpoint.
 
-        For a mirrored one, TensorFlow reads the first copy in this process.
+        For a mirrored variable, TensorFlow reads its first copy in this process.
         """
         named = checkpoint_variables(self.model, self.optimizer)
         return named | (self.scale.named if self.scale else {})
@@ -260,7 +260,7 @@ def build_gradient(
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return a function from a batch to its loss and the gradient of each trainable variable.
 
-    The gradient of a lookup is `IndexedSlices`. `jit` requires the variables in this process.
+    The gradient of a lookup is `IndexedSlices`. `jit` requires local variables.
     """
 
     # AutoGraph converts only functions that the model passes to `tf.map_fn`.
@@ -269,7 +269,7 @@ def build_gradient(
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
-        # A variable that the loss ignores gets zeros, so that replicas average equal lists.
+        # Zeros for a variable that the loss ignores, so that all replicas average the same list.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
@@ -291,7 +291,7 @@ def build_step(
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Return whether a model overrides how Keras applies an update to it."""
+    """Return whether a model has its own `train_step` instead of Keras's."""
     return type(model).train_step is not keras.Model.train_step
 
 
@@ -299,7 +299,7 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's method, because the model's own may take other arguments. It keeps the loss.
+    # Call Keras's method, because the model's own may take other arguments. It keeps a loss.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
@@ -321,8 +321,8 @@ def build_own_step(
 def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
     """Make the optimizer count every update once, and return its counter: the global step.
 
-    Keras reads, adds and assigns: two workers that applied 1,000 steps counted 650 to 700.
-    TensorFlow's own `assign_add` is atomic on the parameter server.
+    Keras reads, adds and assigns, so concurrent updates get lost: two workers that applied 1,000
+    steps counted 650 to 700. TensorFlow's own `assign_add` is atomic on the parameter server.
     """
     counter: tf.Variable = optimizer.iterations.value
     optimizer.iterations.assign_add = counter.assign_add
@@ -347,7 +347,7 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, with a number if taken: Adafactor names all row factors `kernel`."""
+    """Return the path, with a number if it is taken: Adafactor names all row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 
@@ -358,13 +358,13 @@ class MeasuredCopy:
     def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
         """Build the copy.
 
-        Call it after connecting to the cluster, which would remove its devices.
+        Connect to the cluster first, because connecting would remove the devices of the copy.
         """
         self._model = build_model()
         self._graph = tf.function(partial(totals, self._model))
 
     def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> Sums:
-        """Return the sums over part `part` of `of`, with the checkpoint `variables`."""
+        """Assign the checkpoint `variables`, and return the sums over part `part` of `of`."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
         table_state.restore_tables(self._model)
@@ -373,7 +373,7 @@ class MeasuredCopy:
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
-    """Return `training.strategy` (or `package.module:Class`) for a task; raises `ConfigError`."""
+    """Create the strategy that `training.strategy` names, for a task; raises `ConfigError`."""
     return find_class(config)(config, cluster, task)
 
 

@@ -1,14 +1,14 @@
 """Synchronous training on parameter servers, with backup workers.
 
-One update is the mean of the first N gradients of M workers. Later gradients are stale and dropped,
-so that M - N slow workers delay nothing (Chen et al. 2016, "Revisiting Distributed Synchronous
-SGD", section 3).
+One update is the mean of the first N gradients of M workers. Later gradients are stale and are
+dropped, so that up to M - N slow workers delay nothing (Chen et al. 2016, "Revisiting Distributed
+Synchronous SGD", section 3).
 
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
 worker takes the token, computes one gradient, stages it on the servers (`Staging`), and then
 announces it. The first N announced gradients of the open step form the update; a gradient is used
-whole or not at all. In an inner loop, each worker runs one function over all steps. The chief does
-the same with operations on the servers.
+whole or not at all. In an inner loop, each worker runs a single function for all steps. So does the
+chief, whose operations run on the servers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from flotilla.trainer.strategies.placement import fetch_value, server_device
 from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from flotilla.trainer.strategies.strategy import Problem, Report
 
-# The device of tokens and announcements, and of the chief's loop.
+# The device that holds tokens and announcements and runs the chief's loop.
 HUB = server_device(0)
-# Unrolled steps in the graph of a worker. The condition of a loop costs a message to every device
-# in it, and each iteration costs another one.
+# Number of steps to unroll in a worker's graph. The condition of a loop costs a message to every
+# device in the loop, and each iteration costs another one.
 TURN = 10
-# The fields of an announcement, besides the loss.
+# Indices of the fields of an announcement; the loss is separate.
 STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
-    """One chief, parameter servers, and workers; the first N gradients make an update."""
+    """One chief, parameter servers, and workers; the first N gradients form an update."""
 
     capabilities = find_topology("sync_parameter_server").capabilities
 
@@ -50,7 +50,7 @@ class SyncParameterServer(Served):
         self.keep({})
         self._tally = self.tally()
         self._dropped = 0
-        # Names are unique, because servers keep the waiting functions of a dead chief.
+        # Use unique names, because waiting functions of a dead chief remain on the servers.
         attempt = uuid.uuid4().hex
         with tf.device(HUB):
             self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -69,15 +69,15 @@ class SyncParameterServer(Served):
         self._watch = LoopWatch(self.coordinator, self._announced.close)
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates, each the mean of the first gradients of its step."""
+        """Apply `steps` updates; each is the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # A late worker of the previous inner loop takes numbers too, and its gradient is dropped.
+        # A late worker of the previous inner loop may also take numbers; its gradients are dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
-            # The chief does not wait for loops: a late worker finds that its loop has ended.
+            # The chief does not wait for the loops: a late worker notices that its loop has ended.
             self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
@@ -118,7 +118,7 @@ class SyncParameterServer(Served):
             own, tokens = tf.stack([worker_number(), loop_number]), self._tokens[0].like(handle)
 
             def announce(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                """Announce a gradient; return a later step, and the loss on the worker."""
+                """Announce a gradient; return the next open step, and the loss on the worker."""
                 number = self._number(step)
                 loss, sent, found = compute_announced(iterator, held, number, before, *lease)
                 with tf.control_dependencies([self._announce(step, number, own, sent, found)]):
@@ -131,20 +131,20 @@ class SyncParameterServer(Served):
                 return (step,)
 
             with tf.device(HUB):
-                # Send it once, and not with every announcement.
+                # Send it to the server once, instead of with every announcement.
                 own = tf.identity(own)
-                # If a worker restarts, a step may be open whose token is gone: the dead worker's
-                # loop may have taken it, or takes this token.
+                # After a restart, the previous loop of this worker may have taken the token of the
+                # open step, or may take this one. Therefore, start with the open step in any case.
                 step = self._open.read_value()
                 tokens.put(step)
-            # TensorFlow evaluates the condition of a loop on the device of the loop: the worker.
+            # TensorFlow evaluates the condition of a loop on the loop's device, here the worker.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
                 lambda step: step < end, lambda each: announce(each)[:1], (step,)
             )
             with tf.device(HUB):
-                # Replace a token that a slow worker's loop may have taken from the next loop.
+                # A slow worker's loop may have taken a token of the next loop; put one back.
                 tokens.put(step)
             return step
 
@@ -153,7 +153,7 @@ class SyncParameterServer(Served):
     def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
         """Return a function that computes the loss, the loss to announce, and the gradient."""
         whole = self.pulls_whole()
-        # The device of `HUB`, in the spelling of its variables.
+        # The same device as `HUB`, but spelled as in the variables.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
         def compute_announced(
@@ -165,13 +165,13 @@ class SyncParameterServer(Served):
                     batch = self._take_input(iterator, held, number, *lease)
                 # Read the variables only after their step is open.
                 if whole:
-                    # Only the servers wait.
+                    # Only the reads on the servers wait for the number.
                     return gradient(batch, [number])
                 with tf.control_dependencies([number]):
                     return gradient(batch)
 
-            # Keras updates state (moving averages, seeds) only in a replica context; the
-            # coordinator traces in its strategy's scope.
+            # Keras updates state (moving averages, seeds) only in a replica context, and the
+            # coordinator traces closures outside of one.
             loss, found = self.connected.run(compute)
             return loss, found.pop() if whole else loss, found
 
@@ -181,7 +181,7 @@ class SyncParameterServer(Served):
         """Return the number of steps to unroll; 1 for none.
 
         Steps are unrolled only if every worker is needed, because a worker that skips a step would
-        run out of steps early. If rows are looked up, each step would trace the gradient again.
+        run out of steps early. With row lookups, each step would trace the gradient again.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
@@ -189,7 +189,7 @@ class SyncParameterServer(Served):
 
     def _number(self, step: tf.Tensor) -> tf.Tensor:
         """Return the number of the next gradient, after its step is open."""
-        # On the server this counter is atomic, unlike an addition and a read.
+        # This operation is atomic on the server, unlike an addition followed by a read.
         with tf.device(HUB), tf.control_dependencies([step]):
             return tf.raw_ops.ResourceCountUpTo(
                 resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
@@ -256,7 +256,7 @@ class SyncParameterServer(Served):
         return updates  # type: ignore[no-any-return]
 
     def _next_step(self) -> tf.Tensor:
-        """Open the step that follows all updates so far, and return it."""
+        """Open the step after all applied updates, and return its number."""
         step = self.applied.read_value()
         self._open.assign(step)
         for tokens in self._tokens:
@@ -264,7 +264,7 @@ class SyncParameterServer(Served):
         return step
 
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return the means over the first announcements of a step, and the dropped gradients."""
+        """Return means over a step's first announcements, and counts of gradients by worker."""
         taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
@@ -301,9 +301,9 @@ class SyncParameterServer(Served):
 
 
 class NamedQueue:
-    """A first in, first out queue on a server, with a unique name.
+    """A first-in, first-out queue on a server, with a unique name.
 
-    `tf.queue.FIFOQueue` ignores its name, and a later process would share the queue.
+    `tf.queue.FIFOQueue` ignores its name, so a later process would share the queue.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class NamedQueue:
         name: str = "",
         handle: tf.Tensor | None = None,
     ) -> None:
-        """Create a queue on the device of the scope, or wrap `handle`."""
+        """Create a queue on the current device, or wrap `handle`."""
         self._dtypes = list(dtypes)
         self._shapes = [list(shape) for shape in shapes]
         self.handle = handle
@@ -324,7 +324,7 @@ class NamedQueue:
             )
 
     def like(self, handle: tf.Tensor) -> NamedQueue:
-        """Return another queue of this kind."""
+        """Wrap the handle of another queue with the same dtypes and shapes."""
         return NamedQueue(self._dtypes, self._shapes, handle=handle)
 
     def put(self, *values: tf.Tensor) -> tf.Operation:
@@ -344,10 +344,10 @@ class NamedQueue:
 
 
 class Staging:
-    """Gradients that wait on the servers until an update takes or drops them; for `tf.function`.
+    """Gradients that wait on the servers until an update uses or drops them; for `tf.function`.
 
     TensorFlow's keyed staging area holds the gradient of each variable on that variable's server.
-    All parts of one gradient share a number. Only an update adds up gradients, so that an
+    All parts of one gradient share a number. Gradients are added up only in an update, so an
     incomplete gradient of a killed worker never counts.
     """
 
@@ -356,7 +356,7 @@ class Staging:
     ) -> None:
         """Create the staging area; its name must be unique across attempts of the chief.
 
-        A staged gradient waits for the changes of `state` in the graph of the worker.
+        Staging a gradient waits for the updates of `state` in the worker's graph.
         """
         self._variables = variables
         self._name = name
@@ -369,13 +369,13 @@ class Staging:
         self._sparse: list[bool] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
-        """Send a gradient to the servers; the returned operations end when it is staged."""
+        """Send a gradient to the servers; the returned operations finish when it is staged."""
         self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
         changed = {device: self._wait_for_state(device) for device in self._state}
         sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            # For each device, because waiting for another server takes one more message.
+            # For each device separately, because waiting for another server costs a message.
             before = [changed[device]] if device in changed else []
             with tf.device(device), tf.control_dependencies(before):
                 sent.append(
@@ -395,7 +395,7 @@ class Staging:
             return tf.group(*(each.read_value() for each in self._state[device]))
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
-        """Remove and return a staged gradient; call it after `put` is traced."""
+        """Remove and return a staged gradient. `put` must be traced first."""
         gradients: list[Gradient] = [None] * len(self._variables)
         for device, indices in self._by_device.items():
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]

@@ -1,8 +1,8 @@
 """Towers: a worker with several devices computes one gradient on all of them.
 
-Each device takes its own batch, and all use the same weights, which are pulled once. The mean of
-their gradients is pushed once. Moving averages are averaged over the towers, and each tower has its
-own seed. Other state variables may define how to join their values.
+Each device takes its own batch. All devices use the same weights, which are pulled once, and the
+mean of their gradients is pushed once. Moving averages are averaged over the towers, and each tower
+has its own seed. Other state variables may define a `join` method for their values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Towers:
     devices: tuple[str, ...] = ("/device:CPU:0",)
 
     def __len__(self) -> int:
-        """Return the number of batches of one step."""
+        """Return the number of batches in one step."""
         return len(self.devices)
 
     def take(self, iterator: Any) -> Any:
@@ -52,7 +52,7 @@ class Towers:
         return compute_all
 
     def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
-        """Return `compute` for the result of `take`; `state_of` are the variables of its state."""
+        """Return `compute` for inputs from `take`; `state_of` lists the variables of its state."""
         if len(self) == 1:
             return compute
         seeds = [variable.path.endswith(SEED) for variable in state_of]

@@ -1,4 +1,4 @@
-"""The rows of a batch are collected before the forward pass: same gradient, each row once."""
+"""The rows of a batch are collected before the forward pass, each once, with equal gradients."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ from flotilla.trainer.optimizers.optimizers import each_row_once
 from flotilla.trainer.strategies.gradients import build_rows_gradient
 from flotilla.trainer.strategies.strategy import build_gradient
 
-# Several ids per example, one beyond the table, and one negative id.
+# Several ids per example, including one beyond the table and a negative one.
 BATCH = (
     [tf.constant([[1, 2, 3], [50, 2, 7]], tf.int64), tf.constant([2, -1])],
     tf.constant([1.0, 2.0]),
@@ -32,7 +32,7 @@ def loss(_model, batch, outputs):
 
 
 def model_of():
-    """Return a model with a table that is used twice, a Keras table, state and dropout."""
+    """Return a model with a table that is used twice, a Keras embedding, state and dropout."""
     reset_uids()
     keras.utils.set_random_seed(0)
     several, one = keras.Input((3,), dtype="int64"), keras.Input((), dtype="int32")
@@ -55,7 +55,7 @@ def refused(_batch, why):
 def of_rows(model, **named):
     lookups = find_lookups(model)
     found = build_rows_gradient(model, loss, lookups, otherwise=refused, **named)
-    # AutoGraph is off, since it takes most of the time.
+    # AutoGraph is off, because it takes most of the time.
     return tf.function(found, autograph=False)
 
 
@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_lookups_one_by_one():
         np.testing.assert_allclose(
             tf.convert_to_tensor(one), tf.convert_to_tensor(other), atol=1e-6
         )
-    # This includes the moving averages and the seed.
+    # The weights include the moving averages and the seed.
     for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -97,7 +97,7 @@ def test_one_message_holds_all_tables_of_a_server(monkeypatch):
     identity = tf.identity
     monkeypatch.setattr(tf, "identity", lambda each: sent.append(each) or identity(each))
     asked = Sent(tables, [tf.constant([7, 3, 5], tf.int64), tf.constant([2], tf.int64)])
-    # Four sizes and four ids of four variables, with half of the bytes per id.
+    # The message holds four sizes and four ids, as int32 instead of int64.
     assert [(each.dtype, each.shape.as_list()) for each in sent] == [(tf.int32, [8])]
     rows = asked.rows()
     assert sent[1].shape.as_list() == [4 * 4]
@@ -182,7 +182,7 @@ def branched(ids):
 
 
 class Routed(keras.layers.Layer):
-    """A layer that chooses the row by its weights."""
+    """A layer that computes the id from its weights."""
 
     def build(self, _shape):
         self.weight = self.add_weight(shape=(1, 4), initializer="random_normal")
@@ -197,7 +197,7 @@ def routed(ids):
 
 
 class Drawn(keras.layers.Layer):
-    """A layer that draws ids with a Keras or a TensorFlow seed."""
+    """A layer that draws ids with a Keras seed or a TensorFlow seed."""
 
     def __init__(self, seed=None):
         super().__init__()

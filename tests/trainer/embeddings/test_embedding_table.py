@@ -1,4 +1,4 @@
-"""A growing table: the ids that get a row or lose it, and the result for other ids."""
+"""A dynamic table: which ids get or lose a row, and what the other ids return."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step_of(layer, rank, _trainable):
     """Return a function that looks up ids in a graph, as a training step does."""
     dtype = tf.int64 if layer.keys == "int64" else tf.string
     signature = [tf.TensorSpec([None] * rank, dtype)]
-    # AutoGraph is off, since it takes most of the time.
+    # AutoGraph is off, because it takes most of the time.
     return tf.function(
         lambda ids: layer(ids, training=True), input_signature=signature, autograph=False
     )
@@ -54,7 +54,7 @@ def trained(layer, ids):
 
 
 def known(layer, ids):
-    """Return which ids have separate rows."""
+    """Return which ids have a row."""
     return layer(ids_of(layer, ids), training=False).numpy().any(axis=-1).tolist()
 
 
@@ -119,7 +119,7 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
     monkeypatch.setattr("flotilla.trainer.embeddings.count_min_sketch.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
-    # The sketch has one block: all cells are halved above 4 ids.
+    # The sketch has one block, so all cells are halved above 4 ids.
     for each in (1, 1, 1, 2, 3, 4, 5):
         trained(layer, [each])
     trained(layer, [1, 1, 1])
@@ -150,7 +150,7 @@ def test_a_row_that_the_same_batch_looks_up_is_not_given_to_another_id():
     layer = table(3)
     first = trained(layer, [1, 2, 3])
     trained(layer, [2, 3])
-    # The row of 1 is the least recently used one, but this batch uses it.
+    # The row of 1 is the least recently used one, but this batch looks it up.
     again = trained(layer, [1, 9])
     np.testing.assert_array_equal(again[0], first[0])
     assert (again[0] != again[1]).all()
@@ -162,7 +162,7 @@ def test_a_row_that_is_too_old_stays_where_its_id_comes_back_in_time():
     first = trained(layer, [1])
     for other in (2, 3, 4, 5):
         trained(layer, [other])
-    # This lookup searches for old rows, as it has a new id.
+    # This lookup searches for old rows, because it has a new id.
     np.testing.assert_array_equal(trained(layer, [1, 6])[0], first[0])
     assert known(layer, [1, 6]) == [True, True]
     assert layer.metrics() == {"rows": 6, "evicted": 0, "turned_away": 0}
@@ -280,7 +280,7 @@ def test_what_is_exported_is_as_large_as_its_rows_and_answers_alike(keys, tmp_pa
     model = model_of(layer)
     for ids in ([[1, 2], [2, 1]], [[3, 3], [9, -4]]):
         trained(layer, ids)
-    # As in training, this is the row of ids without a row.
+    # The shared row of ids without a row, as after training.
     for shard in layer._parts:
         shard.noted.rows.value.scatter_update(
             tf.IndexedSlices(tf.ones([1, DIMENSION]), [shard.capacity])
@@ -309,7 +309,6 @@ def test_a_file_with_another_form_of_the_sieve_is_read():
         values[f"{number}"] = np.ones(1024, np.int32) if is_sieve else each.numpy()
     second.load_own_variables(values)
     assert known(second, [1, 2, 3, 7]) == [True, True, False, False]
-    # Only the row of 7 remains; unreadable rows are dropped.
     trained(second, [3, 7])
     assert known(second, [3, 7]) == [False, True]
     del values["0"]
@@ -409,7 +408,7 @@ def test_a_table_that_no_memory_has_room_for_is_one_line():
     spec = InputSpec(
         shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
     )
-    # The size exceeds the address space, so that no memory is allocated.
+    # The table exceeds the address space, so no memory is allocated.
     tables = {name: {"capacity": 2**40} for name in ("user", "item")}
     config = ModelConfig(name="two_tower", args={"tables": tables, "dimension": 2**14})
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Lazy updates change the rows of a batch by Keras's formula, and no other row."""
+"""Lazy updates change the rows of a batch by Keras's formula, and no other rows."""
 
 import json
 
@@ -29,7 +29,7 @@ LAZY = [
     ("adam", {"amsgrad": True, "epsilon": 1e-3, "global_clipnorm": 0.1}),
     ("adamw", {"weight_decay": 0.1}),
     ("adagrad", {}),
-    # TensorFlow's kernel differs strongly from Keras here.
+    # These values make TensorFlow's kernel differ strongly from Keras.
     ("adagrad", {"initial_accumulator_value": 0.0, "epsilon": 0.01}),
     ("ftrl", {}),
     (
@@ -60,7 +60,7 @@ def training_of(name, **args):
 
 
 def made(name, args, dtype="float32"):
-    """Return an optimizer with a table and a variable that no batch looks up."""
+    """Return an optimizer, a table, and a variable that no batch looks up."""
     values = np.random.RandomState(0).normal(size=(ROWS, DIMENSION))
     table, other = keras.Variable(values, dtype=dtype), keras.Variable(np.ones(2), dtype=dtype)
     optimizer = build_optimizer(training_of(name, **args))
@@ -69,7 +69,7 @@ def made(name, args, dtype="float32"):
 
 
 def moved(optimizer, table, other, *, dense=False, batches=BATCHES):
-    """Return the table, its slots and all other variables after a step for each batch."""
+    """Return the table, its slots and all other variables after one step per batch."""
 
     def step(ids, values, rest):
         gradient = tf.IndexedSlices(values, ids, tf.constant([ROWS, DIMENSION]))
@@ -182,7 +182,7 @@ def test_keras_embedding_reads_rows_alone_and_returns_the_same(dtype):
 
 
 def tables(regularizer=None):
-    """Return a model with a Keras table and a sharded table for the same ids."""
+    """Return a model with a Keras embedding and a sharded table for the same ids."""
     reset_uids()
     keras.utils.set_random_seed(0)
     ids = keras.Input((), dtype="int64")
@@ -224,7 +224,7 @@ def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
         single(optimizer={"dense_updates": dense}, accumulate=accumulate) for dense in (False, True)
     )
     for each in (lazily, densely):
-        # A row with one past gradient: only the dense update continues its moments.
+        # A row with one earlier gradient: only the dense update keeps changing its moments.
         each.variables()["optimizer/adam/whole_embeddings_momentum"].assign(
             tf.ones((ROWS, DIMENSION))
         )

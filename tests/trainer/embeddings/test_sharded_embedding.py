@@ -1,4 +1,4 @@
-"""A sharded table gives the rows and gradients of one table, and transfers only requested rows."""
+"""A sharded table has the rows and gradients of a single table, and sends only requested rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def table(rows=ROWS, dimension=DIMENSION):
 
 
 def sharded(shards, rows=ROWS, dimension=DIMENSION, **named):
-    """Return a layer that holds the rows of `table`."""
+    """Return a layer with the rows of `table`."""
     layer = ShardedEmbedding(rows, dimension, shards=shards, **named)
     layer.build((None,))
     whole = table(rows, dimension)
@@ -31,7 +31,7 @@ def sharded(shards, rows=ROWS, dimension=DIMENSION, **named):
 
 
 def gradients(layer, ids):
-    """Return the gradient of each variable for a loss that weights every number differently."""
+    """Return the gradient of each variable for a loss with a different weight for every number."""
 
     @tf.function
     def found():
@@ -138,7 +138,7 @@ def test_an_unknown_id_is_an_error_that_names_it(wrong):
         layer(np.array([0, wrong]))
     with pytest.raises(UserError) as caught, report_bad_input():
         tf.function(layer)(tf.constant([0, wrong], tf.int64))
-    # Then the message has the line of the user's code, which is in this file.
+    # The message also has the line of the user's code, which is in this file.
     message, _, place = str(caught.value).partition(" (")
     assert message == f"the model does not accept its input: items: ids outside of 0 to 10: {wrong}"
     assert place.startswith("tests/trainer/embeddings/test_sharded_embedding.py:")

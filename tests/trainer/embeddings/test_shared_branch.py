@@ -1,4 +1,4 @@
-"""A branch of a table's graph is traced once, with the resources passed to it."""
+"""The branch of a table's graph is traced once; its resources are arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.trainer.embeddings.test_embedding_table import known, table
 
 
 class Counter:
-    """A number that its branch increments, and the number of traces of the branch."""
+    """A number that a branch increments, and a count of the branch's traces."""
 
     traced = 0
 
@@ -105,7 +105,7 @@ def test_work_of_another_kind_is_another_branch():
 
 
 def grown(*tables):
-    """Return the number of functions that insert ids if several tables look up the same ids."""
+    """Return the number of functions that insert ids when several tables look up the same ids."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def step(ids):
@@ -117,7 +117,7 @@ def grown(*tables):
 
 
 def connected(*tables, slot=0.5):
-    """Connect tables as a strategy does, each with a separate slot."""
+    """Connect tables as a strategy does, each with its own optimizer slot."""
     steps = tf.Variable(0, dtype=tf.int64)
     for layer in tables:
         layer.connect(
@@ -138,7 +138,7 @@ def test_tables_that_differ_by_their_seeds_share_one():
     assert grown(*connected(alone)) == 1
     rows = [layer(tf.range(30, dtype=tf.int64), training=False).numpy() for layer in (one, other)]
     assert not (rows[0] == rows[1]).any()
-    # Its rows equal those that it gets without a similar second table.
+    # The rows are the same as without a similar second table.
     np.testing.assert_array_equal(rows[1], alone(tf.range(30, dtype=tf.int64)).numpy())
     for layer in (one, other):
         assert layer.metrics()["rows"] == 30
@@ -171,7 +171,7 @@ def test_nor_do_those_of_other_initializers_or_slots():
 
 
 class Unnamed(keras.initializers.Initializer):
-    """A layer whose configuration does not describe it."""
+    """An initializer whose configuration does not describe it."""
 
     def __init__(self, value):
         self.value = value
@@ -181,7 +181,7 @@ class Unnamed(keras.initializers.Initializer):
 
 
 class Wide(Unnamed):
-    """A layer whose configuration cannot be written as text."""
+    """An initializer whose configuration cannot be written as JSON."""
 
     def get_config(self):
         return {"value": np.float32(self.value)}

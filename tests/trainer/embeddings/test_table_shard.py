@@ -1,4 +1,4 @@
-"""A shard of a growing table: concurrent workers, their steps, and lost workers."""
+"""A shard of a dynamic table: concurrent workers, their steps, and lost workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_graph(layer):
 
 
 class Truth:
-    """The expected result: an exact count of each id, and the ids of a table with one shard."""
+    """The expected behavior: exact counts of ids, and the ids of a table with one shard."""
 
     def __init__(self, layer):
         (self._shard,) = layer._parts
@@ -60,7 +60,6 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
     for batch in ids:
         step(batch)
     assert layer.metrics()["rows"] < 0.03 * ids.size
-    # Ids that occur again get rows.
     for batch in np.tile(ids[-1], (min_count - 1, 1)):
         step(batch)
     assert all(known(layer, ids[-1]))
@@ -71,7 +70,7 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
 def test_an_id_that_came_often_enough_is_never_turned_away_and_few_others_get_a_row(
     min_count, seed
 ):
-    # There is always room for a row.
+    # Rows are always free.
     layer = table(6000, min_count=min_count)
     truth, random, came = Truth(layer), np.random.default_rng(seed), set()
     for _ in range(150):
@@ -101,7 +100,7 @@ def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
             trained(layer, ids)
             if number >= 2:
                 due.update(each for each, has in zip(ids, known(layer, ids), strict=True) if has)
-    # The first batch has as many ids as there are rows, and later batches have other ids.
+    # The first batch has as many ids as the table has rows; later batches have other ids.
     assert layer.metrics()["rows"] == 100
     assert len(due) > 100
 
@@ -115,7 +114,7 @@ def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
     layer = table(2, min_count=3)
     (shard,) = layer._parts
     limit = sieve.WINDOW * shard.noted.seen.shape[0]
-    # There are more occurrences than ids that the sketch can hold.
+    # The ids occur more often than the number of ids that the sketch can hold.
     for _ in range(40):
         trained(layer, [*range(64)] * 2)
     assert 60 <= sieved(layer) <= 64
@@ -147,7 +146,7 @@ def test_a_cell_of_the_sieve_does_not_begin_anew_when_it_is_full():
     assert known(layer, [1]) == [False]
     trained(layer, [1])
     assert known(layer, [1]) == [True]
-    # There is no free row, and the id occurs more often than a cell can count.
+    # No row is free, and the id occurs more often than a cell can count.
     for each in ([2] * 300, [3], [4]):
         trained(layer, each)
     assert known(layer, [1, 2]) == [True, False]
@@ -159,7 +158,7 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
     trained(layer, [1, 2])
-    # The state is that of a warm start.
+    # As after a warm start.
     steps.assign(0)
     layer.rebuild()
     steps.assign(112)
@@ -174,7 +173,7 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
         steps.assign(step)
         trained(layer, ids)
     for step in (0, 40):
-        # The state is that of a warm start, or of a restart from this run's checkpoint.
+        # This is the state after a warm start, or after a restart from a checkpoint of this run.
         steps.assign(step)
         layer.rebuild()
         trained(layer, [2])
@@ -191,7 +190,7 @@ def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
         steps.assign(step)
         trained(layer, ids)
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
-    # The state is that of a warm start.
+    # As after a warm start.
     steps.assign(0)
     layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
@@ -218,7 +217,7 @@ def test_the_step_is_read_when_the_ids_are_there():
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
-    # There is one read for all shards.
+    # All shards share one read.
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
 
 
@@ -253,7 +252,7 @@ def test_no_mutex_is_released_after_another_one():
     assert len(found) == 4
     for op in found:
         assert not {each.type for each in op.control_inputs} & {"ConsumeMutexLock", "MutexLock"}
-        # The lookup has ended by then, and the function ends after it.
+        # The lookup ends before the release, and the function ends after it.
         assert op.control_inputs
         assert op in graph.control_outputs
 
@@ -282,7 +281,7 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
         end.set()
 
     for step, end in zip(steps, ended, strict=True):
-        # The thread ends with the process even if it waits forever.
+        # A daemon, so that the process can exit even if the thread waits forever.
         threading.Thread(target=work, args=(step, end), daemon=True).start()
     assert all(end.wait(300) for end in ended)
     known_ids = len(np.unique(ids))
@@ -311,7 +310,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
     (shard,) = layer._parts
     first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
     expected = shard.noted.rows.numpy()[first]
-    # The state after a worker died before the map had the slot of 3.
+    # This is the state if a worker dies before the slot of 3 is in the map.
     shard.noted.ids.value.scatter_nd_update([[later]], [1])
     trained(layer, [1])
     layer.rebuild()
@@ -324,7 +323,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
 
 
 def branch_with(graph, kind):
-    """Return the operations, by kind, of the branch that has an operation of `kind`."""
+    """Return the operations, by kind, of the branch that contains an operation of `kind`."""
     graphs = [graph]
     for each in graphs:
         graphs.extend(inner.graph for inner in each._functions.values())
@@ -337,7 +336,7 @@ def branch_with(graph, kind):
 
 
 def before(op):
-    """Return the names of all operations in the graph that an operation waits for."""
+    """Return the names of all operations that `op` waits for."""
     found, left = set(), [op]
     while left:
         each = left.pop()
@@ -360,7 +359,7 @@ def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
     written = found["ResourceScatterUpdate"]
     assert len(written) == (5 if keys == "string" else 4)
     assert all(op.name in before(insert) and room.name in before(op) for op in written)
-    # A slot is marked as used after its other fields are reset.
+    # A slot is marked as used only after its other fields are written.
     *others, used = sorted(written, key=lambda op: len(before(op)))
     assert all(op.name in before(used) for op in others)
     found = branch_with(graph, "LookupTableRemoveV2")

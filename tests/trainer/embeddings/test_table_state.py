@@ -1,4 +1,4 @@
-"""The state of a growing table, as a strategy handles it in one process."""
+"""How a strategy handles the state of a dynamic table, in one process."""
 
 import keras
 import numpy as np
@@ -36,9 +36,9 @@ def config_of(**training):
 
 
 def built(*, steps=0, capacity=40, dimension=3, min_count=1, **training):
-    """Return a built strategy for ids 0 to 19 and their remainders modulo two."""
+    """Return a built strategy whose model looks up the ids 0 to 19 and their values modulo 2."""
     config, objective = config_of(**training), of_classes(2)
-    # The layers are named as by `registry.build`, since a checkpoint finds variables by name.
+    # Name the layers as `registry.build` does, because a checkpoint finds variables by name.
     reset_uids()
     keras.utils.set_random_seed(0)
     strategy = create(config, NOBODY, CHIEF)
@@ -163,9 +163,9 @@ def test_new_rows_begin_their_averages_with_themselves():
 @pytest.mark.parametrize(
     ("optimizer", "ranks"),
     [
-        # An average of gradients is not an average of weights.
+        # Its average of gradients is not an average of weights.
         ({"name": "rmsprop", "args": {"centered": True, "momentum": 0.9}}, [2, 2, 2]),
-        # One number per row, and one per column.
+        # One value per row, and one per column.
         ({"name": "adafactor"}, [1, 2]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Workers of asynchronous training without TensorFlow: they take turns, apply and die."""
+"""A simulation of asynchronous workers without TensorFlow: they take turns, apply and die."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,10 +15,11 @@ LOSS = 2.0
 
 
 class Fleet:
-    """The numbers on the server, TensorFlow's coordinator, and the workers behind it.
+    """Simulates the counters on the server, TensorFlow's coordinator, and the workers.
 
-    In each round every worker that has a closure takes one turn. `dies` says after how many updates
-    of a turn its worker dies; the closure then goes to the end of the queue.
+    In each round, every worker that has a closure takes one turn. `dies` maps the number of a turn
+    to the number of updates after which its worker dies, or to None. The closure of a dead worker
+    goes to the end of the queue.
     """
 
     def __init__(self, workers: int, dies: Callable[[int], int | None] = lambda _turn: None):
@@ -76,7 +77,7 @@ class Fleet:
 
 
 class Led(AsyncParameterServer):
-    """The strategy with such a fleet; the clock of its waits moves the fleet by a round."""
+    """The strategy with a simulated fleet instead of a cluster."""
 
     def __init__(self, fleet: Fleet, turn: int = TURN):
         self.fleet = fleet

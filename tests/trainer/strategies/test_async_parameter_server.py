@@ -1,4 +1,4 @@
-"""Asynchronous training: portions, turns of workers, and the counts of the chief."""
+"""Asynchronous training: portions, workers that take turns, and the counts of the chief."""
 
 import heapq
 import itertools
@@ -44,7 +44,7 @@ def test_all_steps_are_handed_out_once_and_larger_portions_first(steps, workers,
     [
         (1, 2, 20, [1]),
         (20, 2, 20, [2, 2, 2, *[1] * 14]),
-        # A step is slow if a hundred workers do only five each in a stretch.
+        # Steps are slow if a hundred workers apply only five each in a stretch.
         (500, 100, 20, [1] * 500),
     ],
 )
@@ -53,7 +53,7 @@ def test_portions(steps, workers, turn, expected):
 
 
 def spent(cut, costs):
-    """Return when the last of some workers ends, each taking a portion as soon as it is free."""
+    """Return when the last worker finishes if each takes a portion as soon as it is free."""
     free = [(0.0, cost) for cost in costs]
     for size in cut:
         begin, cost = heapq.heappop(free)
@@ -72,7 +72,7 @@ def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn):
 
 
 class Lent(Led):
-    """The strategy with turns on this machine, and examples without end."""
+    """The strategy with real turn counters in this process, and with endless examples."""
 
     def __init__(self):
         super().__init__(Fleet(2))
@@ -94,7 +94,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
     def update(iterator):
         next(iterator)
         applied.assign_add(1)
-        # Another worker starts with this portion.
+        # Another worker starts this portion.
         tf.cond(applied == taken_at, lambda: turns.begin(closure), lambda: closure[None])
         return tf.constant(2.0)
 
@@ -106,7 +106,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
 
 
 class CutShort(Led):
-    """The strategy with portions of which some runs end before all of their updates are made."""
+    """The strategy with portions whose runs may end before all of their updates are applied."""
 
     def __init__(self, made):
         super().__init__(Fleet(2))
@@ -142,7 +142,7 @@ FAST = 100 * TURN
 
 
 class Clock:
-    """A clock that moves when someone sleeps, and a fleet with it: ten rounds a look."""
+    """A clock that advances with each sleep, and lets the fleet make a round, ten for each read."""
 
     def __init__(self):
         self.now, self.fleet = 0.0, None
@@ -195,7 +195,7 @@ def test_all_steps_are_applied_and_no_more_whatever_worker_dies(steps, workers, 
     assert fleet.applied == fleet.most == steps
     assert report.global_step is None
     counted = sum(each["local_steps"] for each in report.metrics["workers"].values())
-    # A dead worker does not report the applied part of its turn.
+    # A dead worker does not report the part of its turn that it applied.
     assert 0 <= steps - counted <= sum(min(n, turn) for n in deaths.values())
 
 
@@ -234,13 +234,14 @@ def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
         assert not fleet.done()
     assert fleet.applied == fleet.most == boundary
     assert fleet.done()
-    # Meanwhile no worker got another closure.
+    # No worker has got another closure since then.
     assert fleet.units == [TURN, TURN]
 
 
 def test_nobody_goes_on_once_all_up_to_the_boundary_is_applied(clock):
     fleet = Fleet(2)
-    # The check comes after ten rounds, when both have done their last turn but not ended.
+    # The chief checks after ten rounds, when both workers have made their last turn but have not
+    # ended their closures.
     report = led(clock, fleet).advance(15 * TURN, 2 * 10 * TURN)
     assert fleet.applied == 2 * 10 * TURN
     assert fleet.done()
@@ -278,11 +279,10 @@ def test_after_a_rest_they_go_on_from_there(clock):
 def test_workers_that_were_faster_than_expected_begin_again(clock):
     fleet = Fleet(2)
     strategy = led(clock, fleet, turn=1)
-    # One step a second was expected, and a round is a tenth of one.
+    # The chief expected one step per second; a round takes a tenth of a second.
     assert strategy.advance(1, 10**6).global_step is None
     applied = fleet.applied
     assert 0 < applied == fleet.end
-    # Then they continue.
     assert strategy.advance(2 * applied, 10**6).global_step == fleet.applied > applied
 
 
@@ -291,7 +291,7 @@ def test_who_found_no_turn_is_sent_a_closure_once_there_are_more(clock):
     strategy = led(clock, fleet)
     strategy.advance(FAST, 10**6)
     fleet.end = fleet.next
-    # Only one of the workers has seen the end.
+    # Only one of the workers has found no turn left.
     fleet.workers = 1
     fleet.round()
     fleet.workers = 2

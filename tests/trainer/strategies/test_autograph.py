@@ -1,4 +1,4 @@
-"""AutoGraph, which takes seconds, converts only loops of one process, and no called function."""
+"""AutoGraph, which takes seconds, converts only loops of one process, and no function they call."""
 
 import re
 import tempfile
@@ -21,7 +21,7 @@ NUMBERS = tf.data.Dataset.counter()
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch):
-    """Return a function that names what was converted; AutoGraph writes each to a file."""
+    """Return a function that lists what AutoGraph has converted, which it writes to files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # AutoGraph caches converted functions.
     monkeypatch.setattr(api, "_TRANSPILER", type(api._TRANSPILER)())

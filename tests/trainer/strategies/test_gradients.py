@@ -1,4 +1,4 @@
-"""Gradients over pulled values equal those over variables, compiled or not."""
+"""Gradients of pulled values equal those of the variables, compiled or not."""
 
 from functools import partial
 
@@ -57,7 +57,7 @@ def batches(count=1):
 
 
 def packed(function):
-    """Return how many tensors each message packs."""
+    """Return the number of tensors in each message."""
     graph = tf.function(function).get_concrete_function().graph
     return sorted(
         len(each.inputs) - 1
@@ -120,7 +120,7 @@ def test_a_pulled_gradient_that_is_compiled_is_the_gradient():
     value, found = build_pulled_gradient(pulled, cross_entropy, jit=True)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
-    # The statistics of the batch have moved as well.
+    # The batch statistics have also been updated.
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
 
 
@@ -199,7 +199,7 @@ def dropping():
 
 
 class Own(keras.Model):
-    """A model as people write it: `training` is not handed on, since Keras does that."""
+    """A typical subclassed model: `training` is not passed on, because Keras does that."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_model_that_is_a_class_of_its_own_trains_as_in_place():
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
-    # The batch's own statistics were used and kept.
+    # The statistics of the batch were used and stored.
     after = pulled.non_trainable_variables
     assert any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
 
@@ -319,7 +319,7 @@ def test_the_loop_of_local_steps_stays_on_the_worker():
 
     found = closure.get_concrete_function().graph.get_operations()
     (loop,) = (each for each in found if each.type in {"While", "StatelessWhile"})
-    # A captured tensor is on the device on which it is used.
+    # Look at captured tensors, which are on the devices where they are used.
     given = [each.op for each in loop.inputs if each.op.type != "Placeholder"]
     assert len(given) > len(model.trainable_variables)
     assert {each.device for each in given} == {worker}
@@ -524,7 +524,7 @@ def test_state_that_has_not_moved_is_not_pushed():
 
 
 class Rows(keras.layers.Layer):
-    """A layer of a user that takes rows of a table."""
+    """A user's layer that looks up rows of a table."""
 
     looks_up = True
 

@@ -1,4 +1,4 @@
-"""Which examples come next, and how the visits of workers are counted."""
+"""The order of the examples, and how the visits of workers are counted."""
 
 import json
 import random
@@ -28,7 +28,7 @@ def stream(examples: int, **named: object) -> Stream:
 
 
 def taken(lent: Stream, position: Position, first: int, size: int) -> list[int]:
-    """Return the numbers of the examples of one batch of what is next."""
+    """Return the example numbers of one batch."""
     (held,) = lent.held()
     batch, _ = lent.batch(held, encode_plan(position), tf.constant(first, tf.int64), size)
     return batch.numpy().tolist()

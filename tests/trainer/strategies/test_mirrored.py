@@ -1,4 +1,4 @@
-"""One process makes the updates of the written-out formula; limits of mirrored workers."""
+"""Updates of a single process against a plain training loop, and limits of mirrored workers."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
 
 
 def programs(strategy):
-    """Return the operations of each program of XLA in the graph of the steps."""
+    """Return the operations of each XLA program in the graph of the steps."""
     graph = strategy._run_steps.get_concrete_function(strategy._iterator, tf.constant(1)).graph
     functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
 
@@ -73,7 +73,7 @@ def test_gradient_and_update_are_one_program_of_xla(training):
 
 
 class LooksUp(keras.layers.Layer):
-    """Looks up rows as users write it, and not as Keras's embedding does."""
+    """Looks up rows in a user's own code, without Keras's embedding layer."""
 
     def build(self, _shape):
         self.rows = self.add_weight(shape=(20, 2), initializer="glorot_uniform", name="rows")
@@ -105,7 +105,7 @@ def test_where_rows_are_moved_the_gradient_alone_is_compiled(optimizer):
 
 
 class Positive(keras.constraints.Constraint):
-    """What users write with NumPy, which XLA cannot compile."""
+    """A user's constraint that calls NumPy, which XLA cannot compile."""
 
     def __call__(self, weights):
         return tf.ensure_shape(tf.numpy_function(np.abs, [weights], weights.dtype), weights.shape)
@@ -152,7 +152,7 @@ def test_nccl_is_refused_by_a_worker_that_sees_no_gpu():
 
 
 class OwnStep(keras.Sequential):
-    """Applies a gradient as Keras documents it."""
+    """Applies a gradient as in Keras's documentation."""
 
     def train_step(self, data):
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)

@@ -1,4 +1,4 @@
-"""A model is built where an earlier attempt left values; all servers are in this process."""
+"""A model is built on servers with values of an earlier attempt; this process is every server."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ ROWS, HERE = 40, "/device:CPU:0"
 
 
 class Building(Served):
-    """A strategy that builds, and does no more."""
+    """A strategy that can only be built."""
 
     run = None
 
@@ -28,7 +28,7 @@ class Building(Served):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Return a strategy that has built a model with a large table, for values on some servers."""
+    """Return a function that builds a model with a large table if some servers have its values."""
     monkeypatch.setattr(placement, "LARGE_BYTES", 4 * ROWS)
     for module in (placement, parameter_server):
         monkeypatch.setattr(module, "server_device", lambda _: HERE)

@@ -1,4 +1,4 @@
-"""The placement of variables: balance, servers by name, models, and errors."""
+"""The placement of variables: balance, named servers, models, and errors."""
 
 from itertools import product
 
@@ -130,7 +130,7 @@ def placed_on(build, servers, named):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """Tell where variables are asked for; they stand here, where there is no cluster."""
+    """Record which servers are used, and place all variables in this process."""
     asked = []
 
     def here(index):
@@ -182,7 +182,7 @@ def test_a_schedule_is_computed_on_the_server_of_its_counter():
 
     @tf.function
     def update():
-        # Where a worker computes.
+        # The worker's device.
         with tf.device("/job:worker/task:1"):
             optimizer.apply(gradients, model.trainable_variables)
 
@@ -210,7 +210,7 @@ def test_a_large_variable_has_no_values_in_the_sketch_of_a_model(monkeypatch):
         tf.Variable(initial(99))
         tf.Variable(initial(100))
         tf.Variable(untraceable)
-    # The graph determines the shape; only the small variable gets values.
+    # Shapes come from the traced graph; only the small variable gets values.
     assert asked == [False, True, False]
     assert [each.shape.as_list() for each in made] == [[99], [100], [500]]
     assert made[0].numpy().tolist() == [1.0] * 99
@@ -287,7 +287,7 @@ def test_large_variables_of_servers_with_values_have_none_and_say_what_they_begi
     monkeypatch.setattr(placement, "LARGE_BYTES", 40)
     kept = KeptValues([1])
     model = build_placed_model(two_layers, [Place("", server) for server in (1, 0, 0, 1)], kept)
-    # The kernel of 3 x 4; the one of 4 x 2 has 32 bytes.
+    # The kernel of shape 3 x 4 is large; the one of shape 4 x 2 has only 32 bytes.
     assert [each.path for each, _ in kept._made] == [model.variables[0].path]
     begins = getattr(model.variables[0].value, BEGINS)
     assert tuple(begins((3, 4), dtype="float32").shape) == (3, 4)
@@ -307,7 +307,7 @@ def test_a_large_variable_that_shows_a_copy_says_what_it_begins_with(monkeypatch
 
 
 def made_before():
-    """Return a function that gives the same layers at each call."""
+    """Return a model function that reuses the same layers at each call."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="early")])
     return lambda: model
 
@@ -327,7 +327,7 @@ def test_a_model_whose_variables_escape_is_refused(build):
 
 @pytest.mark.slow
 def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
-    # The first model is the sketch, whose variables have no values.
+    # The first model is the sketch, whose variables get no values.
     rows = iter([2, 2**46])
 
     def build():

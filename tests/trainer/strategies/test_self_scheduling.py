@@ -1,4 +1,4 @@
-"""How workers take turns, and wait for the workers of an earlier chief."""
+"""Workers take turns, and the chief waits for workers that still serve an earlier chief."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ def begin(turns):
 
 @pytest.fixture
 def take(turns, begin):
-    """Take a turn for a run, or for a new one of the first closure."""
+    """Take a turn for a run, by default for a new run of the first closure."""
     taken = tf.function(turns.take)
     return lambda own=None: taken(begin(0) if own is None else own)
 
@@ -99,7 +99,7 @@ def test_a_closure_that_runs_again_ends_the_run_before_at_its_next_turn(turns, b
     again = begin(3)
     assert [bool(take(each)) for each in (one, again, other, one)] == [False, True, True, False]
     seen = turns.look()
-    # The chief waits for the closure, which has not ended.
+    # The chief still waits for the closure, which has not ended.
     assert (seen.taken, seen.refused) == (4, 0)
 
 
@@ -111,7 +111,7 @@ def test_only_the_newest_run_of_a_closure_holds_what_was_handed_out_with_it(turn
     assert [bool(holds(each)) for each in (one, again, other)] == [False, True, True]
     turns.deal(0)
     assert not any(bool(holds(each)) for each in (again, other))
-    # It takes none.
+    # Neither run took a turn.
     assert (turns.look().taken, turns.look().refused) == (0, 0)
 
 
@@ -159,12 +159,11 @@ def test_each_worker_has_its_sums(turns, applied):
     assert seen.reports[:, UPDATES].tolist() == [20.0, 0.0, 40.0]
     assert seen.reports[:, OTHERS].tolist() == [0.0, 0.0, 10.0]
     turns.deal(5)
-    # They count all reports.
     np.testing.assert_array_equal(turns.look().reports, seen.reports)
 
 
 def alone_with(work):
-    """Return a graph in which a worker does some work of Python's for a chief."""
+    """Return a graph in which a worker runs a Python function for a chief."""
     return tf.function(
         partial(run_exclusively, lambda: [tf.py_function(work, [], tf.int32)]), autograph=False
     )
@@ -208,7 +207,7 @@ def test_what_fails_lets_the_next_one_begin():
 
 @pytest.fixture
 def waited(monkeypatch):
-    """Return what waits for two workers, which do some work of Python's."""
+    """Return a function that waits until two workers have run a Python function."""
     monkeypatch.setattr(module, "worker_device", lambda _: "/device:CPU:0")
 
     def wait(work, seconds):

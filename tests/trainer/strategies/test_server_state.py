@@ -1,4 +1,4 @@
-"""The next attempt takes or removes the state of an earlier one on servers (this process)."""
+"""The next attempt reuses or removes what an earlier one left on servers, here this process."""
 
 import secrets
 import weakref
@@ -24,13 +24,13 @@ SERVERS = range(2)
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch):
-    """Let this process be every server."""
+    """Use this process as every server."""
     monkeypatch.setattr(server_state, "server_device", lambda _: "/device:CPU:0")
     monkeypatch.setattr(server_state, "_find_server", lambda _: 0)
 
 
 class Attempt(Served):
-    """An attempt of a chief: a table with a slot, a counter, and a table that grows."""
+    """An attempt of a chief with a table, its optimizer slot, a counter, and a dynamic table."""
 
     io_device = None
     run = None
@@ -62,7 +62,7 @@ class Attempt(Served):
         return self.held
 
     def begin(self, *, takes=True):
-        """Begin with the existing state; return the servers whose values are taken."""
+        """Start with the existing state; return the servers whose values are reused."""
         state = self.find_state(self.uri)
         if takes:
             state.select(state.living)
@@ -89,14 +89,14 @@ class Attempt(Served):
         return {path: np.unique(self.held[path]).tolist() for path in (STEP, "table", "slot")}
 
     def places(self):
-        """Return the slots of the ids 10 and 20; the last slot means that there is no row."""
+        """Return the slots of the ids 10 and 20; the last slot is that of ids without a row."""
         (shard,) = self.grown.parts()
         return shard._find(tf.constant([10, 20], tf.int64)).numpy().tolist()
 
 
 @pytest.fixture
 def uri():
-    """Yield the URI of a run, and free the variables of the run in this process afterwards."""
+    """Yield the URI of a run; afterwards, free the run's variables in this process."""
     made = f"file:///{secrets.token_hex(8)}/checkpoints"
     yield made
     left = ServerState(made, len(SERVERS))
@@ -104,7 +104,7 @@ def uri():
 
 
 def begun(uri, *steps, **given):
-    """Return an earlier attempt that trained to these steps and has ended."""
+    """Return an attempt that has trained to each of these steps and has ended."""
     attempt = Attempt(uri, **given)
     attempt.begin()
     for step in steps:
@@ -123,7 +123,7 @@ def is_there(name):
 
 
 def lose(attempt, server):
-    """Simulate the restart of a server: the record of its variables is gone."""
+    """Simulate a restart of a server by removing its record."""
     server_state._destroy(attempt.state._states[server])
 
 
@@ -133,7 +133,7 @@ def test_the_next_attempt_goes_on_with_the_values(uri):
     assert attempt.begin() == [0, 1]
     assert attempt.state.read_reached() == 20
     assert attempt.values() == {STEP: [20], "table": [20.0], "slot": [20.0]}
-    # The graphs of this attempt and of the first one use the same variables.
+    # The graphs of the first attempt use the same variables as this one.
     first.held["slot"].assign(tf.fill([ROWS], 7.0))
     assert attempt.values()["slot"] == [7.0]
 
@@ -145,7 +145,7 @@ def test_a_table_that_grows_has_its_ids_without_looking_through_its_rows(uri):
     places = attempt.places()
     assert places == first.places()
     assert sorted(places) == [1, 2]
-    # Nothing is recreated, as workers of the first attempt may still use it.
+    # Nothing is recreated, because workers of the first attempt may still use it.
     attempt.refresh()
     assert attempt.places() == places
     attempt.train(30)
@@ -250,7 +250,7 @@ def test_a_server_that_was_started_again_does_not_live(uri, lost):
     lose(first, lost)
     attempt = Attempt(uri)
     assert attempt.begin() == [1 - lost]
-    # A live counter is exact; otherwise the chief's last reading counts.
+    # The counter is exact if it survived; otherwise the step that the chief last read is used.
     assert ServerState(uri, len(SERVERS)).found.keys() == set(SERVERS)
     assert attempt.state.taken == {1 - lost}
 
@@ -267,7 +267,7 @@ def test_a_chief_that_dies_while_it_restores_leaves_what_is_alive(uri):
     lose(begun(uri, 10), 1)
     second = Attempt(uri)
     assert second.begin() == [0]
-    # It did not record that the values of the other server are complete.
+    # The chief did not record that the values on the other server are complete.
     third = Attempt(uri)
     assert third.begin() == [0]
     third.settle(is_whole=True)
@@ -382,7 +382,7 @@ class Killed(BaseException):
 
 
 def killed_in(monkeypatch, method, work):
-    """Do some work, and kill the chief after its call of a method of `ServerState`."""
+    """Call `work`, and kill the chief when it has called `method` of `ServerState`."""
     done = getattr(ServerState, method)
 
     def dies(*given):
@@ -407,7 +407,6 @@ def test_what_has_names_in_part_is_freed_by_the_next(uri, monkeypatch):
 def test_what_is_freed_in_part_is_freed_by_the_next(uri, monkeypatch):
     attempt = begun(uri, 10)
     attempt.state.found = attempt.state._find()
-    # These are the variables of the first server.
     killed_in(monkeypatch, "_trace_free", lambda: attempt.state._free(attempt.state.found))
     last = Attempt(uri)
     assert last.begin() == []

@@ -1,4 +1,4 @@
-"""Synchronous training: which announcements count, and gradients that queue on the servers."""
+"""Synchronous training: which announcements count, and how gradients are staged on the servers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ def hub(monkeypatch):
 
 
 class Chief(SyncParameterServer):
-    """What a chief needs for the first gradients of a step, without a cluster."""
+    """A chief without a cluster, which collects the first gradients of a step."""
 
     def __init__(self, name: str, *, workers: int, needed: int):
         self._workers, self._needed = workers, needed
@@ -43,10 +43,10 @@ class Chief(SyncParameterServer):
         self._taken = tf.function(self._first)
 
     def hears(self, *announcements: tuple[int, int]) -> None:
-        """Stage gradients 1, 2, 4, ... and announce each with its step and loop."""
+        """Stage the gradients 1, 2, 4, ..., and announce each with its step and loop."""
         for number, (step, loop) in enumerate(announcements):
             value = tf.constant(2.0**number)
-            # Tasks of one process are one worker.
+            # All tasks of a process have the same worker number.
             numbers = (tf.constant(each, tf.int64) for each in (step, number, [0, loop]))
             self._put(*numbers, value, [value])
 
@@ -54,7 +54,7 @@ class Chief(SyncParameterServer):
         self._announce(*announced)
 
     def updates(self) -> tuple[float, int]:
-        """Return the sum of the gradients of the step, and how many were refused."""
+        """Return the sum of the gradients of a step, and the number of dropped ones."""
         _, (mean,), taken, refused, _ = self._taken(tf.constant(STEP, tf.int64))
         assert sum(taken.numpy()) == self._needed
         return float(mean) * self._needed, int(sum(refused.numpy()))
@@ -84,7 +84,7 @@ def test_a_backup_worker_is_not_replaced_by_another_one_that_gives_twice(request
 
 
 class Worker(SyncParameterServer):
-    """What a worker's loop needs to be traced, with the loss of a batch as its only gradient."""
+    """A worker whose loop can be traced; its only gradient is the loss of the batch."""
 
     towers, stream = ONE, None
 
@@ -122,7 +122,7 @@ def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(reques
         [each for each in body.get_operations() if each.type == "IteratorGetNext"]
         for body in bodies
     ]
-    # This takes turns and single steps.
+    # One loop takes whole turns, the other one single steps.
     assert sorted(map(len, taken)) == [1, TURN]
     for operations in taken:
         losses = [
@@ -132,7 +132,7 @@ def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(reques
 
 
 class Announcing(SyncParameterServer):
-    """What announces the gradient of a real model, without a cluster."""
+    """A worker without a cluster that announces the gradient of a real model."""
 
     scale = None
 
@@ -172,7 +172,7 @@ def test_an_announcement_comes_after_the_moving_averages(request, pulled):
 
 def test_state_on_a_server_without_gradients_is_waited_for_too(request):
     class Elsewhere:
-        """A variable that says that it is on another server."""
+        """A variable that claims to be on another server."""
 
         device = "/device:CPU:0"
 

@@ -1,4 +1,4 @@
-"""A gradient over two devices equals the gradient over both batches on one device."""
+"""The gradient of two towers equals the gradient of both batches on one device."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 
-# The only device of this process stands in for missing ones.
+# TensorFlow replaces a missing device by the only one of this process.
 TWO = Towers(devices=("/device:CPU:0", "/device:CPU:1"))
 RATE = 0.1
 
@@ -140,7 +140,7 @@ def test_no_two_towers_drop_the_same_units():
         gradient = build_pulled_gradient(model, total, jit=False, towers=devices)
         _, (found,) = tf.function(gradient)(taken)
         kept.append(set(np.unique(found.numpy()).tolist()))
-    # Only one of two towers kept the unit, so the mean is half of its value.
+    # If only one of two towers kept the unit, the mean is half of its value.
     assert kept == [{0.0, 2.0}, {0.0, 1.0, 2.0}]
 
 
@@ -155,7 +155,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
     scale = LossScale()
 
     def loss(*args):
-        # The gradient of this loss is infinite at the first scale.
+        # The gradient of this loss overflows at the initial scale.
         return cross_entropy(*args) * factor
 
     gradient = build_pulled_gradient(
@@ -171,7 +171,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
     value, count, changed = (each.value.numpy() for each in scale.variables)
     assert value < FIRST
     assert np.log2(value) == int(np.log2(value))
-    # The count is that of one worker that computes the batches one after the other.
+    # The count is the same as for one worker that computes the batches one after another.
     assert 1 <= changed <= count == parts
 
 

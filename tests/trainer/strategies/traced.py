@@ -1,4 +1,4 @@
-"""Properties of a traced graph."""
+"""Queries on a traced graph."""
 
 
 def ancestors(of):
