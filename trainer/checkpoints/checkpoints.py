@@ -58,7 +58,7 @@ class RestoredCheckpoint:
     Attributes:
         folder: its files on this machine.
         fields: the fields of its manifest.
-        apart: whether each server fetches its own values, which the folder then lacks.
+        apart: whether each server fetches its own values, which are then not in the folder.
     """
 
     uri: str
@@ -69,7 +69,7 @@ class RestoredCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run below a URI; writing needs the `lease`."""
+    """The checkpoints of one run below a URI. Writing requires the `lease`."""
 
     lease = NoLease()
     learnt = NOTHING
@@ -78,7 +78,7 @@ class Checkpoints:
     #: Raises if the run may not continue from a checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
-    #: The saver of parts, if servers write and read their own variables.
+    #: Saves by parts, if the servers write and read their own variables.
     parts: PartSaver | None = None
     #: The newest published global step that is known; -1 if there is none.
     published_step = -1
@@ -93,10 +93,10 @@ class Checkpoints:
         fingerprint: str = "",
         awaited: bool = False,
     ) -> None:
-        """Keep checkpoints below `uri` according to `Retention`; copies go to `scratch`.
+        """Keep checkpoints below `uri` according to `Retention`; temporary files are in `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
-        training examples may now be test examples. `awaited`: an evaluator runs.
+        training examples may now be test examples. `awaited` says that an evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -114,8 +114,8 @@ class Checkpoints:
     def newest(self) -> RestoredCheckpoint | None:
         """Fetch the newest valid checkpoint; log each newer one that is skipped, and why.
 
-        Raises `UserError` for other data, and for errors such as a full disk, after which a new
-        start would discard a good checkpoint.
+        Raises `UserError` if the data differ, and on errors such as a full disk, because starting
+        anew would discard a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -168,11 +168,11 @@ class Checkpoints:
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
     def read_validations(self) -> list[dict[str, Any]]:
-        """Return the validations of the evaluator so far; see `history.read_validations`."""
+        """Return the evaluator's validations so far; see `history.read_validations`."""
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Run the slow preparation of the first save of these variables once, before training."""
+        """Do the slow preparation for saving these variables, once and before training."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:
@@ -181,7 +181,7 @@ class Checkpoints:
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
-        """Publish `variables` by path, including `global_step`; return the URI."""
+        """Publish a checkpoint of `variables`, which include `global_step`; return its URI."""
         step = int(variables["global_step"].numpy())
         if (uri := self.build_uri(variables)) == self.last:
             return uri
@@ -195,7 +195,7 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # The seconds of the pause in training.
+        # How long training has paused.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
@@ -222,7 +222,7 @@ class Checkpoints:
             self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
 
     def prepare_publication(self) -> None:
-        """Raise if this process must not publish any more."""
+        """Raise if this process may no longer publish."""
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
@@ -237,10 +237,10 @@ class Checkpoints:
             self.parts.require()
 
     def note_published(self, uri: str, step: int) -> None:
-        """Emit that a checkpoint was published, and delete the ones that retention drops."""
+        """Emit that a checkpoint was published, and delete those that need not be kept."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # Later ones were unreadable, and retention must prefer readable ones.
+        # Later checkpoints were unreadable, and retention must prefer readable ones.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.list_outdated(readable):
             storage.delete(old)
@@ -294,7 +294,7 @@ class Checkpoints:
         self.note_published(uri, fields["global_step"])
 
     def build_uri(self, variables: Mapping[str, tf.Variable]) -> str:
-        """Return the URI of the checkpoint of `variables`, by their global step."""
+        """Return the URI for a checkpoint of `variables`, which contains their global step."""
         return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
 
 
@@ -307,7 +307,7 @@ def restore(
 ) -> None:
     """Assign the checkpoint's values to `variables`; raises `UserError` if they do not fit.
 
-    If the values are `apart`, the `servers` assign them. Optional variables that the checkpoint
+    If `found.apart` is set, the `servers` assign the values. Optional variables that the checkpoint
     lacks keep their values.
     """
     try:
@@ -331,7 +331,7 @@ def restore(
 
 
 def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
-    """Return the setting that restores a tabular model from before `pieces`; else empty."""
+    """Return a hint for a tabular model from before `pieces`; empty for other models."""
     new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
     if not new or new & set(there):
         return ""
@@ -343,7 +343,7 @@ def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
 
 
 def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
-    """Return the setting for a checkpoint with one output for each of two classes; else empty."""
+    """Return a hint for a checkpoint with two outputs for two classes; empty for others."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
     return "; two classes share one logit now: set task.name: classification for one logit each"
@@ -354,10 +354,10 @@ def select_resumed(
 ) -> dict[str, tf.Variable]:
     """Return the variables that a resumed run restores.
 
-    New averages and a new loss scale start with this attempt. If `training.freeze` has changed, a
-    variable that was frozen has no slots in the checkpoint and gets new ones. So do slots whose
-    paths differ only by a number (those of Adafactor), because the number may now mean another
-    variable.
+    Averages and a loss scale that the checkpoint lacks start with this attempt. If
+    `training.freeze` has changed, a variable that was frozen has no slots in the checkpoint and
+    gets new ones. Slots whose paths differ only in a number (Adafactor's) are also new, because the
+    number may now refer to another variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
         found_there = shapes(found)
@@ -391,7 +391,7 @@ def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
-    """Fetch and verify a checkpoint; raises `UserError` if it is missing, damaged or none."""
+    """Fetch and verify a checkpoint; raises `UserError` if it is missing, corrupted or not one."""
     fields = storage.fetch(uri, folder, manifest=read_checkpoint(uri)).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
@@ -409,7 +409,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return model variables by the path that they are restored from: the average, if any."""
+    """Return model variables by the path to restore them from, which is their average if any."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

@@ -13,8 +13,8 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoin
 from flotilla.trainer.runtime.json_records import parse_record
 
 PREFIX = "variables"
-# The manifest field with the variables of servers that were lost since the previous checkpoint: by
-# server, the paths and the global step to which the values were reset.
+# The manifest field that lists the variables of servers that were lost since the previous
+# checkpoint: for each server, the paths and the global step to which the values were reset.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
 # TensorFlow's escape sequences for paths in checkpoint keys.
@@ -44,14 +44,14 @@ class StoredVariable:
     @property
     def bytes(self) -> int:
         """The size of the values; 0 if the size of the dtype is unknown."""
-        # The first number in a name such as float8_e4m3fn.
+        # Use the first number in a name such as float8_e4m3fn.
         digits = re.search(r"[0-9]{1,3}", self.dtype)
         bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
         return math.prod(self.shape) * bits // 8
 
     @property
     def is_possible(self) -> bool:
-        """Return whether shape and part are possible values."""
+        """Return whether the shape and the part are valid."""
         return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
 
 
@@ -74,12 +74,12 @@ class Contents:
 
 
 def data_file(part: int, of: int) -> str:
-    """Return the path of the data of one part, under TensorFlow's name."""
+    """Return the path of a part's data file, as TensorFlow names it."""
     return f"{PREFIX}.data-{part:05d}-of-{of:05d}"
 
 
 def is_data(path: str) -> bool:
-    """Return whether a path in a checkpoint is the data of a part."""
+    """Return whether a path in a checkpoint is a data file."""
     return path.startswith(f"{PREFIX}.data-")
 
 
@@ -95,7 +95,7 @@ def find_path(key: str) -> str:
 
 
 def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
-    """Return the field `variables` of a manifest."""
+    """Return the manifest field `variables`."""
     return {
         path: {"dtype": each.dtype, "shape": list(each.shape), "part": each.part}
         for path, each in variables.items()
@@ -103,7 +103,7 @@ def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
 
 
 def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
-    """Return the variables in the fields of a manifest, without damaged entries."""
+    """Return the variables in a manifest's fields; invalid entries are skipped."""
     tree = fields.get("variables")
     found = {
         path: parse_record(StoredVariable, each)
@@ -119,7 +119,7 @@ def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) ->
 
 
 def contents(uri: str) -> Contents:
-    """Return the contents of the checkpoint at or newest below `uri`; raises `UserError`."""
+    """Read the checkpoint at `uri`, or the newest one below it; raises `UserError`."""
     if not storage.is_published(uri):
         uri, _ = newest_checkpoint(uri)
     manifest = read_checkpoint(uri)

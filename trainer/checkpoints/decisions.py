@@ -14,15 +14,15 @@ from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.runtime.errors import UserError
 
-# The number of unmeasured checkpoints to keep for an evaluator; without a limit, an evaluator that
-# never measures would fill the disk.
+# Maximum number of unmeasured checkpoints to keep for an evaluator. Without it, an evaluator that
+# never measures would cause a full disk.
 MAX_AWAITED = 10
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """An interval in global steps, which also ends at the last step; 0 means never."""
+    """An interval in global steps, which also ends at the last step; 0 steps mean never."""
 
     steps: int
     last_step: int
@@ -64,8 +64,8 @@ class Retention:
     """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: also keep the first checkpoint, and after each kept one the first that is this
-            much later; 0 means none.
+        every_hours: also keep the first checkpoint, and from then on one per so many hours; 0 means
+            none.
     """
 
     newest: int
@@ -73,7 +73,7 @@ class Retention:
     every_hours: float = 0.0
 
     def list_outdated(self, found: Sequence[IndexEntry]) -> list[str]:
-        """Return the URIs that may be deleted among all published checkpoints, oldest first."""
+        """Return the URIs to delete; `found` lists all published checkpoints, oldest first."""
         unmeasured = [each for each in found if not each.validation] if self.unmeasured else []
         kept = [
             *found[-self.newest :],
@@ -96,7 +96,7 @@ class Retention:
 def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
     """Return the measured checkpoints, best first; see `MainMetric.order`.
 
-    The earlier one of two equal checkpoints comes first.
+    Of two equal checkpoints, the earlier one comes first.
     """
     measured = [each for each in found if each.validation]
     return sorted(measured, key=lambda each: each.main.order(each.validation))
@@ -131,14 +131,14 @@ class SelectedCheckpoint:
 
 
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
-    """Return the selected checkpoint below `uri`, and emit which one it is.
+    """Select the checkpoint of the run below `uri` to use, and emit an event with it.
 
-    If `choice` is "best", it is the best valid checkpoint by the main metric of the validations, or
-    the last one if none was measured after training began. Otherwise it is the last one, and
-    `choice` may be the reason in words. `main_metric` is for a finished run that was resumed with
+    If `choice` is "best", it is the best valid checkpoint by the main validation metric, or the
+    last one if none was measured after the start of training. Otherwise, it is the last one, and
+    `choice` may be the reason as text. `main_metric` is for a finished run that is resumed with
     another main metric.
 
-    Raises `UserError` if there is none, or if the last one is damaged.
+    Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """
     found = read_index(uri, main_metric)
     if not found:
@@ -163,10 +163,10 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
 
 
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
-    """Return the last checkpoint of a user's own program, and emit which one it is.
+    """Select the last checkpoint of a user's program, and emit an event with it.
 
-    With `needs_model`, it is the last one with a model, or `UserError` is raised. Otherwise it is
-    None if the program wrote no checkpoint.
+    With `needs_model`, it is the last one that has a model; `UserError` is raised if none has.
+    Otherwise, it is None if the program wrote no checkpoint.
     """
     found = read_index(uri)
     for entry in reversed(found):

@@ -1,12 +1,12 @@
-"""The history of a run: rows, as one JSON object per line, next to the checkpoints.
+"""The history of a run: JSON rows, one per line, next to the checkpoints.
 
 The chief writes `history.jsonl`, one row per inner loop; a new attempt drops the rows after its
-checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; of two rows of a step,
+checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; if a step has two rows,
 the later one counts.
 
 In an object store, rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last
-segment is rewritten, so that the written bytes grow linearly with the rows and not quadratically.
-Readers skip damaged lines, such as a line that a killed process has truncated.
+segment is rewritten, so the number of written bytes grows linearly with the rows and not
+quadratically. Readers skip invalid lines, such as a line that a killed process has truncated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 SEGMENT_BYTES = 1 << 20
 _SUFFIX = ".jsonl"
-# The maximum number of damaged lines in a warning.
+# Maximum number of invalid lines to list in a warning.
 _MOST_NAMED = 5
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class History:
-    """Rows by global step; each has at least `global_step` and `seconds`."""
+    """The rows of a run by global step; each has at least `global_step` and `seconds`."""
 
     def __init__(self, uri: str, *, start: int, file: RowFile | None = None) -> None:
         """Read the rows below the checkpoints' `uri`, up to global step `start`."""
@@ -49,12 +49,12 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # This removes rows after the checkpoint and damaged lines.
+        # Rewrite the file, which removes rows after the checkpoint and invalid lines.
         self._file.begin(self.rows)
         self._begun = True
 
     def seconds(self) -> float:
-        """Return the seconds of training over all attempts."""
+        """Return the duration of training over all attempts, in seconds."""
         return float(self.rows[-1]["seconds"]) if self.rows else 0.0
 
 
@@ -99,12 +99,12 @@ class Validations:
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether this checkpoint, and not an earlier one of its step, was measured."""
+        """Return whether exactly this checkpoint was measured, not an earlier one of its step."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
     def add(self, manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Record the finite metrics of a checkpoint; return its row."""
+        """Record the metrics of a checkpoint, which are finite, and return the new row."""
         step = int(manifest.fields["global_step"])
         named = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
@@ -180,10 +180,10 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 class RowFile:
-    """A writer of a file of rows in a file system; it calls `require` before each write."""
+    """Writes a file of rows in a file system, and calls `require` before each write."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments, and write nothing."""
+        """Store the arguments; nothing is written yet."""
         self._uri = uri
         self._require = require
 
@@ -202,13 +202,13 @@ class RowFile:
 
 
 class SegmentedRowFile(RowFile):
-    """A writer of a file of rows in an object store; each thread may call `upload`."""
+    """Writes a file of rows in an object store; any thread may call `upload`."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments, and send no request."""
+        """Store the arguments; no request is sent yet."""
         super().__init__(uri, require)
         self._mutex = threading.Lock()
-        # The unwritten segments by number; only the last one grows.
+        # Segments to write, by number; only the last one grows.
         self._open: dict[int, bytearray] = {}
         self._is_new = False
 
@@ -260,7 +260,7 @@ class SegmentedRowFile(RowFile):
         found = [
             re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
         ]
-        # Delete the highest segment first: otherwise a kill may leave a gap that hides later
+        # Delete the highest segment first; otherwise, a kill could leave a gap that hides later
         # segments.
         for number in sorted((int(each[1]) for each in found if each), reverse=True):
             if number > last:
@@ -268,5 +268,5 @@ class SegmentedRowFile(RowFile):
 
 
 def row_file(uri: str) -> RowFile:
-    """Return a writer of the rows at `uri`, for a file system or an object store."""
+    """Return a writer for the rows at `uri`, in a file system or an object store."""
     return RowFile(uri) if storage.local_path(uri) else SegmentedRowFile(uri)

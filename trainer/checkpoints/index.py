@@ -1,6 +1,6 @@
 """The published checkpoints of a run, and the dataset statistics that belong to their weights.
 
-An embedding has a row for each number of a vocabulary, so that weights need their own vocabulary.
+Weights need the vocabulary of their training, because embedding rows are numbered by it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def list_checkpoints(uri: str) -> list[tuple[str, int]]:
-    """Return URI and global step of each published checkpoint below `uri`, oldest first."""
+    """Return the URI and global step of each published checkpoint below `uri`, oldest first."""
     return [(at, step) for at, step, _ in _readable(uri)]
 
 
@@ -57,7 +57,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
             found.append((at, step, manifest))
         else:
             log.warning("skipped: the manifest of %s has no global step", at)
-    # A program's model may be published at the step of an earlier checkpoint.
+    # By time too: a program may publish a model at the step of an earlier checkpoint.
     return sorted(found, key=lambda each: (each[1], each[2].created_at))
 
 
@@ -68,7 +68,7 @@ def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
 
 
 def require_weights(value: str | Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the initial weights are missing, or a `UserError` of the store."""
+    """Raise `ConfigError` if the initial weights are missing, or `UserError` on a store error."""
     source = initial_weights(value).source
     if source in ("", CHAMPION):
         return
@@ -83,7 +83,7 @@ def require_weights(value: str | Mapping[str, Any]) -> None:
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:
-    """Return URI and global step of the newest published checkpoint; raises `UserError`."""
+    """Return the URI and global step of the newest checkpoint; raises `UserError` if none."""
     found = list_checkpoints(uri)
     if not found:
         raise none_below(uri)
@@ -97,7 +97,7 @@ def none_below(uri: str) -> UserError:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """A published checkpoint, and its validation metrics, empty if it was not measured.
+    """A published checkpoint with its validation metrics, which are empty if it was not measured.
 
     Attributes:
         main: the metric by which the run selects checkpoints.
@@ -123,7 +123,7 @@ class IndexEntry:
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` compares them; by default, the newest checkpoint names it.
+    `main_metric` is the metric to compare them by; by default, that of the newest checkpoint.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
@@ -158,13 +158,13 @@ def _validation(measured: Any) -> dict[str, float]:
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
     """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # The checkpoint is invalid, because a valid one would have been resumed.
+        # It is invalid, because a valid checkpoint would have been resumed.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 
 
 def learnt_of_dataset(uri: str) -> Learnt:
-    """Return the statistics for a new model on the dataset."""
+    """Return the statistics for a new model, which are those of the dataset."""
     return Learnt(partial(_first, (uri,)))
 
 

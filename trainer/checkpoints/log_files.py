@@ -25,7 +25,7 @@ class LogFiles:
         """Upload the files that have grown; log a failure once, and continue."""
         try:
             for path in sorted(self.folder.rglob("*")):
-                # A link of a program may lead to what is not its own.
+                # Skip links, because a user's program may link to files that are not its own.
                 if (
                     path.is_symlink()
                     or not path.is_file()

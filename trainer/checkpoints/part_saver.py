@@ -3,9 +3,9 @@
 Values never pass through the chief. A save has three stages, and training waits only for the first:
 
 1. Each server copies its variables to its memory, as a snapshot. TensorFlow copies variables with
-row lookups at once, and others at their next update.
-2. Each server writes its snapshot to a file, unless a number is not finite, and frees the snapshot.
-The next save waits for the end of this stage, so that there is only one copy.
+row lookups immediately, and others at their next update.
+2. Each server writes its snapshot to a file, unless a number is not finite, and frees it. The next
+save waits for the end of this stage, so there is never more than one copy.
 3. Each server adds its file to a draft of the checkpoint
 (`flotilla.trainer.checkpoints.part_server`). The chief merges the indexes and commits the draft.
 Only then do readers see the checkpoint.
@@ -49,10 +49,10 @@ from flotilla.trainer.storage.errors import report_errors
 
 
 class Owner(Protocol):
-    """The methods of a run's checkpoints that parts need."""
+    """What the saver needs from the checkpoints of a run."""
 
     def prepare_publication(self) -> None:
-        """Raise if publication is not allowed; before it, publish files that must come first."""
+        """Raise if publication is not allowed; otherwise, publish files that must come first."""
 
     def note_published(self, uri: str, step: int) -> None:
         """Note that a checkpoint was published."""
@@ -63,7 +63,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class _Save:
-    """A pending checkpoint: the server of each path, and the part of each server."""
+    """A checkpoint to publish, with the server of each path and the part of each server."""
 
     uri: str
     fields: Mapping[str, Any]
@@ -90,7 +90,7 @@ class _Save:
 
 
 class PartSaver:
-    """Saves checkpoints by parts; its next call raises the errors of background threads."""
+    """Saves checkpoints by parts; errors of background threads are raised by the next call."""
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
@@ -138,7 +138,7 @@ class PartSaver:
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
 
     def get_layout(self, variables: Variables) -> Layout:
-        """Return the layout of variables, which is created once; raises `UserError`."""
+        """Return the layout of these variables, which is created only once; raises `UserError`."""
         return make_layout(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
@@ -158,7 +158,7 @@ class PartSaver:
         except ClusterLostError:
             raise
         except UserError:
-            # An earlier save may still be running, and the process ends next.
+            # Wait for an earlier save that is being uploaded, because the process exits next.
             with suppress(UserError):
                 self._uploads.flush()
             raise
@@ -172,7 +172,7 @@ class PartSaver:
             save.snapshot.clear()
             publish, discard = partial(self._publish, save), partial(self._discard, save)
             self._uploads.put("checkpoint", publish, discard)
-        # The training thread raises it later, as if that thread had saved the checkpoint.
+        # The training thread raises the error at its next call, as if it had saved the checkpoint.
         except BaseException as error:
             self._failure = error
             save.snapshot.clear()
@@ -208,7 +208,7 @@ class PartSaver:
     def _publish(self, save: _Save) -> None:
         self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # The checkpoint is invalid, because a valid one would have been resumed.
+            # It is invalid, because a valid checkpoint would have been resumed.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)
@@ -227,7 +227,7 @@ class PartSaver:
             save.replies[server] = self.servers.ask(server, request)
 
     def _add_small(self, save: _Save) -> list[storage.FileEntry]:
-        """Write the files without server data on this machine, and add them."""
+        """Write the small files on this machine, and add them to the draft."""
         with (
             report_errors(f"save {save.uri}"),
             tempfile.TemporaryDirectory(dir=self._scratch) as name,
@@ -242,7 +242,7 @@ class PartSaver:
         """Remove the parts of a save, and the remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
-            # Another thread may have removed it.
+            # Another thread may have removed it already.
             with suppress(UserError, ValueError):
                 self._remove(each)
                 self._unwanted.remove(each)

@@ -1,17 +1,19 @@
 """The parameter server's side of checkpoints by parts: it publishes and fetches its own files.
 
 The graphs of a chief run in the process and the working directory of a server, but the chief's
-Python code does not. A request that needs a store's client is therefore a file: an operation on the
-server writes `parts/requests/TOKEN.json`, and another one reads the reply at
-`parts/replies/TOKEN.json`. This needs no port and no address. `parts/ready.json` says that the
+Python code does not. A request that needs a client of the store is therefore a file: an operation
+on the server writes `parts/requests/TOKEN.json`, and another one reads the reply at
+`parts/replies/TOKEN.json`. This needs no port and no address. `parts/ready.json` shows that the
 server answers.
 
-On a full disk a reply may not fit. Then the server writes a shorter one that asks to try again. If
-that does not fit either, the server moves the request to the place of the reply, which takes no
-space. It stores the results of actions that cannot be repeated for the next attempt. If nothing can
-be written, there is no reply: while the chief waits, it writes `parts/probe` to detect this.
+On a full disk, a reply may not fit. In that case, the server writes a shorter one that asks the
+chief to try again. If that does not fit either, the server moves the request to the path of the
+reply, which needs no space. It keeps the results of actions that cannot be repeated until the chief
+asks again. If nothing can be written, there is no reply. To detect this, a waiting chief writes
+`parts/probe`.
 
-This module is free of TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's side.
+This module does not import TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's
+side.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ REPLIES = f"{FOLDER}/replies"
 PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
 POLL_SECONDS = 0.05
-# The number of replies to keep; a chief reads each reply soon.
+# Number of replies to keep; a chief soon reads each of them.
 KEPT_REPLIES = 16
-# The error of a reply to a request that may succeed later.
+# The error in a reply if the reply itself could not be written.
 UNWRITTEN = "cannot write its answer"
 # The suffixes of a part's files that a TensorFlow operation writes.
 DATA, INDEX = ".data-00000-of-00001", ".index"
-# The files that stay when the chief restarts.
+# Files that are kept when the chief restarts.
 _OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
 log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class Reply:
 
     @property
     def entry(self) -> storage.FileEntry:
-        """The entry of the file in the manifest."""
+        """The manifest entry of the file."""
         return storage.FileEntry(self.path, self.size, self.crc32c, self.at)
 
     @classmethod
@@ -110,17 +112,17 @@ class PartServer:
     """Answers the requests in a server's folder one by one; "discard" does not wait for uploads."""
 
     def __init__(self, folder: Path, task: str) -> None:
-        """Remove the files that an earlier server left in the folder."""
+        """Store the arguments; `start` starts the threads."""
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
-        # The replies that could not be written, to requests that cannot be repeated.
+        # Unwritten replies to requests that cannot be repeated.
         self._unwritten: dict[Request, Reply] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Start the threads, which end with the process or `stop`; return whether this worked."""
+        """Clear the folder and start the threads; return whether the folder is writable."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -143,7 +145,7 @@ class PartServer:
         return True
 
     def stop(self) -> None:
-        """Stop answering."""
+        """Stop answering requests."""
         self._ended.set()
 
     def _serve(self, is_quick: bool) -> None:
@@ -160,10 +162,7 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one complete request of the given kind (with or without an upload).
-
-        Return whether there was one.
-        """
+        """Answer one complete request, quick or not as given; return whether there was one."""
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = parse_record(Request, parse(path.read_bytes()))
@@ -181,7 +180,7 @@ class PartServer:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # An answered request reappears if the file system reported an error by mistake.
+            # The chief repeats an answered request if the file system wrongly reported an error.
             path.unlink(missing_ok=True)
             return True
         return False
@@ -260,10 +259,10 @@ def _publish(folder: Path, request: Request) -> Reply:
     """Add the data of a part to the draft of a checkpoint; return the part's index."""
     prefix = folder / request.prefix
     index = Path(f"{prefix}{INDEX}")
-    # Read it first, because a file can be moved only once.
+    # Read the index first, because moving the data cannot be repeated.
     data = index.read_bytes()
     entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
-    # If this fails, the next chief lets the server remove it.
+    # If this fails, the server removes the file when the next chief starts.
     with suppress(OSError):
         index.unlink()
     return Reply(

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: valid locally at once, and published in the background."""
+"""Checkpoints in an object store: saved locally first, and published in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Return the checkpoints below `uri`; `alone`: no other task reads the newest one."""
+    """Open the checkpoints below `uri`; `alone` means that no other task reads the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)
@@ -80,7 +80,7 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        # A run also resumes from pending checkpoints on this machine.
+        # The lease is needed here too, because a run also resumes from pending checkpoints.
         self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
@@ -105,12 +105,12 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # An invalid checkpoint may have the same manifest and other data.
+                # An invalid checkpoint may have the same manifest but other data.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
-            # The pending checkpoint is replaced next, and another job may own the run since the
-            # upload.
+            # Check the lease before replacing a checkpoint: another job may have taken over the run
+            # during the upload.
             self.lease.check()
             publish_anew(folder, there, manifest.fields)
         self.passed_over.discard(there)
@@ -118,7 +118,7 @@ class RemoteCheckpoints(Checkpoints):
         storage.delete(here)
 
     def prepare_publication(self) -> None:
-        """Check the lease, and upload the history up to the checkpoint for a resumed run."""
+        """Check the lease, and upload the history, which must precede its checkpoint."""
         super().prepare_publication()
         self.history.upload()
 

@@ -34,7 +34,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.retry import retry_until_deadline
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, server_device
 
-# The first and the last pause between two polls for a reply, and the time until a probe.
+# First and longest pause between two polls for a reply, and interval of probes, in seconds.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def find_server(variable: tf.Variable) -> int | None:
 
 
 def count_bytes(variables: Variables) -> int:
-    """Return the size of the values of variables."""
+    """Return the total size of variables in bytes."""
     return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
 
 
@@ -55,14 +55,14 @@ class PartServers:
     """The parameter servers of a cluster, which answer requests; thread-safe."""
 
     def __init__(self, count: int, io_device: str | None) -> None:
-        """Store the arguments, without a request; `io_device` is the chief's."""
+        """Store the arguments; no request is sent yet. `io_device` is the chief's."""
         self.count = count
         self.io_device = io_device
         self._are_ready: bool | None = None
         self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
-        """Return whether all servers answer; remove the files that another chief left on them."""
+        """Return whether all servers answer; remove files that an earlier chief left on them."""
         if self._are_ready is None:
             answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
@@ -80,7 +80,7 @@ class PartServers:
         return self._are_ready
 
     def ask(self, server: int, request: Request) -> Reply:
-        """Return the answer of a server; raises `UserError` or `ClusterLostError`."""
+        """Send a request, and return the reply; raises `UserError` or `ClusterLostError`."""
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
         self._write(server, f"{part_server.REQUESTS}/{name}", request.to_json())
         pause, probed = FIRST_SECONDS, time.monotonic()
@@ -158,14 +158,14 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# An error would keep a nested function alive; see `side_by_side`.
+# Not nested, because an error would keep a nested function alive; see `side_by_side`.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return the results of `work` for all servers; its errors hold no tensors."""
+    """Return the results of `work` for all servers; an error that it raises holds no tensors."""
 
     def run(server: int) -> Result:
         try:
@@ -194,7 +194,7 @@ def run_on_server(server: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def lost(server: int) -> Iterator[None]:
-    """Convert an error of an operation to the error of a lost server, its only possible cause."""
+    """Convert a TensorFlow error to `ClusterLostError`; here, only a lost server can cause it."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -203,7 +203,7 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write a checkpoint's index from those of its parts, without data; raises `UserError`."""
+    """Write the index of a checkpoint from those of its parts, without data; raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))

@@ -1,6 +1,6 @@
-"""Values of variables in TensorFlow's files (a tensor bundle).
+"""Values of variables in TensorFlow's checkpoint files (tensor bundles).
 
-`BundleWriter` writes the same variables many times with one graph. TensorFlow's own checkpoint
+`BundleWriter` writes the same variables many times with one graph. TensorFlow's own `Checkpoint`
 traces a new graph for each save, while training waits.
 """
 
@@ -34,8 +34,8 @@ _UNWRITABLE = (
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
-# The operating system's reasons, which appear in errors of any type, as TensorFlow has no type for
-# a damaged disk. A missing file is not among them, because it means a restarted server.
+# Error texts of the operating system. They appear in errors of any type, because TensorFlow has no
+# type for a disk failure. A missing file is excluded, because it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
     **{os.strerror(number): "check whether its file system answers there" for number in PASSING},
@@ -50,7 +50,7 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Convert a file error of TensorFlow to a `UserError`; other errors pass.
+    """Convert a file error of TensorFlow to a `UserError`; other errors are not changed.
 
     `action` is `WRITE` or `READ`; `where` returns the folder for the message. A transient error
     becomes `storage.Unavailable`.
@@ -66,8 +66,8 @@ def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[Non
 
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
-    """Return the operating system's reason; empty for an error of another kind."""
-    # After the stack trace of the graph, the line is "PATH; REASON".
+    """Return the operating system's error text; empty for other errors."""
+    # The last line, after the stack trace of the graph, is "PATH; REASON".
     last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
     is_written = action == WRITE and isinstance(error, _UNWRITABLE)
@@ -111,7 +111,7 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle in the file system of `io_device`, one at a time."""
+    """Assign the values of a bundle, one at a time; the bundle is in the files of `io_device`."""
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
             (value,) = tf.raw_ops.RestoreV2(
@@ -125,7 +125,7 @@ def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | N
 
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
-    """Write a bundle of variables once; raises `UserError`."""
+    """Write a bundle of variables for a single save; raises `UserError`."""
     retry_until_deadline(
         str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
     )
@@ -146,7 +146,7 @@ def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) 
 
 @cache
 def _read_layout(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-    """Let TensorFlow save scalars under these paths, and read the layout."""
+    """Make TensorFlow save scalars under these paths, and read the layout."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         prefix = Path(folder, PREFIX)
         with tf.device(io_device):
@@ -197,14 +197,14 @@ class BundleWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Values by the paths of their variables, and the paths of values that are not finite."""
+    """The values of variables by path, and the paths of values that are not finite."""
 
     by_path: Mapping[str, tf.Tensor]
     not_finite: Sequence[str]
 
 
 class _Reader:
-    """A graph that reads variables of any tasks in one call."""
+    """A graph that reads variables on any tasks in one call."""
 
     def __init__(self, variables: Variables, io_device: str | None) -> None:
         self._variables, self._io_device = dict(variables), io_device
@@ -235,7 +235,7 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # Otherwise a task with a GPU would copy all values to it.
+        # Name the CPU, because a task with a GPU would copy all values to the GPU.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Upload(NamedTuple):
-    """An upload, and the callback for its replacement by a newer one."""
+    """An upload, and a callback for its replacement by a newer one."""
 
     run: Callable[[], None]
     replaced: Callable[[], None]
@@ -37,8 +37,8 @@ class UploadQueue:
     ) -> None:
         """Queue an upload; it replaces a waiting or failed one in the same slot.
 
-        Then any thread calls `replaced` of the old upload. Raises `UserError` if an earlier upload
-        failed for a reason that retries cannot fix.
+        `replaced` is called, on any thread, when a newer upload replaces this one. Raises
+        `UserError` if an earlier upload failed for a reason that retries cannot fix.
         """
         with self._change:
             self._raise_lasting()
@@ -104,6 +104,6 @@ class UploadQueue:
             events.emit(events.UploadFailed(reason=str(error)))
             return error
         except BaseException as error:
-            # A bug must end training, as on the training thread.
+            # A bug must end training, as it would on the training thread.
             self._broken = error
         return None

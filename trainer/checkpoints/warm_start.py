@@ -3,7 +3,7 @@
 The weights come from a checkpoint, a `.keras` file, or an exported model with such a file. The
 global step and the optimizer are new; see
 `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`. Variables are matched by path.
-Keras omits the names of outer models from some paths, so that a path in a `.keras` file may have
+Keras omits the names of outer models from some paths. Therefore, a path in a `.keras` file may have
 fewer or more leading names if the match is unique.
 """
 
@@ -33,7 +33,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 _KEY = "training.warm_start"
 _MODEL = "model/"
 _FILE = f"model{KERAS}"
-# The maximum number of skipped variables in a message.
+# Maximum number of skipped variables to list in a message.
 _NAMED = 4
 NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent there"
 NOT_HERE = "not in this model"
@@ -131,7 +131,7 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Load values into the model; return fields of their manifests; raises `UserError`."""
+    """Load the weights into the model; return fields for its manifests. Raises `UserError`."""
     own = {
         path.removeprefix(_MODEL): variable
         for path, variable in variables.items()
@@ -219,7 +219,7 @@ def _load_keras(source: Source, paths: Sequence[str], io_device: str | None) -> 
     """Convert a Keras model file to a checkpoint with the paths of this model."""
     assert source.file
     try:
-        # Only the values of the loaded model are used.
+        # The CPU is enough, because only the values of the loaded model are used.
         with tf.device("CPU:0"):
             model = keras_file.read(source.file)
     # The file and the classes in it may raise any exception.
@@ -252,7 +252,7 @@ def _split_tables(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any
 
 
 def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Return the matching path here for each path there; the path itself if not unique."""
+    """Map each path in the file to the only matching path of the model, or else to itself."""
     alike = {path: _match(path, [each for each in here if each not in there]) for path in there}
     times = Counter(each for found in alike.values() for each in found)
     return {
@@ -262,7 +262,7 @@ def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
 
 
 def _match(path: str, others: Sequence[str]) -> list[str]:
-    """Return the paths that differ only by leading names."""
+    """Return the paths that differ from `path` only in leading names."""
     return [
         other
         for other in others

@@ -1,7 +1,7 @@
-"""A module in a child process: its request, environment, answer and errors.
+"""A module that runs in a child process: its request, environment, answer and errors.
 
-The request is a JSON file. The answer is the last output line that is a JSON object, and an error
-is the last line that begins with `flotilla: `. The child ends with its parent.
+The request is a JSON file. The answer is the last line of output that is a JSON object, and an
+error is the last line that starts with `flotilla: `. The child ends when its parent ends.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def call(  # noqa: PLR0913
     variables: Mapping[str, str] | None = None,
     loads: str = "",
 ) -> dict[str, Any]:
-    """Return the answer of a module to a request; raises `ChildLostError` or `ChildError`.
+    """Send a request to a module, and return the answer; raises `ChildLostError` or `ChildError`.
 
     The module gets `OPTION FILE` with the request, and `--workdir DIR`, a temporary folder. If the
     fork server of the run has loaded the module `loads`, that server forks the process.

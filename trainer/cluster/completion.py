@@ -1,7 +1,7 @@
-"""The end of training: a record that the leading task writes after the last publication.
+"""The record of the end of training, which the leading task writes after the last publication.
 
 An exit code of 0 proves nothing, because user code may end the process. The record is valid for
-this run and configuration, as long as its checkpoint is the newest.
+this run and configuration, and only while its checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def is_over(job: Job) -> bool:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # The newest by time and not by step, because training may have skipped a damaged later one.
+    # The newest by time, not by step, because training may have skipped a corrupted later one.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),
@@ -75,7 +75,7 @@ def is_over(job: Job) -> bool:
 
 
 def require(job: Job, task: str) -> None:
-    """Raise a `UserError` unless training is over, after `task` ended with exit code 0."""
+    """Raise `UserError` if `task` ended with exit code 0 but training is not over."""
     if not is_over(job):
         raise UserError(
             f"{task} ended with exit code 0 before training was over: {job.checkpoints} has "

@@ -12,7 +12,7 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# TensorFlow alone takes ten seconds to load on a busy machine.
+# Time limit of the dry run; loading TensorFlow alone takes ten seconds on a busy machine.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class NotKnownError(ConfigError):
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit; log if this is unknown."""
+    """Raise `ConfigError` if model and dataset do not fit; log a warning if this is unknown."""
     if config.program.command:
         return
     try:
@@ -41,9 +41,9 @@ def begin(
     on_mistake: Callable[[ConfigError], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Start a dry run in a thread; it calls `on_mistake` with an error of the configuration.
+    """Start a dry run in a thread, which calls `on_mistake` with an error of the configuration.
 
-    If `is_over` returns true, the dry run ends and reports nothing.
+    If the dry run ends without a result and `is_over` returns true, nothing is logged.
     """
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""The interface of launchers of a training cluster: from a `Job` to a published checkpoint."""
+"""The interface of training launchers, which turn a `Job` into a published checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Job:
 
     @property
     def run_id(self) -> str:
-        """The id of the run: the folder that holds its checkpoints."""
+        """The id of the run, which is the name of the folder above its checkpoints."""
         return find_run_id(self.checkpoints)
 
 
@@ -42,8 +42,8 @@ class Launcher(Protocol):
     """Starts the tasks of a job, supervises them, and returns when training is done."""
 
     def __call__(self, job: Job) -> None:
-        """Train to the end: the final checkpoint is published, and no task runs any more.
+        """Train until the final checkpoint is published and no task is running.
 
-        Raises a `UserError` that names the task and its error, or `RunInterruptedError` after a
-        stop was requested and the last checkpoint is published.
+        Raises a `UserError` that names the task and its error, or `RunInterruptedError` if a stop
+        was requested and the last checkpoint is published.
         """

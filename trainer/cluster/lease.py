@@ -1,14 +1,15 @@
 """The lease of a checkpoint folder: only one job at a time writes there.
 
 A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.json` below the
-folder, created by a write that never replaces a file. The highest number holds the lease, unless
-its file says `released` or was not renewed for `LEASE_SECONDS`. A new holder first creates the next
-number, so that a replaced holder always notices. Clocks of machines may differ by hours, so that a
-lease that has expired by the clock is watched for as long as a holder needs to renew it.
+folder, created by a write that never replaces a file. The file with the highest number holds the
+lease, unless it says `released` or was not renewed for `LEASE_SECONDS`. A new holder first creates
+the file with the next number, so that a replaced holder always notices. Clocks of machines may
+differ by hours, so a lease that has expired by the clock is watched for as long as a holder needs
+to renew it.
 
-A killed task, such as a chief that Kubernetes restarts or the retry of a step, restarts at once,
-perhaps on another machine, and finds its own earlier lease. Only a renewal shows whether the holder
-lives, so that `acquire_waiting` waits for a renewal or for the expiry.
+A killed task, such as a chief that Kubernetes restarts or a retried step, restarts at once, perhaps
+on another machine, and finds its own earlier lease. Only a renewal shows whether the holder is
+alive, so `acquire_waiting` waits for a renewal or for the expiry.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # A living holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# A process that ends does not wait longer for its store; the next holder then waits.
+# Maximum time for the release by an exiting process, in seconds; else the next holder waits.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
-# A holder without access to the store, or with a wrong clock, may still train. The file of an
-# expired lease blocks no job, so that it can stay for long.
+# A holder that cannot reach the store, or whose clock is wrong, may still train. The file of an
+# expired lease blocks no job, so it can be kept for a long time.
 ABANDONED_SECONDS = 24 * 3600.0
 _SUFFIX = ".json"
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class LeaseHolder:
 
     Attributes:
         token: unique to this holder.
-        job: the job whose attempts share the lease, so that a new one takes over at once; or empty.
+        job: the job whose attempts share the lease, so that a new attempt takes it over at once.
         writer: see `flotilla.trainer.storage.local.writer`.
     """
 
@@ -88,7 +89,7 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
-        """Build the message about a holder that was watched for `watch` seconds."""
+        """Build the message for a holder that was watched for `watch` seconds."""
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -100,7 +101,7 @@ class LeaseHeldError(UserError):
 
 
 class LeaseLostError(UserError):
-    """Another job has the lease, or the lease was removed: this job must not write any more."""
+    """Another job has the lease, or the lease was removed: this job must no longer write."""
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
@@ -120,9 +121,9 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Delete the leases of dead holders and those older than a day; return their URIs.
+    """Delete the leases of dead holders, and those that expired a day ago; return their URIs.
 
-    An unreadable file blocks no job, and stays because it may have another owner.
+    An unreadable file is kept: it blocks no job, and may belong to another program.
     """
     expired = [
         lease_uri(uri, number)
@@ -140,7 +141,7 @@ def lease_uri(uri: str, number: int) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """Format a time, in seconds since 1970."""
+    """Format a time given in seconds since 1970."""
     found = make_time(seconds)
     return f"{found:%Y-%m-%d %H:%M:%S} UTC" if found else f"{seconds:g} s after 1970"
 
@@ -181,23 +182,23 @@ class Lease(NoLease):
     def acquire(self, dead: LeaseHolder | None = None) -> None:
         """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
 
-        `dead` is a holder that did not renew the lease for its duration, by this clock.
+        `dead` is a holder that has not renewed the lease for its duration, by this machine's clock.
         """
         self._dead = dead
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # The call may have waited for the lease, so that its duration starts now.
+            # The lease starts now, because this call may have waited for it.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # If two jobs write at once, or an answer is lost, only the store knows the holder.
+            # If two jobs write at once, or a response is lost, only the store knows the holder.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder took the next number, and has left since.
+                # Another holder took the next number, and has released it since.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -235,8 +236,8 @@ class Lease(NoLease):
     def release(self) -> None:
         """Release the lease; raises `LeaseLostError` if it is lost.
 
-        Its file stays: the next holder takes the next number, so that a late write of this holder
-        is never mistaken for a write of that one.
+        The file is kept, and the next holder uses the next number, so that a late write of this
+        holder is never mistaken for one of the next holder.
         """
         with self._mutex:
             self._read_holder()
@@ -304,10 +305,10 @@ def acquire_waiting(
 ) -> None:
     """Retry `acquire` while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    A holder is dead if it does not renew the lease while it is watched, independently of its clock.
-    A lease that has expired by this machine's clock is watched for a shorter time. Raises
-    `RunInterruptedError`, `UserError`, or `LeaseHeldError` if the holder lives or another one was
-    faster.
+    A holder is considered dead if it does not renew the lease while it is watched, whatever its
+    clock says. A lease that has expired by this machine's clock is watched for a shorter time.
+    Raises `RunInterruptedError`, `UserError`, or `LeaseHeldError` if the holder is alive or another
+    job was faster.
     """
     first: LeaseHolder | None = None
     waited, watch = 0.0, LEASE_SECONDS
@@ -316,7 +317,7 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Logging would swallow an exception of a signal handler.
+        # Only note the interrupt: logging would swallow an exception from a signal handler.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)
@@ -345,12 +346,12 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """Hold the lease of the folder `uri` in this block, and renew it in a thread.
 
-    For errors see `acquire_waiting`. An attempt that ends by `ClusterLostError` does not release
+    For errors, see `acquire_waiting`. An attempt that ends with `ClusterLostError` does not release
     the lease, which the next attempt takes over.
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # The thread runs as long as this process trains, despite any errors of the client.
+    # The thread runs as long as this process trains, whatever errors the store's client raises.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease is not renewed"
     ).start()
@@ -373,7 +374,7 @@ def lease_environment() -> dict[str, str]:
 
 
 def _release(lease: Lease) -> None:
-    # Report the error that ended the block.
+    # Only log an error, so that the error that ended the block is raised.
     try:
         with shorter_retry(_RELEASE_SECONDS):
             lease.release()

@@ -1,14 +1,14 @@
 """Liveness: how a process detects whether another one makes progress.
 
-A process that is stopped, swapped out or stuck in the kernel does not end, so that waiting for its
-end does not help. There are two signals:
+A process that is stopped, swapped out or stuck in the kernel does not exit, so waiting for its exit
+does not help. There are two signals:
 
-- The heartbeat of a child. A task writes a byte into a pipe at an interval, and its parent waits
-  for bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so that the task
-  does not seem dead.
+- Heartbeats of a child. A task writes a byte into a pipe at intervals, and its parent waits for the
+  bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so the task does not
+  seem dead.
 - An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection
-  exists, and the kernel keeps it. A live gRPC server sends its settings to each client that
-  connects (RFC 9113, section 3.4); a stopped process accepts connections and sends nothing.
+  exists, and the kernel keeps it open. A live gRPC server sends its settings to each client that
+  connects (RFC 9113, section 3.4); a stopped process accepts connections but sends nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.background import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
-# A starting task loads TensorFlow, which holds the interpreter lock for long on a busy machine.
+# Timeout of a starting task, which holds the interpreter lock while it loads TensorFlow.
 STARTING_SECONDS = 180.0
-# The number of heartbeats per timeout; all but one may be missed.
+# Number of heartbeats per timeout; all but one may be missed.
 _BEATS = 5
 
-# Enough time for a process on a busy machine.
+# Timeout of an answer, enough for a process on a busy machine.
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
@@ -77,7 +77,7 @@ def _beat(descriptor: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Tasks that are `silent` or unreachable, and tasks that are `gone` because they have ended."""
+    """The `silent` tasks, which do not answer, and the `gone` tasks, which have ended."""
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
@@ -118,23 +118,23 @@ def _answer(address: str, timeout: float) -> str:
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# TensorFlow reads this variable when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
+# TensorFlow reads this variable when it opens the first channel: NAME=NUMBER,NAME=NUMBER.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
     # The minimum interval between two name resolutions.
     "grpc.dns_min_time_between_resolutions_ms": 1000,
-    # The first pause after a refused connection, which grows with each failure; by default 1 s.
+    # The pause after the first refused connection; it grows with each failure (default: 1 s).
     "grpc.initial_reconnect_backoff_ms": 100,
     # Despite its name, this is the timeout of a connection attempt. It is long enough for TCP to
-    # resend two lost packets, and ends before a starting task serves.
+    # resend two lost packets, and shorter than the start of a task.
     "grpc.min_reconnect_backoff_ms": 5000,
     # A gRPC server closes a channel that sends more than two pings within 300 s without data, for
     # example during a call of several hours; TensorFlow has no option for this.
     "grpc.keepalive_time_ms": 310_000,
-    # The timeout of a keepalive ping, also of the pings by which gRPC measures a connection. A
-    # transfer from a machine that disappeared ends after this time.
+    # The timeout of keepalive pings, and of those by which gRPC measures a connection. A transfer
+    # from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC sets TCP_USER_TIMEOUT to it: the time for which sent bytes may be unacknowledged. It must
+    # gRPC also sets TCP_USER_TIMEOUT to this: how long sent bytes may be unacknowledged. It must
     # exceed the time for which a task may be stopped or swapped out (`training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
     # Ping throughout a call; the default is two pings.
@@ -146,7 +146,7 @@ CHANNEL_OPTIONS = {
 
 
 def find_tasks_soon() -> None:
-    """Let new channels of this process find a restarted task at its new address."""
+    """Make new channels of this process find a restarted task quickly at its new address."""
     given = [each for each in os.environ.get(CHANNELS, "").split(",") if each]
     names = {each.partition("=")[0].strip() for each in given}
     added = [f"{name}={value}" for name, value in CHANNEL_OPTIONS.items() if name not in names]

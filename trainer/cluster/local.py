@@ -1,8 +1,8 @@
 """The local launcher: a cluster on loopback with one supervised process per task.
 
-A bound socket that does not listen reserves each port while the cluster exists. With SO_REUSEADDR
-on both sides the task can listen on the same port, and the kernel never offers the port as a free
-one.
+A socket that is bound but does not listen reserves each port while the cluster exists. With
+SO_REUSEADDR on both sockets, the task can listen on the same port, and the kernel never offers the
+port as a free one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a port that is free at the moment."""
+    """Return a port that is currently free."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -95,14 +95,14 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 
 
 log = logging.getLogger(__name__)
-# A growing file sends no event.
+# Poll the logs, because a growing file sends no event.
 _LOOK_SECONDS = 0.5
 # A function that takes the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]
 
 
 class TaskLogs:
-    """The logs below a folder, each line once.
+    """Reads the logs below a folder, each line once.
 
     `traceback` is the traceback of the user's code, or empty.
     """
@@ -116,7 +116,7 @@ class TaskLogs:
         self._positions = {path: path.stat().st_size for path in self._logs()}
 
     def take(self) -> None:
-        """Read new lines; log the events in words, and pass other lines to the sink."""
+        """Read new lines; log events as text, and pass other lines to the sink."""
         for path in self._logs():
             # Another process may remove the folder.
             with suppress(OSError):
@@ -130,7 +130,7 @@ class TaskLogs:
         with path.open("rb") as file:
             file.seek(self._positions.get(path, 0))
             for line in file:
-                # The next call reads the rest of an incomplete line.
+                # Leave an incomplete line for the next call.
                 if line.endswith(b"\n"):
                     self._positions[path] = file.tell()
                     yield line.decode("utf-8", errors="replace").rstrip("\n")

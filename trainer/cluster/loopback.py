@@ -1,10 +1,10 @@
 """The ports of a local cluster, closed to all connections except those over loopback.
 
 TensorFlow's servers run any graph that they receive, and listen on every address of the machine.
-Their address cannot be set, but they can share their port (SO_REUSEPORT). Therefore a socket of
-this process listens first, and a filter lets the kernel choose between the two: a connection over
-loopback goes to the server, any other one to this socket, which drops it. The filter is active
-before the server listens. A loopback connection before that also goes to this socket, which closes
+The address cannot be set, but they can share their port (SO_REUSEPORT). Therefore, a socket of this
+process listens first, and a filter makes the kernel choose between the two: a connection over
+loopback goes to the server, and any other one to this socket, which drops it. The filter is active
+before the server listens. Until then, a loopback connection also goes to this socket, which closes
 it at once; the client retries after a second. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
@@ -41,7 +41,7 @@ _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x1
 _DROP = [(_RETURN, 0, 0, 0)]
 # An instruction has an operation, the numbers of instructions to skip if its comparison is true or
 # false, and a value. The result is an index into the sockets that share the port. The source is
-# checked too, so that a router that forwards 127.0.0.0/8 (`route_localnet`) cannot forge it.
+# checked too, because a router may forward packets to 127.0.0.0/8 (`route_localnet`).
 _SERVER_IF_LOOPBACK = [
     (_LOAD_BYTE, 0, 0, _IP),
     (_SHIFT_RIGHT, 0, 0, 4),
@@ -63,9 +63,9 @@ _SERVER_IF_LOOPBACK = [
     (_RETURN, 0, 0, 1),
     (_RETURN, 0, 0, 0),
 ]
-# The result is the number of bytes of a packet to keep.
+# This filter returns the number of bytes of a packet to keep.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# While tasks look for this one, they connect several times a second.
+# Tasks that look for this one connect several times per second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
 # A kernel that accepts the filter but ignores it distributes connections at random.
@@ -85,7 +85,7 @@ def is_loopback(address: str) -> bool:
 def close_to_others(address: str) -> None:
     """Let only loopback connections reach the server that this process creates at `address`.
 
-    A task that other machines need stays open. On a system without this filter, all tasks stay
+    An address that other machines need stays open. On a system without this filter, all ports stay
     open, with a warning. Raises `UserError` if the port is taken.
     """
     if not is_loopback(address):
@@ -115,7 +115,7 @@ def _close_each(held: socket.socket) -> None:
 
 
 def can_close() -> bool:
-    """Return whether this system can close a port to other machines, by a trial."""
+    """Test whether this system can close a port to other machines."""
     if sys.platform != "linux":
         return False
     try:
@@ -131,7 +131,7 @@ def can_close() -> bool:
 
 
 def _open_listener(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
-    """Return a socket that gets the connections to `port` that do not come over loopback."""
+    """Open a socket that receives the connections to `port` that do not come over loopback."""
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)

@@ -1,7 +1,7 @@
 """One task of a local cluster as a process: folder, environment, resources, log and end.
 
-The tasks share one machine, so that each is limited to a part of its cores and GPUs. On two cores,
-one thread per operation gave 15 % more steps a second, and a core for each worker another 10 %.
+The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, one
+thread per operation gave 15 % more steps per second, and one core per worker another 10 %.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
-    """Pin a started worker to separate cores, if there are enough cores for all workers."""
+    """Pin a started worker to its own cores, if there are enough cores for all workers."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
         # The process may have ended.
         with suppress(OSError):
@@ -116,7 +116,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
 
 
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
-    """Return the variables that make only its GPUs visible to a local task, by index.
+    """Return the variables that make only its own GPUs visible to a local task, by index.
 
     If workers share a GPU, `cluster.gpu_memory_mb` or `gpu_memory_fraction` splits its memory.
     """
@@ -130,7 +130,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
 
 # TensorFlow imports Keras 3 at start, but Keras 2 only when used, which a server never does.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
-#: The imports of each kind of task besides TensorFlow; the fork server loads them.
+#: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
     "server": "flotilla.trainer.training.server",
     "chief": "flotilla.trainer.training.chief",
@@ -140,7 +140,7 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# The guard of a program has so long to end.
+# Maximum time for the guard of a program to end, in seconds.
 _GUARD_SECONDS = 30.0
 # The file with the number of times that the launcher has started the task.
 STARTS = "starts.txt"
@@ -159,7 +159,7 @@ class End:
         code: the exit code, or the negative number of the signal.
         why: the reason if the launcher killed it; else empty.
         stalled: whether it was killed because its heartbeats stopped.
-        planned: whether it was killed on purpose, which is no incident.
+        planned: whether it was killed as planned, which does not count as an incident.
     """
 
     code: int
@@ -174,7 +174,7 @@ class End:
 
     @property
     def cause(self) -> str:
-        """The cause, in words that follow "ended with"."""
+        """The cause, as text that follows "ended with"."""
         if self.why:
             return self.why
         if self.code < 0:
@@ -261,7 +261,7 @@ class TaskProcess:
             self._started.kill()
 
     def end(self) -> End:
-        """Return how the task ended; call it after the end."""
+        """Return how the task ended; call this only after it has ended."""
         code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
@@ -308,7 +308,7 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide those of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # gRPC then reads a message in one piece; on this machine it is already in memory.
+            # gRPC reads a message in one piece, because it is already in this machine's memory.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -323,7 +323,7 @@ class TaskProcess:
 
 
 def end_guard(folder: Path) -> None:
-    """Wait for the guard of a program, whose agent has ended, and kill what it may have left."""
+    """Wait for the guard of a program whose agent has ended, and kill what the guard left."""
     guard = folder / "exchange" / "guard.py"
     if guard.exists():
         words = [str(guard), "--socket", str(guard.with_name("guard.sock")), "--sweep"]

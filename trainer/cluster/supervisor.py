@@ -5,14 +5,14 @@ Every event is a `TaskEvent` in one queue: the end of a task, or a request to st
 
 - The leader ended, and its record says that training is over
   (`flotilla.trainer.cluster.completion`): the evaluator may finish the last checkpoint, and the run
-  is over. An exit code 0 without this record fails the run.
-- A task died: it restarts, after at most `cluster.max_restarts` incidents in all. Exit codes of a
+  ends. Exit code 0 without this record fails the run.
+- A task died: it is restarted, up to `cluster.max_restarts` incidents in total. Exit codes of a
   permanent failure (`End.is_final`) end the run.
-- A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
-- The evaluator (`EvaluatorSupervision`) restarts separately, and never ends a run.
+- A stop was requested: the leader gets SIGTERM, and has `GRACE_SECONDS` for a last checkpoint.
+- The evaluator ended: `EvaluatorSupervision` restarts it. It never ends a run.
 
-TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: for each
-attempt tens of megabytes on a parameter server, and a hundred or more on a worker. When a chief
+TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: tens of
+megabytes per attempt on a parameter server, and a hundred or more on a worker. When a chief
 restarts, `ServerMemory` restarts each server that has grown to twice its size.
 """
 
@@ -42,16 +42,15 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.runtime.signals import handle_interrupts
 
-# The time for a leader to publish its last checkpoint after a request to stop.
+# Time for a leader to publish its last checkpoint after a request to stop, in seconds.
 GRACE_SECONDS = 60.0
-# The time for the evaluator to measure each checkpoint after training, including the last one.
+# Time for the evaluator to measure each remaining checkpoint after training, in seconds.
 EVALUATION_SECONDS = 600.0
-# The allowed growth of a server's memory, relative to the end of the first attempt. A restart loses
-# the values of a parameter server, and TensorFlow frees the memory of a dead chief later.
+# Maximum growth of a server's memory, relative to the end of the first attempt. Not lower, because
+# a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory later.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
-# The supervisor gives up an evaluator that keeps failing; its restarts do not count for
-# `cluster.max_restarts`.
+# Maximum number of restarts of a failing evaluator. They do not count for `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
@@ -63,7 +62,7 @@ class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
     def __init__(self) -> None:
-        """Start with the first attempt."""
+        """Start without measurements."""
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
 
@@ -156,7 +155,7 @@ class Supervisor:
         self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
-        # The total number of restarts when each task was last started.
+        # The total number of restarts at the last start of each task.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
@@ -194,7 +193,7 @@ class Supervisor:
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # If only this one restarted, it would wait for the workers that have left.
+                # Do not restart only the leader: it would wait for workers that have left.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:
@@ -223,7 +222,7 @@ class Supervisor:
 
     def _count_incident(self, process: TaskProcess, end: End) -> None:
         # A task that restarts because another one was lost belongs to the same incident. So does a
-        # task that stalled after the tasks that waited for it have restarted.
+        # stalled task if the tasks that waited for it have already restarted.
         follows = end.code == BEGIN_AGAIN or end.stalled
         if follows and self._restarts_at_start[process.task] < self._restarts:
             return

@@ -33,7 +33,7 @@ def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[s
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Limit the size of files of this process, as on a disk that is nearly full."""
+    """Limit the size of files that this process writes, as on a nearly full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -65,7 +65,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
 
 @pytest.fixture
 def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..., Checkpoints]:
-    """Create the checkpoints of an attempt of the chief in a bucket, by parts if configured."""
+    """Return a function that opens the checkpoints, saved by parts, of a chief in a bucket."""
     bucket = bucket_name()
     gcs.create_bucket(bucket)
 

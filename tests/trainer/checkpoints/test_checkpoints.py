@@ -107,7 +107,7 @@ def test_what_is_saved_comes_back(folder):
 
 
 def test_one_of_the_first_version_is_read(folder, tmp_path):
-    """It is TensorFlow's own checkpoint; its manifest names neither variables nor the data."""
+    """The first version wrote TensorFlow's own format, and a manifest with only the global step."""
     written = tmp_path / "written"
     tf.train.Checkpoint(variables=variables(1500)).write(str(written / "variables"))
     uri = storage.join(storage.uri_of(folder), "step-00001500")

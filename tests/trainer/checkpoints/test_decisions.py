@@ -117,7 +117,7 @@ def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
 class TestSelectedCheckpoint:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch):
-        """Return a function that publishes checkpoints with these losses, and its events."""
+        """Return a function that publishes checkpoints with given losses and returns their URI."""
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
         def published(losses, damaged=(), areas=(), **fields):
@@ -166,7 +166,7 @@ class TestSelectedCheckpoint:
         [
             ("auc", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (20, "best by validation AUC")),
             ("auc", "lower", {10: 0.6, 20: 0.9, 30: 0.7}, (10, "best by validation AUC")),
-            # Of two equal values the one with the lower loss is selected.
+            # Of two equal values, the one with the lower loss is selected.
             ("auc", "higher", {10: 0.9, 20: 0.9, 30: 0.9}, (30, "best by validation AUC")),
             # An undefined metric is worse than any value.
             ("auc", "higher", {20: 0.4}, (20, "best by validation AUC")),
@@ -174,7 +174,7 @@ class TestSelectedCheckpoint:
                 "ndcg", "higher", {10: 0.6, 20: 0.9, 30: 0.7},
                 (30, "best by validation loss: a validation does not measure NDCG"),
             ),
-            # A checkpoint of an earlier version has no metric.
+            # The checkpoints of an earlier version have no main metric.
             ("", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (30, "best by validation loss")),
         ],
     )  # fmt: skip

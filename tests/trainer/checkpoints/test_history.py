@@ -1,4 +1,4 @@
-"""The rows of `history.jsonl`: whole, in order, and cut back to the checkpoint by a new attempt."""
+"""The rows of `history.jsonl`: complete, in order, and cut back by a new attempt."""
 
 import json
 import os
@@ -169,7 +169,7 @@ class TestInAFileSystem:
 
     def test_a_line_that_was_cut_short_takes_no_other_along(self, uri_rows, caplog):
         storage.local_path(uri_rows).write_bytes(b'{"global_step": 1}\n{"global_st')
-        # It may be in the process of being written, so there is no warning.
+        # There is no warning, because the line may still be being written.
         assert (read(uri_rows), caplog.text) == ([1], "")
         RowFile(uri_rows).append(row_rows(3))
         assert read(uri_rows) == [1, 3]

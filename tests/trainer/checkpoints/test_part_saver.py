@@ -1,4 +1,4 @@
-"""Checkpoints of which each server writes a part."""
+"""Checkpoints that are saved by parts, one part per server."""
 
 import errno
 import gc
@@ -95,7 +95,7 @@ def test_servers_that_do_not_answer_leave_it_to_the_chief(tmp_path, two_servers)
 
 def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
     held = variables(10, 1.0)
-    # TensorFlow copies variables read by rows at once, and others at their next update.
+    # TensorFlow copies variables with row lookups immediately, and others at their next update.
     held[ON_FIRST].scatter_add(tf.IndexedSlices(tf.zeros([1, 4]), [0]))
     made = opened(tmp_path, two_servers)
     with made.flush_at_end():
@@ -157,7 +157,7 @@ def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatc
 
 
 def failing(number, kind, times):
-    """Return a function that replaces TensorFlow's save: the second part fails several times."""
+    """Return a replacement for TensorFlow's save, which fails several times on the second part."""
     tried = []
 
     def save(prefix, save=tf.raw_ops.SaveV2, **named):
@@ -220,7 +220,7 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, 
     made = opened(tmp_path, two_servers)
 
     def add_small(save, add_small=made.parts._add_small):
-        # The index of a part may fit when the index of the whole does not.
+        # The index of a part may fit even if the index of the whole does not.
         largest = max(len(each.index) * 3 // 4 for each in save.replies.values())
         with room_for(largest if of == "whole" else 0):
             return add_small(save)
@@ -298,7 +298,7 @@ def saved_during_an_upload(made, gcs, *steps):
 
 @contextmanager
 def uploading(made, gcs, step):
-    """Save one checkpoint, whose upload continues when the event is set."""
+    """Save one checkpoint; its upload continues once the event is set."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -331,7 +331,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
         made.parts.settle()
         there = [each for each in left(tmp_path) if ".data-" in each]
         free.set()
-    # These are the files of step 10, whose upload is in progress, and of step 40.
+    # The files of step 10, whose upload is in progress, and of step 40.
     assert len(there) == 2 * 2
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
 
@@ -447,7 +447,6 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp
 def test_a_commit_whose_answer_was_lost_is_no_conflict(in_bucket, gcs):
     made = in_bucket()
     save_steps(made, 10)
-    # The files are two parts, the index, and the manifest.
     lost = Fault("lose", method="POST", every=4)
     gcs.plan.add(lost)
     save_steps(made, 20)

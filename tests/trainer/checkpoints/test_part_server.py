@@ -1,4 +1,4 @@
-"""The answers of a server to the request files of a chief."""
+"""How a server answers the request files of a chief."""
 
 import base64
 import errno
@@ -19,7 +19,7 @@ def answered(server, folder, name, request):
 
 
 def waiting(folder):
-    """Return a server that answers when it is called."""
+    """Return a server that answers only when it is called."""
     for name in ("requests", "replies"):
         (folder / "parts" / name).mkdir(parents=True)
     return PartServer(folder, "ps-0")
@@ -132,7 +132,7 @@ def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
     reply = server._answer(Request(action="publish", uri="file:///x", prefix="parts/y"))
     line = f"ps-0: cannot publish a part of a checkpoint in {tmp_path}/parts: {tmp_path}/parts/y"
     assert reply.error.startswith(f"{line}.index: {os.strerror(number)}")
-    # The chief repeats a request whose error may pass.
+    # The chief repeats a request whose error may be transient.
     assert reply.transient == (number == errno.EIO)
 
 

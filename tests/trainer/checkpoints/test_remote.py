@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: training never waits for it, and no saved one is lost."""
+"""Checkpoints in an object store: training never waits for it, and no saved checkpoint is lost."""
 
 import threading
 from contextlib import nullcontext, suppress
@@ -46,7 +46,7 @@ def of(uri, tmp_path):
 
     made = []
     yield _of
-    # The server's end also ends an upload of a finished attempt.
+    # Stopping the server also ends the uploads of a finished attempt.
     for kept in made:
         with suppress(UserError, ZeroDivisionError), kept.flush_at_end():
             pass

@@ -1,4 +1,4 @@
-"""The requests of the chief to servers, and the restoration of their values."""
+"""The chief's requests to servers, and restored values on the servers."""
 
 import errno
 import os
@@ -66,7 +66,7 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
 
 @pytest.mark.usefixtures("short_deadline")
 def test_a_server_whose_disk_is_damaged_is_not_lost(two_servers):
-    # The system answers a write there with EIO, for which TensorFlow has no type of error.
+    # The system refuses a write there with EIO, for which TensorFlow has no error type.
     line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for errors"
     with pytest.raises(storage.Unavailable, match=line):
         two_servers._write(1, "/proc/self/mem", "x")
@@ -117,7 +117,7 @@ def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers,
     monkeypatch.setitem(part_server._ACTIONS, "discard", counted)
     monkeypatch.setattr(tf.io, "write_file", write_and_fail)
     two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # The call waits until the second request is taken too.
+    # Wait until the second request has also been taken.
     while os.listdir(part_server.REQUESTS):
         pass
     assert done == ["parts/x"]
@@ -140,7 +140,7 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
         "",
         "Socket closed",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
-        # This is the folder of a restarted server.
+        # As in the new folder of a restarted server.
         "parts/requests/a.json; No such file or directory",
     ],
 )
@@ -178,7 +178,7 @@ def test_a_server_that_can_write_no_answer_at_all_is_one_line(two_servers, monke
 
 @pytest.fixture
 def remount(tmp_path, two_servers):  # noqa: ARG001
-    """Return a function that makes the folder of the servers and this process read-only."""
+    """Return a function that makes the folder of the servers, and of this process, read-only."""
     folder = str(tmp_path / "servers")
     if subprocess.run(["mount", "--bind", folder, folder], check=False).returncode:
         pytest.skip("needs the right to mount")

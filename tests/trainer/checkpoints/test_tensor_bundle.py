@@ -1,4 +1,4 @@
-"""TensorFlow's own reader restores the bundles that are written repeatedly."""
+"""TensorFlow's own reader can read every bundle of a writer."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.trainer.checkpoints.by_parts import room_for
 
 @pytest.fixture
 def variables():
-    """Return variables of several types; of one, only some rows were updated."""
+    """Return variables of several types, including one of which only some rows were updated."""
     made = {
         "model/kernel": tf.Variable([[1.0, 2.0]]),
         "model/table": tf.Variable(tf.zeros([600, 2])),

@@ -1,4 +1,4 @@
-"""Background uploads: one at a time, the newest of each slot, and errors are reported."""
+"""Background uploads: one at a time, only the newest of each slot, and with reported errors."""
 
 import threading
 from collections.abc import Callable

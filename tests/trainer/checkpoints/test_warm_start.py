@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def before(tmp_path, monkeypatch):
-    """An earlier run that has reached global step 30, with a weight of 15."""
+    """An earlier run that has reached global step 30 and a weight of 15."""
     earlier = Run(tmp_path / "earlier")
     with monkeypatch.context() as apart:
         apart.setenv(events.VARIABLE, str(tmp_path / "earlier.jsonl"))
@@ -79,7 +79,7 @@ def test_a_run_without_one_says_so(run):
 def test_a_resumed_run_ignores_it_and_keeps_its_origin(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
-    # By now the checkpoint may be deleted.
+    # The checkpoint may have been deleted since then.
     shutil.rmtree(before.folder)
     run.train(steps=40, keep=100, warm_start=uri)
     assert run.weight(40) == 15.0 + 20.0
@@ -188,7 +188,7 @@ def test_all_state_of_the_model_is_taken_and_none_of_the_optimizer(tmp_path):
 
 
 def trained():
-    """A model whose every variable has moved, and its optimizer."""
+    """Return a model in which every variable has changed, and its optimizer."""
     model = net()
     optimizer = keras.optimizers.Adam(0.1)
     for _ in range(3):
@@ -228,7 +228,7 @@ def trained_parts(**how):
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Warm-start a model; return the variables with loaded values, and the event."""
+    """Return a function that warm-starts a model and returns its loaded variables and the event."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
     def begun(model, value):
@@ -330,7 +330,7 @@ class TestOfKeras:
         assert event.uri == storage.uri_of(file)
 
     def test_names_of_models_around_a_layer_do_not_matter(self, begin, file):
-        # Keras puts the name of a new Sequential into the paths, and leaves it out where it loads.
+        # Keras includes the name of a new Sequential in paths, but omits it in a loaded one.
         taken, _ = begin(net_parts(sequential=True), str(file))
         assert taken == {f"net/{path}" for path in BODY | HEAD}
 

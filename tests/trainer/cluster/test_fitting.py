@@ -1,4 +1,4 @@
-"""The message when a trial in a separate process gives no answer."""
+"""The results and messages of a dry run in a separate process."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Return a function that ends the trial, and the calls."""
+    """Return a function that sets how dry runs end, and returns the list of calls."""
     calls = []
 
     def given(code, out="", err=""):

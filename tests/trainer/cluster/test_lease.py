@@ -31,13 +31,13 @@ from flotilla.trainer.storage import local
 from tests.stores.faults import Fault
 from tests.trainer.storage.places import place_of
 
-# The client of `minio` is that of `s3`.
+# `minio` has the same client as `s3`.
 EVERY = pytest.mark.parametrize("place", ["file", "gs", "s3"], indirect=True)
 
 
 @pytest.fixture(params=["file", "gs"])
 def place(request, tmp_path):
-    """A place for checkpoints, for both kinds of stores; `EVERY` also has the other client."""
+    """A place for checkpoints in each kind of store; `EVERY` adds the other client."""
     return place_of(request, tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_released_lease_says_so_and_blocks_nobody(place, uri, clock, caplog):
     lost(first.check)
     lost(first.renew)
     lost(first.release)
-    # So does a lease of another machine whose clock is ahead.
+    # Nor does a lease of another machine whose clock is ahead.
     clock.time -= 60
     clock.acquire("digits-2").check()
     assert list(leases(place, uri)) == ["000002.json"]
@@ -197,7 +197,7 @@ def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch,
 
 @EVERY
 def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
-    """One job saw an expired lease, which was released and taken by a third job meanwhile."""
+    """A job sees an expired lease, which is then released and acquired by a third job."""
     stale = clock.acquire("digits-1")
     clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     create, third = storage.create_bytes, []
@@ -215,7 +215,7 @@ def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
 
 
 def test_a_store_without_conditional_writes_shows_who_won(clock, place, monkeypatch):
-    """A store without conditional writes: the second writer replaced the first."""
+    """Without conditional writes in a store, the second writer replaces the first one's file."""
     create = storage.create_bytes
 
     def replaced(at, data):

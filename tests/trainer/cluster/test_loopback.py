@@ -1,4 +1,4 @@
-"""Ports that only loopback reaches; the server here shares its port as TensorFlow's does."""
+"""Ports that only loopback reaches; the server here shares its port as TensorFlow's do."""
 
 import errno
 import socket
@@ -52,7 +52,7 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
     others = other_addresses()
     loopbacks = ["127.0.0.1", "127.7.7.7", "::1"]
     if family == "IPv4":
-        # This simulates a machine without IPv6.
+        # As on a machine without IPv6.
         monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
     if not loopback._has_ipv6():
         loopbacks.remove("::1")
@@ -67,7 +67,7 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
 @linux
 @pytest.mark.parametrize("family", ["IPv6", "IPv4"])
 def test_before_the_server_listens_a_connection_is_closed_and_not_lost(monkeypatch, family):
-    """A packet that is dropped is sent again after a second, by every task that looks for it."""
+    """If the packet were dropped, each waiting task would resend it only after a second."""
     if family == "IPv4":
         monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
     port = local.free_port()

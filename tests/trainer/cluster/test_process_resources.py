@@ -1,4 +1,4 @@
-"""Workers on one machine get equal parts of its cores."""
+"""Workers on one machine get equal shares of its cores and GPUs."""
 
 import os
 import subprocess
@@ -81,7 +81,7 @@ def task(role, index=0):
 
 @pytest.fixture
 def present(monkeypatch):
-    """Simulate a machine with some GPUs; the driver's other files are no GPUs."""
+    """Simulate a machine with some GPUs, and with other files of the driver."""
 
     def give(count):
         def listed(pattern):
@@ -160,7 +160,7 @@ def test_a_machine_without_gpus(present):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Simulate GPUs for TensorFlow, and record its calls about each."""
+    """Simulate GPUs in TensorFlow, and record its calls about each of them."""
     calls = []
 
     def give(count):
@@ -239,7 +239,7 @@ class Driver:
         return 0
 
 
-# The name that the driver gives it.
+# The name of this function in the driver.
 Driver.cuDeviceTotalMem_v2 = Driver.tell_memory
 
 

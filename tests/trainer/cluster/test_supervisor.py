@@ -1,4 +1,4 @@
-"""Which task exits the supervisor of a local cluster accepts; tasks are shell scripts."""
+"""Which task exits the supervisor of a local cluster accepts; the tasks are shell scripts."""
 
 from unittest.mock import create_autospec
 
@@ -91,7 +91,7 @@ def process(role, started_at):
 
 
 def restarted_after(sizes, *, started_at=1.0):
-    """Return the attempts of a chief after which a server of these sizes is restarted."""
+    """Return after which attempts of a chief a server with these memory sizes is restarted."""
     memory = ServerMemory()
     chief, server = process("chief", 2.0), process("worker", started_at)
     restarted = []

@@ -33,7 +33,7 @@ def test_a_message_is_removed_and_where_its_file_is_a_mount_emptied(tmp_path, mo
 
     monkeypatch.setattr(Path, "unlink", refuse)
     termination.remove(tmp_path)
-    # For an empty file Kubernetes uses the log instead.
+    # If the file is empty, Kubernetes uses the log instead.
     assert path.read_bytes() == b""
 
 

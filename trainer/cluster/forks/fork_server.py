@@ -2,15 +2,15 @@
 
 `python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
 descriptors of two listening sockets. The server loads the modules AT_ONCE, and forks a second
-server that loads the modules LATER. Each server handles the requests for its own modules. Both end
-with stdin.
+server that loads the modules LATER. Each server handles the requests for its own modules. Both exit
+when standard input ends.
 
-A copy has only the forking thread, so that no other thread may hold a resource that the copy needs.
-A server has one thread, and those of libraries: OpenBLAS (of NumPy and SciPy) and the allocator of
-Arrow, which stop or restart their threads at a fork. TensorFlow has no threads before its first
-operation, and this module runs none.
+A copy has only the thread that forked it, so no other thread may hold a resource that the copy
+needs. A server has one thread, and those of libraries: OpenBLAS (of NumPy and SciPy) and Arrow's
+allocator, which stop or restart their threads at a fork. TensorFlow has no threads before its first
+operation, and this module runs no operation.
 
-The kernel ends the server with its parent, and each process with the server.
+The kernel ends the server when its parent exits, and each process when the server exits.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Libraries use no descriptors from here on.
+# Libraries use no descriptors from this number on.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# A client sends its request right after it connects.
+# Pause before the next check for a request, which a client sends right after it connects.
 _MOMENT = 0.05
 
 
@@ -89,10 +89,10 @@ class _Copy:
 
 
 class Server:
-    """Loads modules, and serves fork requests between them."""
+    """Loads modules, and serves fork requests in between."""
 
     def __init__(self, listener: socket.socket) -> None:
-        """Serve at a listening socket."""
+        """Serve on a listening socket."""
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -103,7 +103,7 @@ class Server:
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
-        """Load modules; return a value only in a process that was forked during this."""
+        """Load modules and serve requests in between; return a value only in a forked process."""
         for name in modules:
             # After an error, the request starts a new process, which reports the error.
             with suppress(Exception):
@@ -155,7 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # A forked copy must close the connections of all waiting requests.
+        # Remove only this request: a forked copy must close the connections of all others.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -248,18 +248,18 @@ def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process with its parent, which has the id `parent`."""
+    """Make the kernel kill this process when its parent, with the id `parent`, exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Serve; in a forked process, run the request."""
+    """Serve requests; in a forked process, run its request."""
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # Signals go to the process group: when the runner ends, this process ends too.
+    # Ignore signals to the process group: this process ends when its runner ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -327,7 +327,7 @@ def show_command_line(words: Sequence[str]) -> None:
     # The kernel reads a command line only from private memory.
     memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(text)
-    # The name before may contain spaces; the fields after it do not.
+    # The fields follow the name of the process, which may contain spaces.
     after_name = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     borders = {name: int(after_name[number - 3]) for name, number in _FIELDS.items()}
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -337,7 +337,7 @@ def show_command_line(words: Sequence[str]) -> None:
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    # The heap must not grow between the two calls, so that it gets more room than they need.
+    # Make room first, because the heap must not grow between the two calls below.
     libc.free(libc.malloc(1 << 16))
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):

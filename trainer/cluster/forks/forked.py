@@ -1,4 +1,4 @@
-"""The start of a process: forked by the fork server of this run, or without a fork."""
+"""The start of a process: by the fork server of this run, or without a fork."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.cluster.forks.fork_request import Request
 VARIABLE = "FLOTILLA_FORK_SERVER"
 # The value by which a user disables forking.
 NONE = "none"
-# Libraries use no descriptors from here on.
+# Libraries use no descriptors from this number on.
 _HIGH = 200
 
 
@@ -42,10 +42,10 @@ class Process(Protocol):
 
 
 class Forked:
-    """A process that a fork server has forked; the kernel ends it with the server."""
+    """A process forked by a fork server; the kernel ends it when the server exits."""
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
-        """Follow the process `pid`; `descriptor` refers to it."""
+        """Watch the process `pid`, to which `descriptor` refers."""
         self.pid = pid
         self.returncode: int | None = None
         self._connection = connection
@@ -97,7 +97,7 @@ def server_address() -> str:
 
 
 def fork(address: str, wanted: Request, output: int) -> Forked | None:
-    """Return a process forked by the server at an address; None if that fails."""
+    """Return a process that the server at `address` has forked; None if that fails."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")
@@ -113,7 +113,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
 
 
 def start_process(wanted: Request, output: int) -> Process:
-    """Start a process; a server forks it if one can and `loaded` is not empty."""
+    """Start a process, forked by a server if one is available and `loaded` is not empty."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):
         return found

@@ -31,7 +31,7 @@ class Serving:
 
 @contextmanager
 def serving(folder, at_once=LOADED, later="", **environment):
-    """Start a server, and end it at the end of the block; requests wait until it has started."""
+    """Run a server in this block; requests wait until it has started."""
     name = f"test-{secrets.token_hex(8)}"
     sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
@@ -52,7 +52,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
     for each in sockets:
         each.close()
     try:
-        # Other callers would start their own process.
+        # Allow more time, because other callers would start their own process instead.
         with patch.object(fork_request, "_SECONDS", SECONDS):
             yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:

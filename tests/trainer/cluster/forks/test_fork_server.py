@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
 
 pytestmark = pytest.mark.cluster
-# Longer than the time-out of one request, shorter than that of two in sequence.
+# Longer than the timeout of one request, but shorter than two timeouts.
 HELD = 1.5 * fork_request._SECONDS
 
 
@@ -131,15 +131,14 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
-    # The start-up time of the server does not count.
+    # Wait until the server has started.
     assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):
             stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             stranger.connect(f"\0{server.first}")
             stranger.sendall(sent)
-        # The request is answered before the time-outs of the others, for which a serial server
-        # would wait.
+        # A server that handled requests one by one would first wait for the timeouts of the others.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
             starter.connect(f"\0{server.first}")
             asked = Asked(folder=tmp_path)
