@@ -1,9 +1,9 @@
 """The user's Keras callbacks, `training.callbacks`, on the task that publishes checkpoints.
 
-Training has no epochs, so that an epoch of a callback is the interval between two validations
+Training has no epochs, so an epoch of a callback is the interval between two validations
 (`training.validate_every`). A callback may read metrics, write summaries with `tf.summary`, and end
-training by `self.model.stop_training = True`. Hooks of batches are refused, because other processes
-train the batches in graphs.
+training by setting `self.model.stop_training = True`. Batch hooks are rejected, because other
+processes train the batches in graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 KEY = "training.callbacks"
-# The hooks that training calls; Keras also has hooks of batches and of predictions.
+# The hooks that training calls; Keras also has batch hooks and prediction hooks.
 CALLED = (
     "on_train_begin",
     "on_train_end",
@@ -41,14 +41,14 @@ class CallbackError(UserError, AttributeError):
 
 
 class ModelView:
-    """The `self.model` of callbacks: only a flag that ends training."""
+    """The `self.model` of callbacks, which has only a flag that ends training."""
 
     def __init__(self) -> None:
-        """Initialize the flag: training continues."""
+        """Initialize the flag to continue training."""
         self.stop_training = False
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse all other attributes of a Keras model."""
+        """Reject all other attributes of a Keras model."""
         raise CallbackError(
             f"{KEY}: a callback uses model.{name}; callbacks have metrics and "
             "model.stop_training, since a strategy may keep the variables on other tasks"
@@ -133,7 +133,7 @@ def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
 
 @contextmanager
 def _report_errors(name: str, hook: str) -> Iterator[None]:
-    """Turn an error of a callback into a `UserError` of one line."""
+    """Convert an error in a callback to a one-line `UserError`."""
     try:
         yield
     except UserError:

@@ -1,6 +1,6 @@
-"""The leading task: it prepares and runs an attempt of training.
+"""The leading task, which prepares and runs an attempt of training.
 
-`Hooks` (`flotilla.trainer.training.loop`) are its callbacks for the outer loop.
+It passes `Hooks` (`flotilla.trainer.training.loop`) to the outer loop.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         spec = tasks.set_positive(job.config.task, DatasetSpec.from_manifest(dataset))
         events.emit(events.DataNote(text=tasks.describe_task(job.config.task, spec)))
     if find_topology(job.config.training.strategy).workers:
-        # The strategy starts a server when it connects to the cluster.
+        # Close the port first, because the strategy starts a server when it connects.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
@@ -130,13 +130,13 @@ def _end(
 def await_validation(
     checkpoints: Checkpoints, stop_requested: Callable[[], bool], poll: float = 1.0
 ) -> None:
-    """Wait until the evaluator has measured the last checkpoint: the engine ends both tasks.
+    """Wait for the evaluator to measure the last checkpoint, before the engine ends both tasks.
 
     The evaluator has `EVALUATION_SECONDS` for each checkpoint.
     """
     created = storage.read_manifest(checkpoints.last).created
     measured, since = -1, 0.0
-    # A store sends no notification about new rows.
+    # Poll, because a store does not notify readers of new rows.
     pause = threading.Event()
     while not stop_requested():
         rows = checkpoints.read_validations()
@@ -178,7 +178,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     """Return the hooks of the outer loop; without `streaming`, all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     spec = tasks.set_positive(config.task, spec)
-    # An existing dataset is reused with any buckets, and therefore checked here.
+    # Check the buckets here too, because an existing dataset is reused with any buckets.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.make_objective(config, spec)
     require_task(objective.task, spec.features)
@@ -204,7 +204,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
 
 @contextmanager
 def _convert_lost_task(strategy: Strategy) -> Iterator[None]:
-    """Convert TensorFlow's error about a lost task, and close the strategy at the end."""
+    """Convert TensorFlow's error about a lost task, and close the strategy after the block."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -240,7 +240,7 @@ def _problem(
     return Problem(
         build_model=partial(_build_model, config, spec, objective),
         check=lambda model: dry_run.require(config, model, objective),
-        # The optimizer is known only after a model was built.
+        # `objective.optimizer` is known only after a model was built.
         build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,
         chance_loss=objective.task.chance_loss(),
@@ -260,9 +260,9 @@ def _stream(spec: DatasetSpec, seed: int) -> Stream:
 def _batches(
     config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
 ) -> tf.data.Dataset:
-    """Return the batches of the task whose working directory is that of the running graph."""
+    """Return the training batches of the task in whose working directory the graph runs."""
     taken = _count_taken(config, start)
-    # If the number of consumed examples is unknown, a resumed attempt shuffles differently.
+    # If the number of consumed examples is unknown, shuffle differently after a restart.
     seed = config.training.seed + (0 if taken else start)
     return training_batches(
         spec,

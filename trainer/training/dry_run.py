@@ -1,9 +1,10 @@
-"""The dry run: whether model, task, dataset and configuration fit, before a cluster starts.
+"""The dry run, which checks model, task, dataset and configuration before a cluster starts.
 
-The first rows or the builder describe the dataset. The model is built for one example; most
+The dataset is described by its first rows or its builder. The model is built for one example; most
 variables of a large model get no values. A smaller model is tried: one step and one validation on
 two examples, real or artificial, and an export. Artificial values should not make any model fail:
-arbitrary bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in turn, short texts.
+they are random bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in turn, and short
+texts.
 """
 
 from __future__ import annotations
@@ -72,27 +73,25 @@ from flotilla.trainer.training.task_contract import (
     require_task,
 )
 
-# The maximum number of values in the variables of a model to try: 40 MB, and as much for a
-# gradient.
+# Maximum number of values in a model to try: they take 40 MB, and a gradient takes as much.
 MOST_TRIED = 10_000_000
-# The maximum number of layers of a user's model to write and read back: 150 layers take five
-# seconds.
+# Maximum number of layers in a user's model to export and read back: 150 layers take five seconds.
 MOST_LAYERS = 50
 # The strategies that support a custom train_step: each replica has a whole model.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
-# The number of examples of a step, and of a second step if the first one is inconclusive.
+# Number of examples in a step, and in a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
 _MADE_UP = "made-up"
-# The largest shard to fetch for its first examples, because the step requests little disk.
+# Largest shard to fetch for its first examples, in bytes; the step requests little disk space.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A dry run that succeeded: an example's features, the task and its reason, the parameters.
+    """The result of a dry run: the features, the task and the reason for it, and the parameters.
 
-    `notes` are suggestions from the first rows.
+    `notes` are hints from the first rows.
     """
 
     model: str
@@ -140,7 +139,7 @@ def _require_known_lengths(model: keras.Model) -> None:
 
 
 def _require_memory(config: Config, model: keras.Model) -> None:
-    """Refuse pods whose memory is smaller than the model's variables."""
+    """Raise `ConfigError` if the pods have less memory than the model's variables need."""
     cluster, topology = config.cluster, find_topology(config.training.strategy)
     role = "ps" if topology.servers else "worker" if topology.workers else "chief"
     limit = cluster.kubernetes.of(role).resources.limits.get("memory", "")
@@ -177,7 +176,7 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Refuse XLA or an optimizer that only the model's `compile` sets, and that is not used."""
+    """Reject XLA if only the model's `compile` sets it; log if its optimizer is not used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
@@ -226,9 +225,9 @@ def require_metrics(config: Config, objective: Objective) -> None:
 def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
     """Build the model of a configuration for its dataset; try it unless it is large.
 
-    `uri` is empty before the dataset is prepared; `scratch` is removed. With `whole=False` only the
-    first rows are known, and an error counts only if it occurs for every possible dataset with
-    these rows. Raises `UserError`.
+    `uri` is empty before the dataset is prepared; `scratch` is removed. With `whole=False`, only
+    the first rows are known, so an error is raised only if it occurs for every possible dataset
+    with these rows. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))
@@ -236,7 +235,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
         return _fit_dataset(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        # The first of sorted rows may be equal or have no weight; artificial rows do not.
+        # If rows are sorted, the first ones may be equal or have no weight, unlike artificial ones.
         for examples in (uri, ""):
             try:
                 return _fit_dataset(config, reading, examples)
@@ -246,7 +245,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
                     break
     refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # Under this assumption about the labels, the first rows show classes.
+        # The configuration fits if labels that look like classes are quantities.
         found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused
@@ -311,7 +310,7 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
-    """Yield the possible datasets that begin with some rows: labels may have more classes."""
+    """Yield possible datasets that begin with these rows; their labels may have more classes."""
     # Moments and counts of a few rows prove nothing.
     sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
     for least in (TWO, TWO + 1):
@@ -321,9 +320,9 @@ def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
 
 
 def _read_as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with numeric labels as quantities, which look like classes in a few rows.
+    """Return the dataset with numeric labels as quantities, not as classes.
 
-    Further rows may have more values, or fractions. Raises `ConfigError` without such a label.
+    They look like classes in a few rows. Raises `ConfigError` if there is no such label.
     """
     features, said = dict(sample.features), config.data.types
     for name in sample.targets if config.data.source and not config.data.map else ():
@@ -342,7 +341,7 @@ def _is_number(text: str) -> bool:
 
 
 def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # The number of classes comes from the counts of whole numbers without names.
+    # Keep the counts of whole numbers without class names: they give the number of classes.
     counts = sample.target_counts
     return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 
@@ -392,7 +391,7 @@ def _width(config: Config, dataset: DatasetSpec) -> int:
 
 @contextmanager
 def _few_values() -> Iterator[None]:
-    """Give values to new variables until they have `MOST_TRIED` numbers."""
+    """Initialize new variables only until they have `MOST_TRIED` values in total."""
     initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
     left = MOST_TRIED
 
@@ -433,7 +432,7 @@ def _try_out(
         subject = Subject(model=model, task=objective.task, spec=dataset)
         (batch,) = batches
         calibration = {name: _get_inputs(dataset, batch)[name].numpy() for name in dataset.inputs}
-        # Built-in models can be served and read back.
+        # Built-in models can always be served and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(is_built_in, parts))
         if own:
@@ -450,7 +449,7 @@ def _get_inputs(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
 
 
 def describe_feature(feature: FeatureSpec) -> str:
-    """Return type, shape and classes of a feature for display."""
+    """Return the dtype, shape and number of classes of a feature, for display."""
     classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
     sizes = ", ".join("any" if size is None else str(size) for size in feature.shape)
     return f"{feature.dtype} [{sizes}]{classes}"
@@ -557,7 +556,7 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
 
 
 class _NumbersError(ConfigError):
-    """A step on a few examples returns a number that is not finite, or only zeros."""
+    """A step on a few examples gives a number that is not finite, or only zero gradients."""
 
 
 class _NoGradientError(_NumbersError):

@@ -1,4 +1,4 @@
-"""The evaluator: it measures each new checkpoint of a run, and training does not wait for it."""
+"""The evaluator, which measures each new checkpoint of a run without delaying training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
-# A store sends no notification about new checkpoints.
+# Interval of polls, because a store does not notify readers of new checkpoints.
 POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
@@ -87,7 +87,7 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
 
 
 def _log_files(job: Job) -> LogFiles:
-    """Return TensorBoard's log folder: the final one, if it is a local folder."""
+    """Return TensorBoard's files, in their final folder if that is local."""
     uri = storage.join(job.checkpoints, "logs")
     return LogFiles(storage.local_path(uri) or job.workdir / "scratch" / "logs", uri)
 

@@ -1,7 +1,7 @@
 """The journal of an attempt: history rows, TensorBoard, events and checkpoints.
 
 If several tasks run the outer loop, one writes the journal; the others keep the rows in memory
-(`UnpublishedJournal`), so that all make the same decisions.
+(`UnpublishedJournal`), so that all tasks make the same decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 2000
-# The field of a checkpoint with the input position.
+# The checkpoint field with the input position.
 INPUT_POSITION = "input_position"
 
 _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds", "epoch")
@@ -39,7 +39,7 @@ class Journal:
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to global step `start`, which is in `epoch`; 0 if unknown."""
+        """Read the rows up to global step `start`; an epoch has `epoch` steps, 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -54,7 +54,7 @@ class Journal:
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         last = self._history.rows[-1] if self._history.rows else {}
         if last.get("global_step") != start:
-            # The values on the servers are newer than this row, so that its validation is outdated.
+            # The values on the servers are newer than this row, so its validation is outdated.
             last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
         self._newest = last
         self._board = TensorBoardLog(checkpoints.logs, find_run_id(checkpoints.uri))
@@ -75,7 +75,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit the start of an attempt; `saved` is the newest checkpoint's step, if any."""
+        """Emit the start of an attempt; `saved` is the global step of the newest checkpoint."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(
@@ -102,7 +102,7 @@ class Journal:
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps up to `MAX_ROWS` and each row with a validation."""
+        """Add a row to the history, which keeps about `MAX_ROWS` rows and all with a validation."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
@@ -117,7 +117,7 @@ class Journal:
         return self._board.as_default(step)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Run the slow preparation of the first save of these variables."""
+        """Do the slow preparation for saving these variables."""
         self._checkpoints.prepare(variables, io_device)
 
     def save(
@@ -155,7 +155,7 @@ class UnpublishedJournal(Journal):
         self._history.rows.append(row)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do nothing, as this task does not save."""
+        """Do nothing, because this task does not save."""
 
     def save(
         self,
@@ -186,7 +186,7 @@ def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | 
 
 
 def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
-    """Emit which tables have no rows, with a reason derived from the strategy's counts."""
+    """Emit an event for each table without rows, with a reason derived from its counts."""
     for name, table in tables.items():
         if table["rows"]:
             continue

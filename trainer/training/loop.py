@@ -1,13 +1,14 @@
 """The outer loop of all strategies: checkpoints, validation, history and early stopping.
 
 The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or evaluates. The
-outer loop does these between two inner loops, in this order:
+outer loop repeats these parts:
 
-1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on the next action: to
-   stop, to stop early, to save a checkpoint, and the number of steps. No other code decides this.
+1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on the next action:
+whether to stop, to stop early or to save a checkpoint, and the number of steps. No other code
+decides this.
 2. The inner loop: about a second of steps, never across a boundary of `checkpoint_every` or
-   `validate_every`. Between boundaries, the workers of an asynchronous strategy do not stop. The
-   servers store the step that was reached.
+`validate_every`. Between boundaries, the workers of an asynchronous strategy do not stop.
+Afterwards, the servers store the global step.
 3. At a boundary: a validation and a row of the history, then a checkpoint.
 
 All workers are idle during a save or a validation (`Strategy.rest`). A checkpoint ends with its own
@@ -47,14 +48,14 @@ from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
-# Long enough to hide the work between two inner loops, even if workers wait for each other. Short
-# enough to show progress and to react to a request to stop.
+# Duration of an inner loop: long enough to hide the work between two inner loops, even if workers
+# wait for each other; short enough to show progress and to react to a request to stop.
 INNER_LOOP_SECONDS = 1.0
-# An inner loop that ends at no boundary has a multiple of these steps, to suit the turns of
-# strategies.
+# Unless it ends at a boundary, an inner loop has a multiple of this number of steps, which suits
+# the turns of strategies.
 STEP_MULTIPLE = 20
-# Training has diverged if the mean loss is not finite, or exceeds this multiple of the loss of a
-# blind guess: weights that Adam has moved far away give finite losses and never recover.
+# Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss:
+# weights that Adam has moved far away give finite losses but never recover.
 DIVERGED = 1e4
 
 
@@ -70,10 +71,10 @@ class Hooks:
             raise, for example if the lease of the checkpoints is lost.
         should_stop_early: called after each checkpoint; true if the validations of another task
             (the evaluator) no longer improve.
-        judged_by: called after the model is built; the fields of checkpoints that name the metric
-            of validations, as `MainMetric.of` reads them.
+        judged_by: called after the model is built; returns the checkpoint fields that name the main
+            metric, as `MainMetric.of` reads them.
         watch_steps: entered around each inner loop, to check that its steps make progress.
-        steps_of_epoch: 0 if the number of examples is not known.
+        steps_of_epoch: the number of steps per epoch; 0 if unknown.
     """
 
     make_problem: Callable[[int], Problem]
@@ -87,13 +88,13 @@ class Hooks:
 
 @dataclass(kw_only=True)
 class Pace:
-    """The length of the next inner loop, from the speed of the last one."""
+    """Computes the length of the next inner loop from the speed of the last one."""
 
     training: TrainingConfig
     steps_per_second: float = 0.0
 
     def next_steps(self, step: int) -> int:
-        """Return the number of steps from global step `step`, up to the next boundary at most."""
+        """Return the number of steps to run from `step`, at most up to the next boundary."""
         turns = int(self.steps_per_second * INNER_LOOP_SECONDS / STEP_MULTIPLE)
         return min(self.boundary(step) - step, max(1, turns) * STEP_MULTIPLE)
 
@@ -153,7 +154,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     hooks: Hooks,
     recovery: Recovery,
 ) -> _OuterLoop:
-    """Return the loop of an attempt whose variables have their initial values; see `Recovery`."""
+    """Build the strategy, set the initial values of its variables, and return the outer loop."""
     # A resumed run has its own weights.
     warm = (
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
@@ -190,7 +191,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
 
 
 class _Decision(NamedTuple):
-    """The next action of all tasks that run the outer loop: flags as 0 or 1, and the steps."""
+    """The next action of all tasks that run the outer loop: flags (0 or 1), and steps to run."""
 
     stop: int
     stop_early: int
@@ -231,7 +232,8 @@ class _OuterLoop:
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
-        # The time since which workers continue during the outer loop; None while all are idle.
+        # The end of the last inner loop, if workers have continued since then; None if all are
+        # idle.
         self._goes_on_since: float | None = None
         for row in journal.rows:
             self._note_validation(row)
@@ -246,7 +248,7 @@ class _OuterLoop:
             self._profiler.end()
 
     def _catch_up(self, found: RestoredCheckpoint) -> None:
-        """Do the work of a boundary that the previous attempt reached and did not finish."""
+        """Do the work at a boundary that the previous attempt reached but did not finish."""
         step, saved = self._strategy.global_step(), found.global_step
         self._owes_save = self._saves.is_due(saved, step)
         self._saved_at -= self._recovery.seconds_since_save()
@@ -263,7 +265,7 @@ class _OuterLoop:
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
-                # The updates that workers apply until they are idle may end training.
+                # The updates that workers apply until they are idle may complete training.
                 step = self._process(step, self._inner_loop(step, self._strategy.rest))
                 continue
             if decision.stop:
@@ -280,9 +282,9 @@ class _OuterLoop:
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._process(step, self._inner_loop(step, advance))
             if self._goes_on_since and step < self._training.steps:
-                # Otherwise the first save would wait for this.
+                # Do this while workers continue, because the first save would wait for it.
                 self._journal.prepare_save(variables, self._strategy.io_device)
-        # The last checkpoint uploads the files of the trace.
+        # End the trace first, because its files are uploaded with the last checkpoint.
         self._profiler.end()
         self.save()
         with self._journal.summaries(step):
@@ -298,7 +300,7 @@ class _OuterLoop:
             return step
         before, step = step, result.global_step
         self._owes_save = self._saves.is_due(before, step)
-        # Store it on the servers before it is reported elsewhere.
+        # Store the step on the servers before it is reported elsewhere.
         self._recovery.note(step)
         self._record(before, result)
         if self._owes_save:
@@ -317,13 +319,13 @@ class _OuterLoop:
         )
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
-        # Without this barrier, a task could continue although the publishing task dies here.
+        # Without this barrier, a task could continue even if the publishing task died here.
         self._strategy.barrier()
         self._owes_save = False
         return uri
 
     def _decide(self, step: int) -> _Decision:
-        # Until an attempt has ended its first inner loop, no save is due by time.
+        # No save is due by time before the first inner loop of an attempt has ended.
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
@@ -352,7 +354,7 @@ class _OuterLoop:
         )
 
     def _require_no_stall(self, step: int) -> None:
-        """Raise `ClusterLostError` after `training.stall_timeout` in inner loops without a step."""
+        """Raise `ClusterLostError` if no step was applied for `training.stall_timeout`."""
         seconds = self._training.stall_timeout
         if time.monotonic() - self._stepped_at > seconds:
             raise ClusterLostError(

@@ -1,11 +1,11 @@
-"""Recovery: an attempt takes the values of living servers, and restores the others.
+"""Recovery: an attempt reuses the values on living servers, and restores the others.
 
-This applies after the chief or parameter servers died. The variables of living servers are newer
-than any checkpoint, and stay (`flotilla.trainer.strategies.server_state`). Those of a restarted
-server come from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding
+After the chief or parameter servers have died, the variables on living servers are newer than any
+checkpoint, and are kept (`flotilla.trainer.strategies.server_state`). Those of a restarted server
+are restored from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding
 and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). If
-variables of different steps must not be combined, or no server lives, all variables come from the
-newest checkpoint: full recovery.
+variables of different steps must not be combined, or no server is alive, all variables are restored
+from the newest checkpoint: full recovery.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def explain_full_recovery(config: Config, strategy: Strategy) -> str:
 
 
 class Recovery:
-    """The initial values of an attempt, which are taken from the servers or restored."""
+    """The initial values of an attempt, which are kept on the servers or restored."""
 
     def __init__(self, config: Config, strategy: Strategy, checkpoints: Checkpoints) -> None:
         """Store the arguments; the strategy is not built yet."""
@@ -96,14 +96,14 @@ class Recovery:
             > self._checkpoints.newest_step(),
             "no living server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
-            # Otherwise the lost server's variables would end with fewer updates than before.
+            # Otherwise, the lost server's variables would end with fewer updates than they had.
             "cluster.recovery is auto, and its values go back further than the steps that "
             "are left": auto_loses and left < back,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def restore(self, found: RestoredCheckpoint | None) -> Mapping[str, tf.Variable]:
-        """Restore the variables of lost servers, and return them; raises `UserError`."""
+        """Restore lost variables; return all that were kept or restored. Raises `UserError`."""
         variables, state = self._strategy.variables(), self._state
         if not found:
             return {}
@@ -142,7 +142,7 @@ class Recovery:
         }
 
     def seconds_since_save(self) -> float:
-        """Return the seconds since the newest checkpoint, if later values live on; else 0."""
+        """Return the seconds since the newest checkpoint if later values were kept; otherwise 0."""
         return self._state.seconds_since_save() if self._state else 0.0
 
     def note(self, global_step: int) -> None:

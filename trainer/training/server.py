@@ -1,4 +1,4 @@
-"""The role of a worker or a parameter server: it serves TensorFlow's runtime to the chief.
+"""The task of a worker or parameter server, which serves TensorFlow's runtime to the chief.
 
 This module does not import Keras, because a server only runs graphs and Keras loads slowly.
 """
@@ -65,10 +65,10 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    # It cleans its folder first, because graphs of the chief write there once the server runs.
+    # Do this before the server runs, because it clears the folder that the chief's graphs use.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
-        # An earlier process may have left its record in the folder. The graphs would read it and
-        # wait forever for a process that does not exist.
+        # Leave the folder: an earlier process may have left its record there, and the chief's
+        # graphs would wait forever for that process.
         os.chdir("/")
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
@@ -94,9 +94,9 @@ def serve_in_process(config: Config, cluster: Cluster) -> None:
 
 
 def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
-    """Return the settings of a server: its share of the GPUs, and threads that sleep.
+    """Return the settings of a server: its GPU memory, and threads that sleep while they wait.
 
-    By default, threads spin before they wait, and a server takes all memory of its GPUs.
+    By default, threads spin before they sleep, and a server takes all memory of its GPUs.
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True
@@ -115,7 +115,7 @@ VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
 def find_streaming(job: Job, cluster: Cluster) -> Streaming | None:
-    """Return the streaming of shards to workers; None if all are staged; raises `ConfigError`."""
+    """Return how shards are streamed to workers; None if all are staged; raises `ConfigError`."""
     manifest = storage.read_manifest(job.dataset)
     return plan_streaming(job.config, manifest, cluster.count("worker"))
 
@@ -131,7 +131,7 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     if task.role == "ps" or (task.role == "chief" and elsewhere):
         return None
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
-    # In one process all workers share a folder, and each one reads all shards.
+    # In one process, all workers share a folder, and each one reads all shards.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     if streaming := find_streaming(job, cluster):

@@ -1,7 +1,7 @@
-"""Stall detection: it ends a process if training makes no step for `training.stall_timeout`.
+"""Stall detection, which ends a process if no step is made for `training.stall_timeout`.
 
-A stopped task keeps its connections, on which TensorFlow waits forever. The exact counter shows
-progress, so that a long inner loop of slow steps is not a stall.
+A stopped task keeps its connections open, and TensorFlow waits on them forever. The exact counter
+shows progress, so a long inner loop with slow steps is not a stall.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.strategies.strategy import Strategy
 
-# How often the counter is read within the timeout.
+# Number of reads of the counter per timeout.
 _READS = 4
 _REMEDY = "raise training.stall_timeout if a step takes longer"
 
@@ -92,12 +92,12 @@ class StallWatch:
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():
             self._waits += 1
-            # A restarted task answers before its first step.
+            # Wait twice, because a restarted task answers before it makes its first step.
             if self._waits > 1:
                 self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
-        """Return whether all graphs have been traced and compiled, or had the time for it."""
+        """Return whether all graphs are traced and compiled, or have had enough time for it."""
         warm = self._has_stepped and not self._strategy.warming
         return warm or time.monotonic() - self._began > STARTING_SECONDS
 

@@ -1,8 +1,8 @@
 """One task of a training cluster: this process finds its role and runs it.
 
-In a strategy without a chief, every worker leads. Published examples have only parameter servers
-and workers; there worker 0 becomes the chief. A coordinator and a server cannot share a process, so
-that worker 0 starts a child process that serves as worker 0.
+In a strategy without a chief, every worker leads. A cluster may also have only parameter servers
+and workers, as in published examples; then worker 0 becomes the chief. A coordinator and a server
+cannot share a process, so worker 0 starts a child process that serves as worker 0.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ def run(options: argparse.Namespace) -> None:
         tasks, this = add_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
         start_first_worker(tasks, command, config.cluster.max_restarts)
-    # Parts of TensorFlow read it: without the evaluator, and with the chief.
+    # Parts of TensorFlow read it; it must list the chief, but not the evaluator.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
     liveness.find_tasks_soon()
-    # Graphs in this process find its shards by relative paths.
+    # Graphs in this process find shards by relative paths.
     _enter(job.workdir)
     if used.leads(this):
         from flotilla.trainer.training.chief import lead
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
 def train_in_process(job: Job) -> None:
     """Train in this process, without graphs, for a debugger; raises `UserError`.
 
-    An error of the user's code keeps its stack frames, which a graph would lose.
+    An error in the user's code keeps its stack frames, which would be lost in a graph.
     """
     import keras
     import tensorflow as tf
@@ -124,7 +124,7 @@ def add_chief(cluster: Cluster) -> Cluster:
 
 def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
     """Serve as worker 0 in a child process, and restart it up to `restarts` times."""
-    # The heartbeats belong to the parent of this process.
+    # Only this process sends heartbeats to its parent.
     inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
     settings = {
         **inherited,
@@ -134,8 +134,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Read it before this process changes its folder, because the command line may have relative
-    # paths.
+    # Read this before the process changes its folder: the command line may have relative paths.
     here = os.getcwd()
 
     def supervise() -> None:

@@ -1,7 +1,7 @@
 """The check of a user's learning task against the contract of `flotilla.trainer.tasks.base.Task`.
 
-It runs the task on artificial examples. Without it, an error would appear in the export, or as
-metrics that do not add up.
+It runs the task on artificial examples. Without the check, an error would appear only in the
+export, or as metrics that do not add up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Examples in two parts; an evaluation has any number of parts."""
+    """Artificial examples, in two parts because an evaluation may have several."""
 
     whole: Part
     count: int = EXAMPLES
@@ -72,7 +72,7 @@ def prefix_errors(what: str) -> Iterator[None]:
 
 
 def call_user_code(what: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's code; turn any error into a `ConfigError`."""
+    """Call a user's code; convert any error to a `ConfigError`."""
     try:
         return call(*args)
     except UserError:
@@ -151,7 +151,7 @@ def _require_loss(task: Task, whole: Part) -> None:
 
 
 def _require_metrics(task: Task, examples: _MadeUp) -> None:
-    """Refuse metrics that have no names, or do not add up over parts of the examples."""
+    """Reject metrics without a direction, or whose states do not add up over parts."""
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
@@ -205,7 +205,7 @@ def _require_answers(task: Task, outputs: Array) -> None:
 
 
 def _require_displayed(task: Task, examples: _MadeUp) -> None:
-    """Refuse results that a report cannot draw."""
+    """Reject results that a report cannot display."""
     whole = examples.whole
     cells = call_user_code("described()", task.described, whole.labels[0], whole.outputs[0])
     lacking = {"label", "predicted"}.difference(cells)
@@ -257,7 +257,7 @@ def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
 
 
 def number_rows(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
-    """Return an array of whole numbers below `count` in rotation."""
+    """Return an array that repeats the whole numbers from 0 to `count - 1`."""
     return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
 
 

@@ -1,7 +1,6 @@
 """A user's models and tasks, valid and invalid ones, in a user's module."""
 
-# This file has a user's style, not ours.
-# ruff: noqa: ARG001, ARG002, ARG005, E402, PLC0415, PLW0108
+# This file is written like a user's code, not like ours.
 
 import keras
 

@@ -1,4 +1,4 @@
-"""`training.callbacks`: Keras callbacks on the outer loop."""
+"""`training.callbacks`: Keras callbacks in the outer loop."""
 
 import keras
 import pytest
@@ -167,5 +167,5 @@ def test_an_error_of_a_callback_is_one_line_with_its_place(run):
         run.train(steps=20, validate=loss_of, callbacks=named(Fails))
     assert "Fails.on_test_end raised KeyError: 'no such column'" in str(failed.value)
     assert "\n" not in str(failed.value)
-    # What was published before stays.
+    # The checkpoint that was published before is kept.
     assert run.steps() == [0]

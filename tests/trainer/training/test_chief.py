@@ -1,4 +1,4 @@
-"""The parts that the chief gives to the outer loop; TensorFlow errors that restart an attempt."""
+"""The hooks for the outer loop, and TensorFlow errors after which an attempt is restarted."""
 
 import itertools
 import subprocess
@@ -98,7 +98,7 @@ def dataset(validation):
 
 @pytest.fixture
 def hooks():
-    """Return the hooks, and what they read: the checkpoints, the watch and the stop request."""
+    """Return a function that makes hooks, and returns them with the objects that they read."""
 
     def build(*, validation=1, evaluator=False, patience=0, losses=()):
         checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
@@ -181,7 +181,7 @@ def test_steps_are_watched_for_a_stall(hooks):
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Return the batches of 4 of worker 1 of 2, which has 20 examples, of an attempt."""
+    """Return a function from an attempt to batches of 4 of worker 1 of 2, which has 20 examples."""
     numbers = np.arange(20)
     features = {each: FeatureSpec(shape=(), dtype="int64", stored="int") for each in ("x", "y")}
     (tmp_path / SHARDS).mkdir()
@@ -208,7 +208,7 @@ def worker(tmp_path, monkeypatch):
     ("updates", "before"), [({}, 3), ({"pull_every": 2}, 6), ({"accumulate": 3}, 9)]
 )
 def test_an_asynchronous_attempt_goes_on_in_the_examples(worker, updates, before):
-    # Each of the two workers took half of the 6 steps.
+    # Each of the two workers made half of the 6 steps.
     assert worker(6, 9, **updates) == worker(0, 18, **updates)[before : before + 9]
 
 
@@ -219,7 +219,7 @@ def test_an_attempt_of_another_strategy_shuffles_anew(worker):
 
 
 def test_before_a_task_is_forked_tensorflow_has_not_begun_and_scikit_learn_is_not_loaded():
-    # Keras's own import of scikit-learn is let go.
+    # `prepare` keeps Keras from importing scikit-learn.
     code = f"""
 import importlib, sys
 from flotilla.trainer.runtime import tensorflow_import
@@ -235,7 +235,7 @@ print(context.context()._initialized, sorted({{"sklearn", "pandas"}} & set(sys.m
 
 @pytest.fixture
 def published(tmp_path):
-    """Return the checkpoints of a run whose last one is published."""
+    """Return the checkpoints of a run whose last checkpoint is published."""
     (tmp_path / "a").write_text("1")
     last = storage.publish(tmp_path, f"{tmp_path.as_uri()}-last", kind="checkpoint", fields={})
     made = create_autospec(Checkpoints, instance=True, last=f"{tmp_path.as_uri()}-last")

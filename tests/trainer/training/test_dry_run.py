@@ -61,7 +61,7 @@ def net(*layers, trainable=True):
 
 
 def frozen():
-    """Freeze each layer, as `include_top` models are used, and not the model."""
+    """Freeze each layer but not the model, as users of `include_top` do."""
     model = net()
     for layer in model.layers:
         layer.trainable = False
@@ -80,7 +80,7 @@ SERVERS = {"parameter_servers": 2}
 
 
 def require(config, model):
-    """Check a model as the chief does, without what its task says."""
+    """Check a model as the chief does, but with a fixed objective."""
     dry_run.require(config, model, of_classes(3))
 
 
@@ -139,7 +139,7 @@ def test_a_glob_of_a_warm_start_that_fits_nothing_is_refused():
 
 
 class Strange(keras.layers.Layer):
-    """A layer that only the module that it is in knows."""
+    """A layer that is known only in this module."""
 
     def call(self, inputs):
         return inputs
@@ -199,7 +199,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
 )
 def test_a_train_step_of_the_models_own_is_refused_where_it_cannot_run(training, own, message):
     with pytest.raises(ConfigError) as error:
-        # The error about the missing registration comes later.
+        # This error takes precedence over the missing registration.
         require(configured({"training": training}), stepped(own and own()))
     assert str(error.value).startswith(message)
 
@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_one_line(tmp_path, name, message):
 
 
 def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
-    # No made-up byte is zero.
+    # No artificial byte is zero.
     images = np.full((20, 8, 8, 1), 255, np.uint8)
     labels = np.arange(20) % 10
     uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)
@@ -431,7 +431,7 @@ def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
 
 def test_two_examples_that_say_nothing_are_no_reason(tmp_path):
     images, labels = digits()
-    # With two dead layers only the last bias has a gradient.
+    # With two dead layers, only the last bias has a gradient.
     images[:2] = 0
     uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)
     assert fitted(tmp_path, "without_bias", uri).parameters == 640
@@ -457,7 +457,7 @@ def test_of_a_large_shard_no_example_is_fetched(tmp_path, monkeypatch):
 
 
 def churn(*labels, **features):
-    """Return a dataset of a table, of which the label has these classes in the first rows."""
+    """Return a dataset of a table whose label has these classes in the first rows."""
     number = FeatureSpec(shape=(), dtype="float32", stored="float")
     label = replace(SPEC.features["label"], num_classes=len(labels), labels=labels)
     inputs = {"age": number, **features}
@@ -473,7 +473,7 @@ def churn(*labels, **features):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Return what is said of a configuration for a dataset, or for its first rows; or nothing."""
+    """Return a function that returns the error of a configuration for a dataset, or ""."""
 
     def said(dataset, tree, *, whole=False, tries=False):
         if not tries:
@@ -597,7 +597,7 @@ def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree,
 
 def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
     tree = {"gate": {"min": {"accuracy@churn=maybe": 0.1, "recall": 0.1}}}
-    # The first rows have no such class.
+    # The first rows lack this class.
     assert refused(churn("no"), tree).startswith("gate.min.recall: classification and the model")
 
 

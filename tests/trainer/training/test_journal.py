@@ -1,4 +1,4 @@
-"""The journal of an attempt: which rows it keeps, and its first rows."""
+"""The journal of an attempt: which rows it keeps, and what it starts with."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The outer loop: its end, and the files that it writes."""
+"""The outer loop: when it ends, and the files that it writes."""
 
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError
@@ -113,7 +113,7 @@ def test_no_validation_where_none_was_asked(run, validate):
 
 
 def losses(*values):
-    """A validation that gives these losses at 10, 20, ... steps."""
+    """Return a validation with these losses at 10, 20, ... steps."""
     return lambda strategy: {"loss": values[strategy.global_step() // 10 - 1]}
 
 
@@ -134,7 +134,7 @@ def test_training_stops_early_when_validation_gains_no_more(run, patience, value
 
 
 def areas(values, loss=lambda step: 1 / step):
-    """A validation that gives these areas at 10, 20, ... steps, with a loss that goes down."""
+    """Return a validation with these areas at 10, 20, ... steps and a decreasing loss."""
     return lambda strategy: {
         "loss": loss(strategy.global_step()),
         **({"auc": value} if (value := values[strategy.global_step() // 10 - 1]) else {}),
@@ -148,7 +148,7 @@ AUC = {"main_metric": "auc", "directions": {"auc": "higher"}}
     ("values", "said", "reached", "kept"),
     [
         ([0.5, 0.9, 0.6, 0.7, 0.95], AUC, 40, 20),
-        # Equal values count as a gain while the loss falls.
+        # Equal values count as an improvement while the loss decreases.
         ([0.5, 0.9, 0.9, 0.9, 0.8], AUC, 50, 40),
         # The metric is undefined on the validation examples.
         ([None] * 5, AUC, 50, 50),
@@ -165,7 +165,7 @@ def test_validations_are_compared_by_the_main_metric(run, values, said, reached,
 
 
 def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
-    # A portion whose worker dies is run again as a whole.
+    # A portion whose worker dies is repeated as a whole.
     assert run.train(Counting(beyond=3), steps=30, keep=100, validate=measured) == 33
     assert run.steps() == [0, 13, 23, 33]
     assert run.rows("validation_loss") == [1 / 13, 1 / 23, 1 / 33]
@@ -219,7 +219,7 @@ def test_it_ends_when_another_task_s_validations_say_so(run):
         seen.append(run.steps()[-1])
         return len(seen) == 3
 
-    # Called when there is a new checkpoint.
+    # This is called when there is a new checkpoint.
     assert run.train(steps=100, keep=100, should_stop_early=no_gain) == 20
     assert seen[:3] == [0, 10, 20]
     assert run.steps() == [0, 10, 20]
@@ -277,7 +277,7 @@ def test_hooks_are_given_by_name_and_do_not_change():
 
 
 class Idle(Counting):
-    """Runs its first stretches, and then applies nothing."""
+    """Applies updates in its first inner loops, and none after that."""
 
     def run(self, steps):
         return super().run(steps) if self.global_step() < 20 else Report(loss=1.0)
@@ -295,7 +295,7 @@ def test_inner_loops_without_a_step_are_a_stall(run):
 
 
 class GoingOn(Counting):
-    """It applies three updates in each inner loop, and two more before it is idle."""
+    """Applies three updates in each inner loop, and two more before it is idle."""
 
     def __init__(self, *, each: int = 3, more: int = 2):
         super().__init__()

@@ -15,7 +15,7 @@ from tests.trainer.counting import Counting, nothing, stop_after
 
 
 def lost_at(step):
-    """A loss that is none: the cluster goes away when `step` is reached."""
+    """Return a loss function that loses the cluster when `step` is reached."""
 
     def answer(strategy):
         if strategy.global_step() >= step:
@@ -148,7 +148,7 @@ def test_early_stopping_counts_over_attempts(run, until):
 
 @pytest.fixture
 def left(monkeypatch):
-    """Let an attempt find what was left at a global step; return what else was asked for."""
+    """Return a function that leaves values of a global step on a server, and returns a call log."""
     asked = []
 
     def of_step(step, seconds=0.0):
@@ -190,7 +190,7 @@ def test_an_attempt_goes_on_with_what_was_left(run, left):
     assert run.weight(50) == 25.0
     # No checkpoint was due before the cluster was lost.
     assert run.steps() == [0, 20, 30, 40, 50]
-    # Rows up to this step are kept.
+    # The rows up to this step are kept.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
 

@@ -278,7 +278,7 @@ def test_slots_that_a_number_tells_apart_begin_anew(tmp_path):
     run = Run(tmp_path)
     train_frozen(run, 20, ("dense/hidden/kernel",), "adafactor")
     resumed = train_frozen(run, 20, (), "adafactor").variables()
-    # The names of the two kernels' slots differ only in a number.
+    # The names of the slots of the two kernels differ only in a number.
     assert not any(resumed[path].numpy().any() for path in resumed if "optimizer/kernel" in path)
     assert resumed["optimizer/adafactor/dense_logits_bias_velocity"].numpy().any()
     assert train_frozen(run, 30, (), "adafactor").global_step() == 30

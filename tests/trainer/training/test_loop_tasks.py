@@ -14,7 +14,7 @@ SECONDS = 60
 
 
 class Exchange:
-    """A barrier of threads, at which each takes the largest of all values."""
+    """A barrier of threads that returns the maximum of each value over all threads."""
 
     def __init__(self, tasks):
         self._barrier = threading.Barrier(tasks)
@@ -50,7 +50,7 @@ class Peer(Counting):
 
 
 class WithOthers(Counting):
-    """A task whose others give fixed values at the barrier of a step, from step `at` on."""
+    """A task that gets fixed values from the others at barriers, from step `at` on."""
 
     def __init__(self, *others, publishes=True, at=0):
         super().__init__()
@@ -69,7 +69,7 @@ class WithOthers(Counting):
 
 
 def train_all(run, tasks, *, stopped=None, **training):
-    """Run the loop of each task in a thread; return what each returned or raised."""
+    """Run the loop of each task in a thread; return the result or the error of each."""
 
     def one(task):
         try:
@@ -77,7 +77,7 @@ def train_all(run, tasks, *, stopped=None, **training):
         except (UserError, ClusterLostError) as error:
             return error
         except BaseException:
-            # The other tasks would wait for this one.
+            # Otherwise, the other tasks would wait for this one.
             task.exchange.abort()
             raise
 
@@ -97,7 +97,7 @@ def test_all_reach_the_end_and_one_keeps_the_journal(run):
     assert run.rows() == [10, 20, 25]
     assert len(run.events(AttemptBegin)) == 1
     assert [each.global_step for each in run.events(CheckpointPublished)] == [0, 10, 20, 25]
-    # They exit when the end is recorded.
+    # The tasks exit later, when the end is recorded.
     assert [task.left for task in tasks] == [0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""The initial values of an attempt: live ones are kept, lost ones are restored."""
+"""The initial values of an attempt: values on living servers are kept, lost ones are restored."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ class Variable:
 
 
 def state_of(lost, whole, reached, saved, held):
-    """Return what servers have of three of which some were lost; values of others are whole."""
+    """Return the state of three servers, of which `lost` were lost and `whole` are complete."""
     there = [n for n in range(3) if n not in lost]
     living = frozenset(there) & set(whole)
     found = {n: SimpleNamespace(held=held[n], saved=saved) for n in there}
@@ -58,7 +58,7 @@ def led(strategy, state, variables):
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Let an attempt of 1500 steps begin after servers were lost at 510; return what came of it."""
+    """Start an attempt of 1500 steps after servers were lost at step 510; return the outcome."""
     monkeypatch.setattr(recovery, "select_resumed", lambda _found, given, _training: dict(given))
 
     def begun(  # noqa: PLR0913

@@ -1,4 +1,4 @@
-"""The role of a parameter server."""
+"""The tasks of workers and parameter servers."""
 
 import errno
 import os
@@ -24,12 +24,12 @@ from tests.trainer.objectives import NO_ROLES
 
 
 class Serves(Exception):  # noqa: N818
-    """TensorFlow's server is there."""
+    """Raised when TensorFlow's server is created."""
 
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """Return what lets a server serve in the folder of the test, and looks when it is there."""
+    """Return a function that runs a server in the test's folder, and calls `look` once it runs."""
 
     def called(look):
         parts, seen = PartServer(tmp_path, "ps-0"), []
@@ -86,7 +86,7 @@ ALL, SECOND = (0, 1, 2), (1,)
 
 
 def published(folder, shards):
-    """Publish a dataset of these numbers of shards; their content is not read here."""
+    """Publish a dataset with these numbers of shards; the tests do not read their content."""
     fields = {
         "dataset_schema": SCHEMA,
         "block_rows": 512,
@@ -108,7 +108,7 @@ def published(folder, shards):
 
 @pytest.fixture
 def staged(tmp_path):
-    """Stage for one task of a cluster, and return its working folder."""
+    """Return a function that stages the input of a task and returns its working folder."""
 
     def work(addresses, role, index=0, *, shards=None, partition="disjoint", **cluster):
         dataset = published(tmp_path, shards or {"train": 3, "validation": 2})

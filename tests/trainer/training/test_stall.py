@@ -1,4 +1,4 @@
-"""When a wait is a stall, and which task is named; the real waits are in `tests/cluster`."""
+"""When a wait is a stall, and which task is named. `tests/cluster` has tests with real waits."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class EndedError(Exception):
 
 @pytest.fixture
 def judged(tmp_path, monkeypatch):
-    """Return what a watch says of peers: the words of an end, or nothing; and the events."""
+    """Return a function from peers to the message that ends the process, or ""."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
 
@@ -82,7 +82,7 @@ def test_where_all_answer_steps_that_do_not_come_are_a_stall(judged):
     # A restarted task may not have reached its first step.
     assert not judged(Peers(), waits=1)
     assert judged(Peers(), spares=True)
-    # A long validation or upload, or the first step of a graph, which is compiled.
+    # This may be a long validation or upload, or the first step of a graph, which is compiled.
     assert not judged(Peers(), state="validates")
     assert not judged(Peers(), state="first step")
     assert not judged(Peers(), state="another graph")

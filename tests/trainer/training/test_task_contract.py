@@ -34,7 +34,7 @@ QUERY = {"query": SimpleNamespace(shape=(), dtype="string")}
 
 
 @pytest.mark.slow
-# A recommendation needs a model with two output vectors, not made-up outputs.
+# A recommendation needs a model with two output vectors, not artificial outputs.
 @pytest.mark.parametrize("name", sorted({*TASKS} - {"multi_output", "recommendation"}))
 def test_a_task_built_in_keeps_it(name):
     args = {"group": "query"} if name == "ranking" else {}
