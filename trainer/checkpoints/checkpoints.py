@@ -73,14 +73,14 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one; the checkpoints belong to these classes.
+    #: The positive class of each output that has one; each checkpoint records it.
     positive: Any = None
     #: Raises if the run may not continue from a checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
-    #: Saves by parts, if the servers write and read their own variables.
+    #: The saver of parts; None if the chief writes and reads all variables.
     parts: PartSaver | None = None
-    #: The newest published global step that is known; -1 if there is none.
+    #: The global step of the newest checkpoint that is known to be published; -1 if none.
     published_step = -1
 
     def __init__(  # noqa: PLR0913
@@ -114,8 +114,8 @@ class Checkpoints:
     def newest(self) -> RestoredCheckpoint | None:
         """Fetch the newest valid checkpoint; log each newer one that is skipped, and why.
 
-        Raises `UserError` if the data differ, and on errors such as a full disk, because starting
-        anew would discard a good checkpoint.
+        Raises `UserError` if the dataset differs, and on errors such as a full disk, because
+        starting anew would discard a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -172,7 +172,7 @@ class Checkpoints:
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do the slow preparation for saving these variables, once and before training."""
+        """Prepare the saving of these variables, which is slow, before training starts."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:
@@ -208,7 +208,6 @@ class Checkpoints:
         fields: Mapping[str, Any],
         files: Mapping[str, bytes],
     ) -> None:
-        """Write all values on this machine, and publish them."""
         values = self._writer.read(variables, io_device)
         for path in values.not_finite:
             raise self.not_finite(path, fields["global_step"])
@@ -237,7 +236,7 @@ class Checkpoints:
             self.parts.require()
 
     def note_published(self, uri: str, step: int) -> None:
-        """Emit that a checkpoint was published, and delete those that need not be kept."""
+        """Emit that a checkpoint was published, and delete those that retention drops."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # Later checkpoints were unreadable, and retention must prefer readable ones.
@@ -391,7 +390,7 @@ def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
-    """Fetch and verify a checkpoint; raises `UserError` if it is missing, corrupted or not one."""
+    """Fetch and verify a checkpoint; raises `UserError` if it is missing, invalid or corrupted."""
     fields = storage.fetch(uri, folder, manifest=read_checkpoint(uri)).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
@@ -409,7 +408,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return model variables by the path to restore them from, which is their average if any."""
+    """Return the variables, keyed by the checkpoint path to restore: their average's, if any."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

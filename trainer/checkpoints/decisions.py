@@ -14,8 +14,8 @@ from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.runtime.errors import UserError
 
-# Maximum number of unmeasured checkpoints to keep for an evaluator. Without it, an evaluator that
-# never measures would cause a full disk.
+# Maximum number of unmeasured checkpoints to keep for an evaluator. Without a limit, an evaluator
+# that never measures would fill the disk.
 MAX_AWAITED = 10
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval(Interval):
-    """When to save a checkpoint: after a number of steps or of seconds; 0 means never."""
+    """When to save a checkpoint: after a number of steps or seconds; 0 means never."""
 
     seconds: float = 0.0
 
@@ -64,8 +64,8 @@ class Retention:
     """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: also keep the first checkpoint, and from then on one per so many hours; 0 means
-            none.
+        every_hours: the interval, in hours, of further checkpoints to keep, from the first one on;
+            0 to keep none.
     """
 
     newest: int
@@ -131,11 +131,11 @@ class SelectedCheckpoint:
 
 
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
-    """Select the checkpoint of the run below `uri` to use, and emit an event with it.
+    """Select a checkpoint of the run below `uri`, and emit an event about it.
 
     If `choice` is "best", it is the best valid checkpoint by the main validation metric, or the
     last one if none was measured after the start of training. Otherwise, it is the last one, and
-    `choice` may be the reason as text. `main_metric` is for a finished run that is resumed with
+    `choice` may be the reason for that. Set `main_metric` for a finished run that is resumed with
     another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
@@ -163,10 +163,10 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
 
 
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
-    """Select the last checkpoint of a user's program, and emit an event with it.
+    """Select the last checkpoint of a user's program, and emit an event about it.
 
-    With `needs_model`, it is the last one that has a model; `UserError` is raised if none has.
-    Otherwise, it is None if the program wrote no checkpoint.
+    With `needs_model`, only checkpoints with a model count, and `UserError` is raised if there is
+    none. Otherwise, None is returned if the program wrote no checkpoint.
     """
     found = read_index(uri)
     for entry in reversed(found):
@@ -185,7 +185,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
 
 def _select(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> SelectedCheckpoint:
     read_checkpoint(entry.uri)
-    # The checkpoint may have been damaged after its publication.
+    # The checkpoint may have been corrupted after its publication.
     fields = storage.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))

@@ -59,7 +59,7 @@ class History:
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri`; empty before training."""
+    """Return the history below the checkpoints' `uri`; empty before training."""
     return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
@@ -104,7 +104,7 @@ class Validations:
         return bool(row.get("created") == manifest.created)
 
     def add(self, manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Record the metrics of a checkpoint, which are finite, and return the new row."""
+        """Record the metrics of a checkpoint, which must be finite; return the new row."""
         step = int(manifest.fields["global_step"])
         named = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
@@ -248,7 +248,7 @@ class SegmentedRowFile(RowFile):
             if data or number == 1:
                 storage.write_bytes(_segment(self._uri, number), data)
             with self._mutex:
-                # Keep it if `begin` has replaced it during the upload.
+                # Keep a segment that `begin` has replaced during the upload.
                 if number < last and bytes(self._open.get(number, b"")) == data:
                     del self._open[number]
         with self._mutex:

@@ -1,6 +1,6 @@
 """The published checkpoints of a run, and the dataset statistics that belong to their weights.
 
-Weights need the vocabulary of their training, because embedding rows are numbered by it.
+Weights are valid only with the vocabulary that numbers their embedding rows.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _validation(measured: Any) -> dict[str, float]:
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
     """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # It is invalid, because a valid checkpoint would have been resumed.
+        # The existing checkpoint is invalid: a valid one would have been resumed.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 

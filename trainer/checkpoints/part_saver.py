@@ -3,12 +3,12 @@
 Values never pass through the chief. A save has three stages, and training waits only for the first:
 
 1. Each server copies its variables to its memory, as a snapshot. TensorFlow copies variables with
-row lookups immediately, and others at their next update.
+   row lookups immediately, and others at their next update.
 2. Each server writes its snapshot to a file, unless a number is not finite, and frees it. The next
-save waits for the end of this stage, so there is never more than one copy.
+   save waits for the end of this stage, so there is never more than one copy.
 3. Each server adds its file to a draft of the checkpoint
-(`flotilla.trainer.checkpoints.part_server`). The chief merges the indexes and commits the draft.
-Only then do readers see the checkpoint.
+   (`flotilla.trainer.checkpoints.part_server`). The chief merges the indexes and commits the draft.
+   Only then do readers see the checkpoint.
 
 The result is a TensorFlow checkpoint with one data file per server, which all readers of
 checkpoints support.
@@ -79,7 +79,6 @@ class _Save:
 
     @property
     def step(self) -> int:
-        """The global step."""
         return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
@@ -208,7 +207,7 @@ class PartSaver:
     def _publish(self, save: _Save) -> None:
         self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # It is invalid, because a valid checkpoint would have been resumed.
+            # The existing checkpoint is invalid: a valid one would have been resumed.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)

@@ -4,11 +4,11 @@ The graphs of a chief run in the process and the working directory of a server, 
 Python code does not. A request that needs a client of the store is therefore a file: an operation
 on the server writes `parts/requests/TOKEN.json`, and another one reads the reply at
 `parts/replies/TOKEN.json`. This needs no port and no address. `parts/ready.json` shows that the
-server answers.
+server answers requests.
 
 On a full disk, a reply may not fit. In that case, the server writes a shorter one that asks the
 chief to try again. If that does not fit either, the server moves the request to the path of the
-reply, which needs no space. It keeps the results of actions that cannot be repeated until the chief
+reply, which needs no space. Results of actions that cannot be repeated are kept until the chief
 asks again. If nothing can be written, there is no reply. To detect this, a waiting chief writes
 `parts/probe`.
 
@@ -45,7 +45,7 @@ SUFFIX = ".json"
 POLL_SECONDS = 0.05
 # Number of replies to keep; a chief soon reads each of them.
 KEPT_REPLIES = 16
-# The error in a reply if the reply itself could not be written.
+# The error that a server reports if it could not write the actual reply.
 UNWRITTEN = "cannot write its answer"
 # The suffixes of a part's files that a TensorFlow operation writes.
 DATA, INDEX = ".data-00000-of-00001", ".index"
@@ -162,7 +162,10 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one complete request, quick or not as given; return whether there was one."""
+        """Answer one complete request; `is_quick` selects its kind.
+
+        Return whether there was one.
+        """
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = parse_record(Request, parse(path.read_bytes()))
@@ -180,7 +183,7 @@ class PartServer:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # The chief repeats an answered request if the file system wrongly reported an error.
+            # A request may come again if the file system wrongly reported an error to the chief.
             path.unlink(missing_ok=True)
             return True
         return False
@@ -193,7 +196,6 @@ class PartServer:
             old.unlink(missing_ok=True)
 
     def _reply(self, path: Path, target: Path, request: Request, reply: Reply) -> None:
-        """Write a reply, or the error of writing it."""
         try:
             _write(target, reply)
             self._unwritten.pop(request, None)

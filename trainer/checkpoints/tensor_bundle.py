@@ -111,7 +111,7 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle, one at a time; the bundle is in the files of `io_device`."""
+    """Assign the values of a bundle, one at a time; `io_device` reads the bundle."""
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
             (value,) = tf.raw_ops.RestoreV2(
@@ -204,7 +204,7 @@ class Values:
 
 
 class _Reader:
-    """A graph that reads variables on any tasks in one call."""
+    """A graph that reads variables on several tasks in one call."""
 
     def __init__(self, variables: Variables, io_device: str | None) -> None:
         self._variables, self._io_device = dict(variables), io_device

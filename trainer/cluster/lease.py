@@ -39,7 +39,7 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # A living holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time for the release by an exiting process, in seconds; else the next holder waits.
+# Maximum time to try a release at exit, in seconds; if it fails, the next holder waits.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # A holder that cannot reach the store, or whose clock is wrong, may still train. The file of an
@@ -150,7 +150,7 @@ class NoLease:
     """The lease of a task that does not publish, or whose folder has no other writer."""
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost, without a request."""
+        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
 
     def check(self) -> None:
         """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
@@ -224,7 +224,7 @@ class Lease(NoLease):
         return True
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost, without a request."""
+        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
         if self._lost:
             raise LeaseLostError(self._lost)
 

@@ -3,7 +3,7 @@
 A process that is stopped, swapped out or stuck in the kernel does not exit, so waiting for its exit
 does not help. There are two signals:
 
-- Heartbeats of a child. A task writes a byte into a pipe at intervals, and its parent waits for the
+- Heartbeats of a child. A task regularly writes a byte into a pipe, and its parent waits for the
   bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so the task does not
   seem dead.
 - An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection

@@ -159,7 +159,7 @@ class End:
         code: the exit code, or the negative number of the signal.
         why: the reason if the launcher killed it; else empty.
         stalled: whether it was killed because its heartbeats stopped.
-        planned: whether it was killed as planned, which does not count as an incident.
+        planned: whether the kill was planned, so that it does not count as an incident.
     """
 
     code: int
@@ -223,7 +223,7 @@ class TaskProcess:
                 loaded=self._loads(),
                 folder=str(self.folder),
                 environment={**self._environment(), **own},
-                # Only the launcher should receive a Ctrl-C of the terminal.
+                # Only the launcher should receive a Ctrl-C from the terminal.
                 own_session=True,
                 descriptors=(beats,),
             )
@@ -308,7 +308,7 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide those of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # gRPC reads a message in one piece, because it is already in this machine's memory.
+            # Make gRPC read a message in one piece: it is already in this machine's memory.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -323,7 +323,7 @@ class TaskProcess:
 
 
 def end_guard(folder: Path) -> None:
-    """Wait for the guard of a program whose agent has ended, and kill what the guard left."""
+    """Wait for the guard of a program whose agent has ended, and kill remaining processes."""
     guard = folder / "exchange" / "guard.py"
     if guard.exists():
         words = [str(guard), "--socket", str(guard.with_name("guard.sock")), "--sweep"]

@@ -50,7 +50,8 @@ EVALUATION_SECONDS = 600.0
 # a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory later.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
-# Maximum number of restarts of a failing evaluator. They do not count for `cluster.max_restarts`.
+# Maximum number of restarts of a failing evaluator, which do not count towards
+# `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
@@ -155,7 +156,7 @@ class Supervisor:
         self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
-        # The total number of restarts at the last start of each task.
+        # For each task, the total number of restarts when it was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
@@ -244,7 +245,6 @@ class Supervisor:
             self._evaluator.give_up(str(error))
 
     def _await_evaluator(self) -> None:
-        """Wait until the evaluator has measured the last checkpoint."""
         self._evaluator.signal_end()
         while self._evaluator.running:
             try:

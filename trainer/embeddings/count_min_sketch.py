@@ -4,8 +4,7 @@ Four cells count each id, and the count is the smallest of the four (Cormode and
 "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of the
 id that is being counted (Estan and Varghese 2002, "New Directions in Traffic Measurement and
 Accounting"). If the sketch holds too many ids, all cells are halved (Einziger et al. 2017,
-"TinyLFU"). Before that, each id of the largest lookups has had enough time to reach the minimum
-count.
+"TinyLFU"), but only after each id of the largest lookups has had time to reach the minimum count.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# Cells in a block; cells for one id, all in the same block; minimum number of blocks (by default
-# one per slot of a shard); number of ids per block above which all cells are halved.
+# Cells in a block; cells for one id, all in the same block; minimum number of blocks (otherwise one
+# per slot of a shard); number of ids per block above which all cells are halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -32,7 +31,7 @@ class CountMinSketch:
         Args:
             seen: the cells, uint8 [blocks, CELLS].
             window: int64 [2], the number of ids counted since the last halving, and the number in
-            the largest lookup.
+                the largest lookup.
             min_count: the number of times that an id must occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count

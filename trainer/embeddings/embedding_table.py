@@ -1,11 +1,10 @@
 """A dynamic embedding table: ids are 64-bit integers or strings, without a vocabulary.
 
 An id gets a row once training has seen it `min_count` times, as long as rows are free; `capacity`
-is the number of rows. When all rows are in use, new ids get the least recently used ones. With
-`max_age`, rows that have not been used for so many steps are evicted earlier. Two ids never share a
-row, except that all ids without a row use the same one. This shared row starts with zeros and
-learns from the ids in training that get no row. Unknown ids get it in evaluation and in the
-exported model.
+is the number of rows. When all rows are in use, new ids get the least recently used ones. Rows that
+have not been used for `max_age` steps are evicted earlier. Two ids never share a row, except that
+all ids without a row use the same one. This shared row starts with zeros and learns from the ids in
+training that get no row. Unknown ids get it in evaluation and in the exported model.
 
 A hash distributes the ids over shards, each of which is on one server (`table_shard`). Rows are
 variables, and a gradient touches only the rows of its batch, so every optimizer works.
@@ -94,7 +93,7 @@ class EmbeddingTable(keras.layers.Layer):
             min_age: the number of steps without use before another id may get the row, because
                 gradients for it may be in transit; must be greater than the number of workers.
             max_age: the number of steps without use after which a row is evicted; 0 to evict rows
-            only to make room.
+                only to make room.
             initializer: the initializer of new rows; must not depend on the number of rows.
             **kwargs: arguments of a Keras layer.
 
@@ -179,7 +178,7 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Return each shard's places in the unique ids, the places of all ids, and shards' ids.
+        """Split the unique ids by shard; return their places, each id's place, and shards' ids.
 
         Each id is sent once, even if the batch contains it several times. This also matters because
         most Keras optimizers square a gradient before they sum the duplicates of a row.
@@ -320,7 +319,7 @@ class EmbeddingTable(keras.layers.Layer):
         return {"rows": given - evicted, "evicted": evicted, "turned_away": away}
 
     def shrink(self) -> None:
-        """Remove the unused rows, before an export."""
+        """Remove unused rows before an export."""
         live = []
         for shard in self._parts:
             there = np.flatnonzero(shard.noted.used.numpy()[: shard.capacity] >= 0)
@@ -410,15 +409,14 @@ class _Seed(keras.random.SeedGenerator):
         self._seed = seed
 
     def next(self, ordered: bool = True) -> tf.Tensor:  # noqa: ARG002
-        """Return the seed."""
         return self._seed
 
 
 def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     """Return a function that draws new rows, and the number of the first shard.
 
-    The function maps a number, which replaces the seed, the count of rows, and the count of rows
-    drawn before to the new rows. Initializers that differ only in their seeds share it.
+    The function takes a number that replaces the seed, the count of rows, and the count of rows
+    drawn before. Initializers that differ only in their seeds share a function.
 
     Raises:
       ValueError: if the initializer needs the whole table.

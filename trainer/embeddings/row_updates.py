@@ -106,7 +106,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read single rows: reading all copies the table after an update."""
+    """Make Keras's embeddings read only rows: a full read after an update copies the table."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
@@ -171,7 +171,6 @@ class _Rows(ABC):
         self.optimizer = optimizer
 
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
-        """Return the scalars that all tables of one update share."""
         return [learning_rate]
 
     @abstractmethod
@@ -208,7 +207,6 @@ class _Rows(ABC):
         )
 
     def slot(self, name: str, variable: tf.Variable) -> tf.Tensor:
-        """Return the handle of a slot, on the device of the update."""
         index = self.optimizer._get_variable_index(variable)
         return getattr(self.optimizer, name)[index].value.handle
 

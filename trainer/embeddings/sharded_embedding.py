@@ -61,12 +61,13 @@ class ShardedEmbedding(keras.layers.Layer):
                 the same number. It may exceed the number of servers.
             initializer: the initializer of the shards; each shard has its own seed.
             unknown: what to do with an id outside of the table: "error" raises
-            InvalidArgumentError; "wrap" returns the row `id mod rows`, which a known id also uses.
+                InvalidArgumentError; "wrap" returns the row `id mod rows`, which a known id also
+                uses.
             **kwargs: arguments of a Keras layer.
 
         Raises:
             ValueError: if a size is below 1, there are more shards than rows, or `unknown` has
-            another value.
+                another value.
         """
         super().__init__(**kwargs)
         for name, value in {"rows": rows, "dimension": dimension, "shards": shards}.items():

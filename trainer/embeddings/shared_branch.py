@@ -47,10 +47,10 @@ class SharedBranch:
         Args:
             is_needed: a bool scalar.
             work: a function from `given` to a tensor like the first of them; may use only
-            `resources`.
+                `resources`.
             given: tensors.
             resources: handles, in the same order for all shards; a different number of them needs
-            another branch.
+                another branch.
             device: the device of all resources.
             kind: everything else that `work` depends on; a different kind needs another branch.
         """

@@ -89,7 +89,7 @@ class Shard:
             capacity: the number of slots, without the last one.
             rules: the rules of the table.
             draw: creates new rows from `number`, the count of new rows, and the count of rows
-            created before.
+                created before.
             number: distinguishes the shard's rows from those of other shards.
             branch: the branch that several shards share.
         """

@@ -99,7 +99,7 @@ def require(config: Config, model: keras.Model) -> None:
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Yield the optimizer slots of a variable and their initial value, or None for a copy of it."""
+    """Yield a variable's optimizer slots and initial values; None for a copy of the variable."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:

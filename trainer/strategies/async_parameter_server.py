@@ -53,11 +53,11 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Intervals between two reads of the reports, and between two checks for the end, in seconds.
+# Seconds between reads of the reports, and between checks whether the closures have ended.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # Amount of work to schedule ahead, in seconds. Without a chief, the workers continue this long.
 AHEAD_SECONDS = 10
-# Maximum time to wait until turns have ended, in seconds. A turn takes about one second.
+# Maximum time for workers to end their current turns, in seconds; a turn takes about a second.
 HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
@@ -177,7 +177,6 @@ class AsyncParameterServer(Served):
         self._read_reports()
 
     def _report(self) -> Report:
-        """Return a report of the updates since the previous report."""
         new = self._seen.reports - self._reported
         self._reported = self._seen.reports
         if updates := new[:, UPDATES].sum():
@@ -243,7 +242,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # This run of the closure stopped early because a newer run replaced it.
+                # A newer run replaced this one, which therefore stopped early; repeat the rest.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again

@@ -2,7 +2,8 @@
 
 XLA can compile a pure function even if the variables are on other machines, and local steps need a
 pure function because they change copies of the variables. `Messages` packs all values for a server
-into one message per dtype and direction, because a message costs more than its bytes.
+into one message per dtype and direction, because the number of messages matters more than their
+size.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
     """Send a gradient as `push` does, and the loss to `device`; the loss is last in the result.
 
-    Both are sent in one message if the trainable float32 variables have exactly the same device.
+    Both are sent in one message if `device` is exactly that of trainable float32 variables.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
@@ -118,7 +119,7 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Write changed state back to its variables.
 
-    The difference of an integer (seed, count) is added, so that increments by other workers are
+    For an integer (seed, count), the difference is added, so that other workers' increments are
     kept. Other values are assigned, because adding all changes of a moving average would overshoot.
     """
     moved = [
@@ -273,13 +274,13 @@ def build_pulled_gradient(  # noqa: PLR0913
         loss: the loss of a batch.
         jit: whether XLA compiles the gradient.
         parts: the number of batches in a stack. If it is above 1, the function processes the
-        batches one by one and returns the mean loss and gradients.
+            batches one by one and returns the mean loss and gradients.
         scale: the loss scale, if any.
         in_place: whether the variables are read on their devices. Otherwise they are pulled first,
-        and the returned gradient is on the servers.
+            and the returned gradient is on the servers.
         towers: the devices of a worker; each takes a batch, or a stack of batches.
         loss_on: the device that receives the loss as the last of the gradients (see
-        `push_with_loss`). Only used if the variables are pulled.
+            `push_with_loss`). Only used if the variables are pulled.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulate(pure, parts) if parts > 1 else pure, pure.state)

@@ -19,7 +19,7 @@ from flotilla.trainer.strategies.towers import mean
 
 
 class InGraph(Served):
-    """One chief whose graph spans all workers, with the variables on parameter servers."""
+    """Training by a chief whose graph spans all workers, with variables on parameter servers."""
 
     capabilities = find_topology("in_graph").capabilities
 
@@ -71,6 +71,5 @@ def _device(worker: int) -> str:
 
 
 def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
-    """Return the mean of a variable's gradients, computed on the variable's server."""
     with tf.device(of.device):
         return mean(gradients)

@@ -52,7 +52,7 @@ Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
 
 
 class Replicated(KerasStrategy):
-    """A strategy that builds in the scope of a synchronous `tf.distribute` strategy."""
+    """A strategy that builds the model in the scope of a `tf.distribute` strategy."""
 
     @abstractmethod
     def replicate(self) -> tf.distribute.Strategy:
@@ -220,7 +220,7 @@ def _varies(gradient: Any) -> bool:
 
 
 class Single(Replicated):
-    """Training on one process, with one replica on each of its GPUs."""
+    """Training in one process, with one replica on each of its GPUs."""
 
     capabilities = find_topology("single").capabilities
 

@@ -232,7 +232,6 @@ def worker_device(index: int) -> str:
 
 @contextmanager
 def _explain_memory(what: str) -> Iterator[None]:
-    """Replace an out-of-memory error by a one-line error that says what the memory was for."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:

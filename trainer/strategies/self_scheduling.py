@@ -121,7 +121,7 @@ class Seen:
         taken: the number of turns that workers have taken since `deal`.
         refused: the number of workers that have found no turn left since `deal`.
         reports: one row for each worker: the sum of its losses, the number of its updates, and the
-        number of updates by other workers during its turns.
+            number of updates by other workers during its turns.
     """
 
     applied: int
@@ -171,7 +171,7 @@ class Turns:
     def take(self, own: tf.Tensor) -> tf.Tensor:
         """Take a turn for the run `own`; return whether one was left. Runs in a worker's graph.
 
-        A number that the run may not use is given back, so that at most `end` turns are taken.
+        A turn number that the run may not use is given back, so that no turn is lost.
         """
         with tf.device(self._device):
             number = tf.raw_ops.ResourceCountUpTo(
@@ -194,7 +194,7 @@ class Turns:
             return is_newest & (own[1] > self._before.read_value())
 
     def read_applied(self) -> tf.Tensor:
-        """Return the global step, for the start of a turn. Runs in a worker's graph."""
+        """Read the global step at the start of a turn. Runs in a worker's graph."""
         with tf.device(self._device):
             return self._applied.read_value()
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # variables of its own version, because the servers may run another one.
 FORM = 6
 ANSWER_SECONDS = 10.0
-# Number of servers that store the global step, because the counter's server may be lost.
+# Number of servers that store the global step, in case the server of its counter is lost.
 NOTED_ON = 3
 # The path of the step counter, which must be the first variable.
 STEP = "global_step"
@@ -88,7 +88,8 @@ class State:
         variables: the number of variables on all servers.
         maps: the number of shards of dynamic tables on all servers.
         held: the number of checkpoint variables on this server, without the step counter.
-        is_whole: 1 if the values of this server are complete; 0 while the chief assigns some.
+        is_whole: 1 if this server's values are complete; 0 while the chief is assigning some of
+        them.
         reached: the last known global step; only on the first few servers.
         saved: the global step of the newest published checkpoint; -1 if none.
         noted: when `saved` was recorded, in seconds since 1970.

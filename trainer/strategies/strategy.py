@@ -1,9 +1,9 @@
 """The interface of strategies, and the functions that they share.
 
 A strategy builds the model on its devices, applies updates (the inner loop), and computes the sums
-for validation. It never saves or logs, and decides nothing: `flotilla.trainer.training.loop` does
-that. The variables of a checkpoint have the same paths under every strategy. `MeasuredCopy` is a
-copy of the model in this process, which validation uses with the variables of a strategy.
+for validation. Saving, logging and decisions are left to `flotilla.trainer.training.loop`. The
+variables of a checkpoint have the same paths under every strategy. `MeasuredCopy` is a copy of the
+model in this process, which validation uses with the variables of a strategy.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Problem:
         build_optimizer: creates the optimizer, not yet built.
         check: raises `ConfigError` if the configuration does not suit the model.
         loss: the mean loss of a batch; see `Loss`.
-        chance_loss: the loss of blind guessing; a training loss far above it means divergence.
+        chance_loss: the loss of an uninformed guess; a training loss far above it means divergence.
         batches: builds the endless training dataset of one task, with elements as in `Batch`. The
-        function is traced, and runs in the working directory of a worker.
+            function is traced, and runs in the working directory of a worker.
         totals: returns a vector of sums over a part of the validation examples, all of which every
-        worker has. Traced like `batches`.
+            worker has. Traced like `batches`.
         stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
@@ -110,7 +110,7 @@ class Strategy(ABC):
         self.position = stream.position if stream else Position()
 
     def advance_position(self, batches: int) -> None:
-        """Advance the input position by `batches` batches, which were trained on."""
+        """Advance the input position past `batches` batches."""
         if self.stream:
             examples = batches * self.config.training.batch_size
             self.position = self.position.advance([(0, examples)])
@@ -121,7 +121,7 @@ class Strategy(ABC):
 
     @property
     def publishes(self) -> bool:
-        """Whether this task writes the journal; only one task does, even if several train."""
+        """Whether this task writes the journal; only one of the tasks with an outer loop does."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
@@ -224,7 +224,7 @@ class KerasStrategy(Strategy):
         return LossScale(gradients=gradients * training.accumulate, **options)
 
     def resolver(self, **accelerators: int) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Return a resolver of the cluster, this task, and its number of accelerators by kind."""
+        """Return a resolver with the cluster, this task, and its number of accelerators by kind."""
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(self.cluster.spec()),
             task_type=self.task.role,
@@ -269,7 +269,7 @@ def build_gradient(
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
-        # Zeros for a variable that the loss ignores, so that all replicas average the same list.
+        # Use zeros if the loss ignores a variable, so that all replicas average the same list.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
@@ -299,13 +299,13 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's method, because the model's own may take other arguments. It keeps a loss.
+    # Call Keras's method, as the model's own may take other arguments. An earlier loss is kept.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
     def step(batch: Batch) -> tf.Tensor:
         before = counter.read_value()
-        # The logs of `train_step` are means since the last reset.
+        # Without a reset, the logs of `train_step` would be means over earlier steps too.
         model.reset_metrics()
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)

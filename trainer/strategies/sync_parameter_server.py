@@ -188,7 +188,7 @@ class SyncParameterServer(Served):
         return TURN if everyone and long and self.pulls_whole() else 1
 
     def _number(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the number of the next gradient, after its step is open."""
+        """Return the number of the next gradient, once its step is open."""
         # This operation is atomic on the server, unlike an addition followed by a read.
         with tf.device(HUB), tf.control_dependencies([step]):
             return tf.raw_ops.ResourceCountUpTo(
@@ -375,7 +375,7 @@ class Staging:
         sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            # For each device separately, because waiting for another server costs a message.
+            # Wait for each device separately: waiting for another server costs a message.
             before = [changed[device]] if device in changed else []
             with tf.device(device), tf.control_dependencies(before):
                 sent.append(

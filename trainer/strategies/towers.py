@@ -109,7 +109,6 @@ def mean(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def _join(variable: Any, values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return one value of a state variable from the values of all towers."""
     first = values[0]
     join = getattr(variable, "join", mean if first.dtype.is_floating else None)
     return join(values) if join else first

@@ -100,7 +100,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         spec = tasks.set_positive(job.config.task, DatasetSpec.from_manifest(dataset))
         events.emit(events.DataNote(text=tasks.describe_task(job.config.task, spec)))
     if find_topology(job.config.training.strategy).workers:
-        # Close the port first, because the strategy starts a server when it connects.
+        # Close the port before the strategy connects, which starts a server.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
@@ -291,7 +291,6 @@ def _totals(  # noqa: PLR0913, PLR0917
     part: tf.Tensor,
     of: int,
 ) -> tf.Tensor:
-    """Return the sums of a validation over a part of the examples."""
     size = config.evaluation.batch_size
     files = streaming or VALIDATION_PATTERN
     batches = evaluation_batches(spec, files, batch_size=size, part=part, of=of)

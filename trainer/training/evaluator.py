@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
-# Interval of polls, because a store does not notify readers of new checkpoints.
+# Interval between polls, in seconds; a store does not notify readers of new checkpoints.
 POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
@@ -37,8 +37,8 @@ Measure = Callable[[str, Path], dict[str, float]]
 def watch(job: Job) -> None:
     """Measure each checkpoint on the validation split, until training is over.
 
-    Training is over when the newest checkpoint has all steps, or the launcher has created `OVER`.
-    Raises `UserError`.
+    Training is over when the newest checkpoint has reached the last step, or the launcher has
+    created `OVER`. Raises `UserError`.
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()

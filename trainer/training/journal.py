@@ -71,7 +71,7 @@ class Journal:
 
     @property
     def last_checkpoint(self) -> str:
-        """The URI of the newest checkpoint, or an empty text."""
+        """The URI of the newest checkpoint, or an empty string."""
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:

@@ -4,11 +4,11 @@ The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or
 outer loop repeats these parts:
 
 1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on the next action:
-whether to stop, to stop early or to save a checkpoint, and the number of steps. No other code
-decides this.
+   whether to stop, to stop early or to save a checkpoint, and the number of steps. No other code
+   decides this.
 2. The inner loop: about a second of steps, never across a boundary of `checkpoint_every` or
-`validate_every`. Between boundaries, the workers of an asynchronous strategy do not stop.
-Afterwards, the servers store the global step.
+   `validate_every`. Between boundaries, the workers of an asynchronous strategy do not stop.
+   Afterwards, the servers store the global step.
 3. At a boundary: a validation and a row of the history, then a checkpoint.
 
 All workers are idle during a save or a validation (`Strategy.rest`). A checkpoint ends with its own
@@ -138,7 +138,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
         UserError: the loss is not finite, or a checkpoint does not fit.
         RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is published.
         ClusterLostError: the strategy lost a required task, or the tasks that run the outer loop
-        found different checkpoints.
+            found different checkpoints.
     """
     found = checkpoints.newest()
     recovery = Recovery(config, strategy, checkpoints)
@@ -363,7 +363,6 @@ class _OuterLoop:
             )
 
     def _record(self, before: int, result: _InnerResult) -> None:
-        """Report the result of an inner loop, and add it to the history."""
         step = result.global_step
         self._pace.steps_per_second = result.steps_per_second
         self._seconds += result.seconds

@@ -185,7 +185,7 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
 
 
 def _enter(folder: Path) -> None:
-    # The user's modules are in the folder that this process leaves.
+    # Keep the user's modules importable: they are in the folder that this process leaves.
     os.environ.update(user_code.environment())
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,6 @@ class _MadeUp:
     count: int = EXAMPLES
 
     def parts(self) -> Iterator[Part]:
-        """Yield the parts."""
         whole = self.whole
         for rows in (slice(0, 3), slice(3, None)):
             columns = {name: each[rows] for name, each in whole.columns.items()}

@@ -169,7 +169,7 @@ class TestInAFileSystem:
 
     def test_a_line_that_was_cut_short_takes_no_other_along(self, uri_rows, caplog):
         storage.local_path(uri_rows).write_bytes(b'{"global_step": 1}\n{"global_st')
-        # There is no warning, because the line may still be being written.
+        # The line may simply be incomplete, so there is no warning.
         assert (read(uri_rows), caplog.text) == ([1], "")
         RowFile(uri_rows).append(row_rows(3))
         assert read(uri_rows) == [1, 3]

@@ -34,7 +34,7 @@ def uri(server):
 
 @pytest.fixture
 def of(uri, tmp_path):
-    """Create the checkpoints of a task; each `machine` has a separate disk."""
+    """Return a function that opens a task's checkpoints; each `machine` has its own disk."""
 
     def _of(machine="chief-0", keep=3, fingerprint="", alone=True):
         scratch = tmp_path / machine

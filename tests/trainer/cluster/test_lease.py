@@ -121,7 +121,7 @@ def test_a_released_lease_says_so_and_blocks_nobody(place, uri, clock, caplog):
     lost(first.check)
     lost(first.renew)
     lost(first.release)
-    # Nor does a lease of another machine whose clock is ahead.
+    # A lease of another machine whose clock is ahead does not block a job either.
     clock.time -= 60
     clock.acquire("digits-2").check()
     assert list(leases(place, uri)) == ["000002.json"]
@@ -215,7 +215,7 @@ def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
 
 
 def test_a_store_without_conditional_writes_shows_who_won(clock, place, monkeypatch):
-    """Without conditional writes in a store, the second writer replaces the first one's file."""
+    """If the store has no conditional writes, the second writer replaces the first one's file."""
     create = storage.create_bytes
 
     def replaced(at, data):
@@ -332,7 +332,7 @@ def test_no_number_comes_twice(uri, clock):
 
 
 def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypatch):
-    """Two other holders came and went between its read and its write: its number is too low."""
+    """Two other holders come and go between this one's read and write, so its number is too low."""
     clock.acquire("digits-0").release()
     create = storage.create_bytes
 

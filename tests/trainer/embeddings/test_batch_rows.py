@@ -1,4 +1,4 @@
-"""The rows of a batch are collected before the forward pass, each once, with equal gradients."""
+"""Rows of a batch are collected before the forward pass, each once, with unchanged gradients."""
 
 import keras
 import numpy as np

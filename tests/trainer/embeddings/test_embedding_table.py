@@ -280,7 +280,7 @@ def test_what_is_exported_is_as_large_as_its_rows_and_answers_alike(keys, tmp_pa
     model = model_of(layer)
     for ids in ([[1, 2], [2, 1]], [[3, 3], [9, -4]]):
         trained(layer, ids)
-    # The shared row of ids without a row, as after training.
+    # Set the shared row of ids without a row, as training would.
     for shard in layer._parts:
         shard.noted.rows.value.scatter_update(
             tf.IndexedSlices(tf.ones([1, DIMENSION]), [shard.capacity])

@@ -1,4 +1,4 @@
-"""A simulation of asynchronous workers without TensorFlow: they take turns, apply and die."""
+"""A simulation of asynchronous workers, without TensorFlow: they take turns, update and die."""
 
 from collections import deque
 from collections.abc import Callable
@@ -60,7 +60,6 @@ class Fleet:
             self.round()
 
     def round(self) -> None:
-        """Let every worker with a closure take one turn."""
         for worker in range(min(self.workers, len(self.queue))):
             unit = self.queue.popleft()
             if self.next >= self.end:

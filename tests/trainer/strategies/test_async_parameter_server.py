@@ -142,7 +142,7 @@ FAST = 100 * TURN
 
 
 class Clock:
-    """A clock that advances with each sleep, and lets the fleet make a round, ten for each read."""
+    """A clock that advances with each sleep, during which the fleet makes a round; ten per read."""
 
     def __init__(self):
         self.now, self.fleet = 0.0, None

@@ -445,7 +445,6 @@ def numbers(shape, begin=0.0):
 
 @pytest.fixture
 def variables():
-    """Variables of several shapes, of two types."""
     found = [tf.Variable(numbers(shape), dtype=tf.float32) for shape in SHAPES]
     return [*found, *(tf.Variable(numbers(shape), dtype=tf.int64) for shape in SHAPES)]
 

@@ -23,7 +23,7 @@ class Building(Served):
     run = None
 
     def connect(self):
-        """All servers are here."""
+        """Do not connect, because all servers are in this process."""
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ class Attempt(Served):
         self.uri = uri
 
     def connect(self):
-        """All servers are here."""
+        """Do not connect, because all servers are in this process."""
 
     def variables(self):
         return self.held
@@ -378,7 +378,7 @@ def test_how_long_ago_it_was_saved_goes_on(uri, monkeypatch):
 
 
 class Killed(BaseException):
-    """The chief is killed."""
+    """Raised to simulate a kill of the chief."""
 
 
 def killed_in(monkeypatch, method, work):

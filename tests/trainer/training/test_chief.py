@@ -181,7 +181,7 @@ def test_steps_are_watched_for_a_stall(hooks):
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Return a function from an attempt to batches of 4 of worker 1 of 2, which has 20 examples."""
+    """Return a function that lists an attempt's batches of worker 1 of 2, which has 20 examples."""
     numbers = np.arange(20)
     features = {each: FeatureSpec(shape=(), dtype="int64", stored="int") for each in ("x", "y")}
     (tmp_path / SHARDS).mkdir()

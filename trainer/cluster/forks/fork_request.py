@@ -31,7 +31,7 @@ class Request:
     Attributes:
         command: the whole command line; the third word is the module.
         loaded: the module that the server must have loaded; empty to start the process without a
-        fork.
+            fork.
         environment: the whole environment.
         descriptors: the descriptors that the process inherits, under the same numbers.
     """

@@ -39,7 +39,7 @@ from flotilla.trainer.runtime import cores, signals, tensorflow_import
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Pause before the next check for a request, which a client sends right after it connects.
+# Time to wait for a request, in seconds; a client sends it right after it connects.
 _MOMENT = 0.05
 
 

@@ -1,4 +1,4 @@
-"""The start of a process: by the fork server of this run, or without a fork."""
+"""Starts processes, either through the fork server of this run or without a fork."""
 
 from __future__ import annotations
 
