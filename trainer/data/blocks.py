@@ -1,8 +1,8 @@
-"""Blocks: the records of a shard. A `tf.train.Example` holds many rows, packed by column.
+"""Blocks: the records of a shard. A block is a `tf.train.Example` with many rows, by column.
 
-Each feature is one list of all rows: numbers as int64 or float32, texts and encoded images as
-bytes. Tensors, and sequences of numbers, are one value: the bytes of all rows after one another.
-The number of rows is a separate entry. The lengths of a sequence are a feature with their name.
+Each feature is one list with the values of all rows: numbers as int64 or float32, texts and encoded
+images as bytes. Tensors, and sequences of numbers, are a single value: the bytes of all rows,
+concatenated. The number of rows is a separate entry, and so are the lengths of each sequence.
 
 A block is written from Arrow columns and parsed by a few ops, without work for each row. A large
 example is a block of one row.
@@ -25,17 +25,17 @@ from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-#: About the bytes of a block: larger ones are no faster to read.
+#: Approximate size of a block in bytes; larger blocks are not faster to read.
 BYTES = 128 << 10
-# The bound for blocks whose rows differ much in size.
+# Maximum size of a block in bytes if the sizes of its rows differ widely.
 _LARGEST_BYTES = 64 << 20
 _COUNT = "\0rows"
-# `decode_raw` does not know these types; it reads the signed type of the same size.
+# `decode_raw` does not support these types, so the signed type of the same size is decoded.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
 
 def choose_rows(rows: int, size: int, largest: int) -> int:
-    """Return the rows of a block, from the number of all rows, their bytes, and the largest row's.
+    """Return the rows per block, from the number and bytes of all rows, and the largest row.
 
     All blocks of a dataset have this number of rows, except the last one of each shard.
     """
@@ -50,7 +50,7 @@ def encode_blocks(
 
     Equal rows give equal bytes.
     """
-    # Sorted, because the order of a map is free.
+    # Sort the features, because the order of entries in a protobuf map is arbitrary.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
     for first in range(0, table.num_rows, size):
         last = min(first + size, table.num_rows)
@@ -64,7 +64,7 @@ def encode_blocks(
 def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
     """Return the rows of blocks, strings of shape (n,), by feature: tensors of shape (rows, ...).
 
-    Encoded images stay strings, and sequences are ragged: `complete` makes a batch of them.
+    Images are still encoded and sequences ragged; `complete` makes a batch of them.
     """
     of_lengths = {length_name(name) for name, each in features.items() if _is_sequence(each)}
     wire = {_key(name): _wire(feature) for name, feature in features.items()}
@@ -90,9 +90,9 @@ def complete(
 
 
 def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return a batch of records of one row each, strings of shape (n,), as clients send them.
+    """Return a batch from records of one row each, strings of shape (n,), as clients send them.
 
-    A block of one row is such a record. The lengths of sequences are those of their content.
+    A block of one row is such a record. The lengths of sequences follow from their content.
     """
     if not features:
         return {}
@@ -106,16 +106,17 @@ def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[
 
 
 class _Packed(NamedTuple):
-    """The content of a column: that of row `i` begins at `starts[i]`; `kind` is its tag."""
+    """The content of a column. Row `i` begins at `starts[i]`; `kind` is the tag of the content."""
 
     kind: bytes
     data: memoryview
     starts: NDArray[np.int64]
 
 
-# Protobuf: a field of a message with a length (https://protobuf.dev/programming-guides/encoding).
+# Protobuf tags of length-delimited fields: numbers 1 and 2
+# (https://protobuf.dev/programming-guides/encoding).
 _FIRST, _SECOND = b"\x0a", b"\x12"
-# A `Feature` is a list of one of three types. A packed list, and a single value, are one field.
+# Tags of the content of a `Feature`: a list of texts, one bytes value, packed floats, packed ints.
 _TEXTS, _BYTES, _FLOATS, _INTS = b"\x0a", b"\x0a\x0a", b"\x12\x0a", b"\x1a\x0a"
 _BITS, _MORE = 7, 0x80
 
@@ -148,7 +149,7 @@ def _content(column: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
 
 
 def _frame_all(texts: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
-    """Return texts as the values of a list: each after its tag and its length."""
+    """Return texts as the values of a list, each preceded by its tag and its length."""
     sizes = pc.dictionary_encode(pc.binary_length(texts))
     heads = pa.array(
         [_FIRST + _varint(size) for size in sizes.dictionary.to_pylist()], pa.large_binary()
@@ -193,7 +194,7 @@ def _varint(value: int) -> bytes:
 
 
 def _key(name: str) -> str:
-    """Return the entry of a feature, which may have any name."""
+    """Return the key of a feature's entry; a feature may have any name."""
     return f"{_COUNT[0]}{name}" if name.startswith(_COUNT[0]) else name
 
 
@@ -260,7 +261,7 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
     if not _is_sequence(feature):
         return values
     first, *inner = feature.shape
-    # A layer cannot reduce an empty axis.
+    # Pad to at least 1, because layers cannot reduce an empty axis.
     longest = tf.cast(first or tf.maximum(values.bounding_shape(axis=1), 1), tf.int64)
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
     padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))

@@ -1,11 +1,11 @@
-"""Columns of examples in memory, and the table of a part, without a Python object for each row.
+"""Columns of examples in memory, and the tables of parts, without a Python object per row.
 
 Sources give columns by feature name, in one of three forms:
 
-- numbers of a fixed shape: an array whose first axis is the example;
-- texts and encoded images: an Arrow array of bytes, without nulls (pixels are encoded as PNG);
-- sequences, and texts of a shape: an Arrow array of lists of numbers or of bytes, flat in an
-  example (`bfloat16` as `float32`).
+- numbers of a fixed shape: a NumPy array whose first axis is the example;
+- texts and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
+- sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, which are flat for
+  each example (`bfloat16` as `float32`).
 
 A table has the same columns in their stored form: int64, float32, or the bytes of a tensor.
 """
@@ -26,18 +26,18 @@ from flotilla.trainer.data.png import encode
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-#: An `NDArray` or a `pa.Array`, which has no types.
+#: An `NDArray`, or a `pa.Array`, which has no type stubs.
 Column: TypeAlias = Any
-#: The features of some examples by name.
+#: Features of some examples by name.
 Columns = Mapping[str, Column]
-# Neither NumPy nor Arrow has this type; its values are those of a shortened float32.
+# Neither NumPy nor Arrow has this type; its values are truncated float32 values.
 _SHORT_FLOAT = "bfloat16"
 
 
 def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns in the forms of this module, from arrays and lists; adds the lengths.
+    """Convert arrays and lists to columns in the forms of this module, and add the lengths.
 
-    A variable length, or a text of a shape, may be given as an array or a list of arrays.
+    A feature of variable length, or an array of texts, may be an array or a list of arrays.
     """
     found = {
         name: make_column(feature, given[name])
@@ -48,7 +48,7 @@ def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) 
 
 
 def make_column(feature: FeatureSpec, values: Any) -> Column:
-    """Return one column in the forms of this module."""
+    """Convert one column to the forms of this module."""
     if isinstance(values, pa.Array):
         return values
     if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
@@ -62,7 +62,7 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
 
 
 def make_texts(values: Iterable[Any]) -> pa.Array:
-    """Return bytes as an Arrow array."""
+    """Convert bytes to an Arrow array."""
     flat = np.ravel(values).tolist() if isinstance(values, np.ndarray) else list(values)
     return pa.array(flat, pa.large_binary())
 
@@ -70,7 +70,7 @@ def make_texts(values: Iterable[Any]) -> pa.Array:
 def count_lengths(
     features: Mapping[str, FeatureSpec], columns: Mapping[str, Column]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of the columns that vary, by the name of their feature."""
+    """Return the lengths of columns of variable length, by the names of their length features."""
     return {
         length_name(name): _lengths(columns[name]) // math.prod(feature.sizes[1:])
         for name, feature in features.items()
@@ -79,13 +79,13 @@ def count_lengths(
 
 
 def make_table(features: Mapping[str, FeatureSpec], columns: Columns) -> pa.RecordBatch:
-    """Return the stored form of some examples."""
+    """Convert examples to their stored form."""
     names = list(features)
     return pa.record_batch([_store(features[name], columns[name]) for name in names], names)
 
 
 def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
-    """Return the chosen rows of columns."""
+    """Return the chosen rows of the columns."""
     if chosen.all():
         return columns
     mask = pa.array(chosen)
@@ -96,7 +96,7 @@ def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
 
 
 def make_rows(feature: FeatureSpec, column: Any) -> Any:
-    """Return a column as Python code takes it: texts as bytes, sequences as arrays."""
+    """Convert a column for a user's Python code: texts to bytes, sequences to arrays."""
     if not isinstance(column, pa.Array):
         return column
     if not pa.types.is_large_list(column.type):
@@ -114,7 +114,7 @@ def make_rows(feature: FeatureSpec, column: Any) -> Any:
 
 
 def numpy_type(feature: FeatureSpec) -> np.dtype[Any]:
-    """Return the NumPy type of numbers."""
+    """Return the NumPy type of a numeric feature."""
     found: np.dtype[Any] = np.dtype(tf.as_dtype(feature.dtype).as_numpy_dtype)
     return found
 

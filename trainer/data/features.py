@@ -27,8 +27,8 @@ _OWN_BUILDER = "write your own builder (data.dataset: package.module:Builder)"
 class Selection(Roles):
     """The selected features by name, and their roles.
 
-    Nested features are named by their path, `outer/inner`. `connectors` are their TFDS features.
-    `fits` brings features whose examples differ in shape to one shape.
+    Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features.
+    `fits` tells how features whose examples differ in shape are converted to one shape.
     """
 
     specs: Mapping[str, FeatureSpec]
@@ -37,17 +37,17 @@ class Selection(Roles):
 
     @property
     def example_bytes(self) -> int:
-        """Estimated size of an example in memory, in bytes; a text counts as one."""
+        """Estimated size of an example in memory, in bytes; a text counts as one byte."""
         return sum(math.prod(spec.sizes) * _item_size(spec.dtype) for spec in self.specs.values())
 
 
 def select(config: DataConfig, info: Any) -> Selection:
-    """Select the features of a dataset by its `tfds.core.DatasetInfo`, before any download.
+    """Select features of a dataset from its `tfds.core.DatasetInfo`, before any download.
 
     A feature without a role is kept if it has a fixed shape.
 
     Raises:
-        ConfigError: a key of the data section is wrong or missing; the message has a remedy.
+        ConfigError: a key of the data section is wrong or missing; the message suggests a fix.
         UserError: the dataset cannot be used.
     """
     name = config.dataset
@@ -63,7 +63,7 @@ def select(config: DataConfig, info: Any) -> Selection:
 
 
 def _whole(leaves: Mapping[str, Leaf]) -> Selection:
-    """Return all features without roles, for `data.map`."""
+    """Select all features without roles, for `data.map`."""
     kept = {name: leaf for name, leaf in leaves.items() if not leaf.is_dataset}
     return Selection(
         inputs=(),
@@ -100,7 +100,7 @@ def choose(
         needed=[each for each in needed if each not in {*specs, *of_lengths}],
         targets=roles.targets,
     )
-    # A list of classes is then not a set of labels.
+    # A list of classes with a variable length is a sequence, not a set of labels.
     made = {each: fit for each, fit in made.items() if each not in varies}
     leaves = {**leaves, **of_lengths}
     able = made.keys() | specs.keys()
@@ -126,15 +126,15 @@ def choose(
 
 
 def _item_size(dtype: str) -> int:
-    # NumPy does not know bfloat16.
+    # NumPy does not support bfloat16.
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
 
 def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
-    Scalars are stored as numbers that every tool can show. Scalars that an int64 or a float32 would
-    change are stored as bytes, like tensors.
+    Scalars are stored as numbers, which every tool can display. Scalars that an int64 or a float32
+    cannot hold exactly are stored as bytes, as tensors are.
     """
     if dtype == "string":
         return "bytes"
@@ -166,9 +166,9 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the configured roles; the roles of the dataset are the defaults.
+    """Return the configured roles; the dataset's own roles are the defaults.
 
-    A length is an input only if `data.inputs` names it.
+    A length feature is an input only if `data.inputs` names it.
     """
     by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
@@ -188,7 +188,7 @@ def _roles(
             f"one or several of its features ({format_names(leaves)})"
         )
     if not inputs:
-        # A label that the dataset also names as an input stays, so that the check refuses it.
+        # Keep a label that the dataset also names as an input, so that `_check` reports it.
         taken = {weight, group, *(targets if config.label else ())}
         usual = [each for each in by_keys.inputs if each not in taken]
         others = (each for each in leaves if each not in {*targets, weight, group})
@@ -197,7 +197,7 @@ def _roles(
 
 
 def _choose_by_keys(keys: Any, leaves: list[str]) -> Roles:
-    # Supervised keys are inputs and labels, and an example weight if there are three.
+    # Supervised keys are (inputs, labels) or (inputs, labels, weights).
     inputs, targets, weights = (
         tuple(dict.fromkeys(leaf for key in _flat(part) for leaf in below(key, leaves)))
         for part in (*(keys or ()), *[()] * 3)[:3]
@@ -206,7 +206,7 @@ def _choose_by_keys(keys: Any, leaves: list[str]) -> Roles:
 
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
-    """Refuse contradictory roles, and features that cannot have their role."""
+    """Raise `ConfigError` if roles contradict each other, or a feature cannot have its role."""
     for key, feature in (("weight", roles.weight), ("group", roles.group)):
         leaf = leaves[feature] if feature else None
         is_text = leaf and leaf.dtype == "string" and key == "weight"
@@ -252,16 +252,17 @@ def _flat(keys: Any) -> list[str]:
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:
-    """Return the spec of an image that is stored encoded; `image` has a size."""
+    """Return the spec of an image that is stored encoded; `image.size` must be set."""
     return FeatureSpec(shape=(*image.size, image.channels), dtype="uint8", stored="image")
 
 
 def _encode_images(
     config: DataConfig, roles: Roles, leaves: Mapping[str, Leaf]
 ) -> dict[str, FeatureSpec]:
-    """Return the specs of the images that stay encoded, if `data.image` has a size.
+    """Return the specs of images that are stored encoded; empty unless `data.image` has a size.
 
-    Labels, whose values resizing would blend, and features in `data.shapes` are excluded.
+    Labels are excluded, because resizing would blend their values, and so are features in
+    `data.shapes`.
     """
     if not config.image.size:
         return {}

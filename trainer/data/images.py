@@ -1,13 +1,13 @@
 """Images that are stored encoded, as PNG or JPEG, and decoded when they are read.
 
-An image that TensorFlow decodes to the right pixels keeps its bytes. Any other image is decoded
-once by Pillow, during preparation, and encoded again: as JPEG if it was a JPEG, else as PNG.
+An image that TensorFlow decodes correctly is stored unchanged. Any other image is decoded by Pillow
+during preparation and encoded again: as JPEG if it was a JPEG, otherwise as PNG.
 
-- EXIF orientation: the pixels are turned.
-- An animation (GIF, WebP, PNG): its first frame.
-- 16 bits a channel: the upper eight.
-- CMYK: as RGB. A palette: as its colours.
-- Opacity: dropped, except with four channels; images without opacity become opaque then.
+- EXIF orientation: the pixels are rotated.
+- Animations (GIF, WebP, PNG): the first frame is used.
+- 16 bits per channel: the upper 8 bits are kept.
+- CMYK and palettes: converted to RGB.
+- Alpha channel: dropped, unless four channels are configured; it is opaque if an image has none.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-#: Pillow's mode by the number of channels.
+#: Pillow modes by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# By format and channels: the modes whose pixels TensorFlow decodes as Pillow does.
+# Modes that TensorFlow decodes to the same pixels as Pillow does, by format and channels.
 _GREY, _COLOURS = ("L", "LA", "I;16"), ("RGB", "RGBA")
 _ALIKE: dict[str, dict[int, tuple[str, ...]]] = {
     "JPEG": dict.fromkeys((1, 3), ("L", "RGB")),
     "PNG": {1: (*_GREY, *_COLOURS), 3: (*_GREY, *_COLOURS, "P"), 4: (*_GREY, *_COLOURS)},
 }
 ORIENTATION, _UPRIGHT = 0x0112, (None, 0, 1)
-# The quality for images that were already compressed with losses.
+# JPEG quality for images that were already compressed with losses.
 _QUALITY = 95
 
 
 class UndecodableError(ValueError):
-    """An image cannot be decoded; the message is the reason alone."""
+    """An image cannot be decoded; the message is only the reason."""
 
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
     """Open an encoded image; any failure in the block becomes an `UndecodableError`.
 
-    An image with more pixels than Pillow's safety limit is refused.
+    An image with more pixels than Pillow's safety limit is rejected.
     """
     if not data:
         raise UndecodableError("it is empty")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # Other warnings concern oddities of a file that Pillow still decodes.
+            # Other warnings are about oddities of a file that Pillow can decode anyway.
             warnings.simplefilter("ignore", UserWarning)
             with Image.open(io.BytesIO(data)) as image:
                 yield image
@@ -60,13 +60,13 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
         raise
     except UnidentifiedImageError:
         raise UndecodableError("it is not an image of a known format") from None
-    # Pillow's decoders may raise anything over a damaged file.
+    # Pillow's decoders may raise any exception for a corrupted file.
     except Exception as error:
         raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error
 
 
 def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image in its stored form: the same bytes if `decode` understands them.
+    """Return an encoded image in its stored form, which is unchanged if `decode` can read it.
 
     Raises:
         UndecodableError: the image cannot be decoded.
@@ -81,9 +81,9 @@ def stored_image(data: bytes, channels: int) -> bytes:
 
 
 def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
-    """Return the pixels, (batch, height, width, channels) of uint8, of stored images.
+    """Return the pixels of stored images, as uint8 of shape (batch, height, width, channels).
 
-    An image of another size is resized by bilinear interpolation with antialiasing.
+    Images of another size are resized by bilinear interpolation with antialiasing.
     """
     height, width, channels = feature.sizes
 
@@ -97,8 +97,8 @@ def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
 
 
 def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
-    """Resize images; axes before the height stay unchanged."""
-    # With `antialias`, every pixel contributes when the image shrinks.
+    """Resize images; axes before the height are unchanged."""
+    # With `antialias`, every pixel contributes when an image shrinks.
     blended = tf.image.resize(pixels, (height, width), antialias=True)
     if pixels.dtype.is_integer:
         blended = tf.clip_by_value(tf.round(blended), pixels.dtype.min, pixels.dtype.max)
@@ -120,13 +120,13 @@ def _decodes(data: bytes, channels: int) -> bool:
 
 
 def normalize_image(image: Image.Image, channels: int) -> Image.Image:
-    """Return an image turned upright, with 8 bits a channel; raises `UndecodableError`.
+    """Rotate an image upright and convert it to 8 bits per channel; raises `UndecodableError`.
 
-    Pillow may raise other errors if the image is damaged.
+    Pillow may raise other errors if the image is corrupted.
     """
     turned: Any = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):
-        # Pillow would clip values above 255.
+        # Convert these modes here, because Pillow would clip values above 255.
         wide = np.asarray(turned).astype(np.int64)
         turned = Image.fromarray((np.clip(wide, 0, 0xFFFF) >> 8).astype(np.uint8))
     if turned.mode == "F":
@@ -144,7 +144,7 @@ def _encode_again(image: Image.Image, channels: int) -> bytes:
 
 def _save(image: Image.Image, form: str) -> bytes:
     out = io.BytesIO()
-    # The file has no metadata such as the orientation, which is already applied to the pixels.
+    # Drop metadata such as the orientation, which has already been applied to the pixels.
     image.info = {}
     image.save(out, form, **({"quality": _QUALITY, "subsampling": 0} if form == "JPEG" else {}))
     return out.getvalue()

@@ -1,12 +1,12 @@
-"""List the files of a source by name, without reading them. No TensorFlow here.
+"""List the files of a source by name, without reading them. Free of TensorFlow.
 
-A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**` over
-folders, `[ab]`, `{a,b}`, and once `{SPAN}` (a whole number) or `{DATE}` (2026-11-23, 20261123 or
-2026/11/23), which give the span of a file. Hidden files are left out: names that begin with a dot
-or an underscore, and checksums that end with `.crc`.
+A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
+across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,
+20261123 or 2026/11/23), which is the span of a file. Hidden files are left out: names that begin
+with a dot or an underscore, and checksum files (`.crc`).
 
-A changed file is detected by its size and its tag. The tag of a bucket is a checksum, so the same
-content stored again is the same file; the tag of a disk is the modification time.
+A changed file is detected by its size and its tag. In a bucket, the tag is a checksum, so a file
+that is stored again with the same content is unchanged. On a disk, it is the modification time.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
 _PROGRESS = 100_000
-# Many files below this size are read much more slowly than few large ones.
+# Files that are smaller on average, in bytes, are much slower to read than fewer large ones.
 _SMALL = 16 << 10
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a source.
+    """A file of a source.
 
     Attributes:
         root: URI of the folder below which it was found.
         path: path below the root.
-        size: in bytes.
-        tag: changes with the content.
-        span: the span that it belongs to, 17 or 2026-11-23; empty if none.
-        split: the split whose pattern in `data.splits` matches; empty if none.
+        size: size in bytes.
+        tag: a value that changes with the content.
+        span: span of the file, such as 17 or 2026-11-23; empty if it has none.
+        split: split whose pattern in `data.splits` matches; empty if none does.
     """
 
     root: str
@@ -75,9 +75,9 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, in the order of their spans and paths.
+    """The files of a source, ordered by span and path.
 
-    `hidden` counts the hidden files by suffix.
+    `hidden` has the number of hidden files by suffix.
     """
 
     root: str
@@ -86,7 +86,7 @@ class Listing:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of names, contents and splits; independent of the location and the order."""
+        """A digest of names, contents and splits, which is independent of location and order."""
         return _digest(self.files)
 
     @cached_property
@@ -110,19 +110,19 @@ class Listing:
         return replace(self, files=kept_files)
 
     def to_json(self) -> bytes:
-        """Return the listing as compressed JSON, in which a file is a short row."""
+        """Return the listing as compressed JSON, with one short row per file."""
         roots = self.roots
         number = {root: place for place, root in enumerate(roots)}
         rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
         tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
-        # The text has no timestamp, so equal listings are equal bytes.
+        # Without a timestamp, equal listings give equal bytes.
         return gzip.compress(text.encode(), mtime=0)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Listing:
-        """Parse the result of `to_json`; raises `UserError`, which names the location `where`."""
+        """Parse the result of `to_json`; raises `UserError` with `where` as the location."""
         try:
             tree: Any = parse(gzip.decompress(data))
             if tree["schema"] != SCHEMA:
@@ -143,7 +143,7 @@ class Listing:
 
 
 def span_order(span: str) -> tuple[int, str]:
-    """Return the sort key of a span: numbers sort as numbers, dates as dates."""
+    """Return a sort key by which numbers sort numerically and dates by time."""
     return len(span), span
 
 
@@ -176,7 +176,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
         listing: all files of the source.
         spans: value of `data.spans`.
         seen: digests of the spans that the champion and its predecessors were trained on. Any other
-            span is new, also one that arrived late or was rewritten.
+        span is new, even if it is an old one that arrived late or was rewritten.
     """
     there = list(listing.spans)
     if not there and spans != NEWEST:
@@ -193,7 +193,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
 
 
 def require_listed(file: Any, size: int, tag: str) -> None:
-    """Raise `UserError` unless the size and tag of a file are those that were listed."""
+    """Raise `UserError` if the size or tag of a file has changed since it was listed."""
     named = local_path(file.uri) or file.uri.partition("?")[0]
     if size != file.size:
         what = f"has {size} bytes and had {file.size} when it was listed"
@@ -215,7 +215,7 @@ def publish(listing: Listing, root: str) -> None:
         with suppress(storage.NotPublished):
             if storage.read_manifest(uri).fields == fields:
                 return
-            # The same files, at another location.
+            # Replace the listing, because the same files are now at another location.
             storage.delete(uri)
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
@@ -247,7 +247,7 @@ def _place(root: str, digest: str) -> str:
 
 
 def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
-    """Return the files that match a pattern or lie below a matching folder; count hidden ones."""
+    """Return files that match a pattern, or else those below matching folders."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
@@ -278,7 +278,7 @@ def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Sou
 
 
 def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
-    """Yield the files below the root of a pattern that are not hidden."""
+    """Yield the files below the root of a pattern, and count the hidden ones."""
     with report_errors(f"list {pattern.key} {pattern.text}"):
         try:
             for found in choose_store(pattern.root).files(pattern.root):
@@ -293,7 +293,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # This includes "a//b", which is not the path of a file.
+    # An empty name also means "a//b", which is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

@@ -1,6 +1,6 @@
-"""Encode images as PNG, also for TFDS, whose own encoder calls TensorFlow for each image.
+"""Encode images as PNG. Replaces the encoder of TFDS, which calls TensorFlow for each image.
 
-Most images are small, and their files last for minutes.
+It is optimized for speed, because most images are small and their files exist only for minutes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# PNG colour types by the number of channels: grey, RGB, RGBA.
+# PNG colour types (grey, RGB, RGBA) by number of channels.
 _COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
 _BITS = 8
-# Better compression is not worth its time.
+# Fastest compression level; better compression is not worth the time.
 _FASTEST = 1
 
 
 def quicken(connectors: Iterable[Any]) -> None:
-    """Make the TFDS image features encode uint8 arrays by `encode`.
+    """Make TFDS image features encode uint8 arrays with `encode`.
 
-    Other values take TFDS's own path, and fail as before.
+    Other values still go to TFDS, which reports errors.
     """
     for connector in connectors:
         if _is_png(connector):
@@ -35,7 +35,7 @@ def quicken(connectors: Iterable[Any]) -> None:
 def encode(image: NDArray[np.uint8]) -> bytes:
     """Return an image of shape (height, width, channels) as PNG (ISO/IEC 15948)."""
     height, width, channels = image.shape
-    # Each row begins with its filter type; 0 means none.
+    # Each row begins with its filter type; 0 means no filter.
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     colour = _COLOUR_TYPES[channels]

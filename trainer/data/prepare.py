@@ -1,7 +1,7 @@
-"""Download a dataset, split it, and publish it as shards; once for each configuration.
+"""Download a dataset, split it, and publish it as shards, once for each configuration.
 
-A dataset is at `<root>/datasets/<key>`. The key is derived from everything that determines its
-content: an equal configuration finds it again, a different one does not.
+A dataset is published at `<root>/datasets/<key>`. The key is derived from everything that
+determines its content, so that an equal configuration finds the dataset again.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _NOT_CONTENT = {
 }
 
 _LONGEST = 60
-# From this number of parts on, storing them is cheaper than mapping again: a later attempt resumes.
+# With at least this many parts, finished parts are stored, so that a later attempt can resume.
 _LONG = 4
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """The URI of the dataset, and whether it was published before."""
+    """The URI and manifest of a dataset, and whether it had already been published."""
 
     uri: str
     manifest: Manifest
@@ -65,22 +65,22 @@ class PreparedDataset:
 
 
 def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
-    """Return the published dataset of this configuration; prepare it if there is none.
+    """Return the published dataset of a configuration; prepare it if there is none.
 
-    A complete dataset is reused, a damaged one prepared again. Finished parts of an earlier attempt
-    are reused.
+    A complete dataset is reused, and a corrupted one is prepared again. Finished parts of an
+    earlier attempt are reused.
 
     Args:
         config: the data section.
         root: `storage.root`; the dataset is published below it.
-        scratch: local folder for downloads and temporary files, removed at the end. If
-            `TFDS_DATA_DIR` is set, TFDS keeps its files there instead.
+        scratch: local folder for downloads and temporary files, which are deleted at the end. If
+        `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
 
     Raises:
         ConfigError: the dataset, version or folder does not exist.
         UserError: the dataset cannot be downloaded, or cannot be used.
     """
-    # A resumed run needs no builder; the installed one may only have newer versions.
+    # Find a known version without the builder, because the installed one may only have newer ones.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
@@ -94,17 +94,17 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
 
 
 def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
-    """Return the name of the published directory for a configuration and its source's identity."""
+    """Return the directory name of a dataset, from its configuration and its source's identity."""
     section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
     if config.map:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
     builder = "" if config.source else config.dataset.partition(":")[0]
-    # The installed version of a builder, or ours, determines the content.
+    # A user's builder is identified by its code; for others, the version is sufficient.
     if ":" in config.dataset and user_code.is_users(builder):
         section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
-    # Only the last name of a path is used, since the whole path may exceed the limit of a name.
+    # Use only the last name of a path, because the whole path may exceed the limit for names.
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -112,20 +112,20 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
 
 @contextmanager
 def mistakes_of_data() -> Iterator[None]:
-    """Raise errors of a dataset, or of the keys that select it, as `ConfigError`."""
+    """Raise errors about a dataset, or about the keys that select it, as `ConfigError`."""
     try:
         yield
     except TransientError:
         raise
     except UserError as error:
-        # Other errors concern this machine or the store, such as a full disk.
+        # Other errors are about this machine or the store, such as a full disk.
         if str(error).startswith("data."):
             raise ConfigError(str(error)) from error
         raise
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:
-    """Make the dataset of a source and publish it below `root`; `folder` holds its files.
+    """Make the dataset of a source and publish it below `root`; `folder` is for temporary files.
 
     Raises:
         UserError: the dataset cannot be made.
@@ -138,7 +138,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     finished = storage.join(root, "preparing", storage.name_of(uri))
     with report_errors(f"prepare {source.name}"):
         written = _write(config, source, finished, shards)
-    # The dataset is deleted only now, and only if no other process has repaired it in the meantime.
+    # Delete a corrupted dataset only now, and only if no other process has repaired it.
     if storage.is_published(uri) and not _whole(uri):
         _require_same(uri, written)
         storage.delete(uri)
@@ -150,9 +150,9 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 
 
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
-    """Return the source of a configuration's dataset; `folder` holds the files that it fetches.
+    """Return the source of a configuration's dataset, which downloads its files to `folder`.
 
-    `root` is `storage.root`, which stores the listing of `data.version`; it may be empty.
+    `root` is `storage.root`, where the listing of `data.version` is stored; it may be empty.
 
     Raises:
         ConfigError: the dataset does not exist.
@@ -160,7 +160,7 @@ def open_source(config: DataConfig, root: str, folder: Path) -> Source:
     """
     if not config.map:
         return _make_source(config, root, folder)
-    # TensorFlow takes seconds to load.
+    # Import here, because it loads TensorFlow, which takes seconds.
     from flotilla.trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
 
     return MappedSource(_make_source(source_config(config), root, folder), config)
@@ -168,7 +168,7 @@ def open_source(config: DataConfig, root: str, folder: Path) -> Source:
 
 def _make_source(config: DataConfig, root: str, folder: Path) -> Source:
     if config.source:
-        # This import loads TensorFlow, which takes seconds.
+        # Import here, because it loads TensorFlow, which takes seconds.
         from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
         version = config.version if root else ""
@@ -188,7 +188,7 @@ def newest_version(config: DataConfig, scratch: Path) -> str:
 
 
 def select_features(config: DataConfig, scratch: Path) -> Selection:
-    """Return the features of a dataset from its builder, without a download.
+    """Return the features of a dataset, without a download.
 
     Raises:
         ConfigError: the dataset does not exist.
@@ -235,11 +235,11 @@ def _whole(uri: str) -> Manifest | None:
 
 
 def _require_same(uri: str, written: Written) -> None:
-    """Raise `UserError` if the examples differ from those of a damaged dataset."""
+    """Raise `UserError` if the examples differ from those of the corrupted dataset at `uri`."""
     try:
         there = storage.read_manifest(uri).fields.get("fingerprint")
     except storage.Corrupt:
-        # The manifest does not record a fingerprint.
+        # The fingerprint is unknown, because the manifest is corrupted.
         return
     if there and there != written.fingerprint:
         raise UserError(
@@ -249,8 +249,8 @@ def _require_same(uri: str, written: Written) -> None:
 
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
-    """Write the shards into `folder`; finished parts are kept below the URI `finished`."""
-    # TensorFlow takes seconds to load, and a reused dataset does not need it.
+    """Write the shards to `folder`; finished parts are stored below the URI `finished`."""
+    # Import here, because TensorFlow takes seconds to load and a reused dataset does not need it.
     from flotilla.trainer.data.preparation.assembly import assemble  # noqa: PLC0415
     from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 

@@ -1,9 +1,9 @@
 """Random access to the training split, for `data.partition: dynamic`.
 
 `make_random_access` returns two graphs, which run in a worker process without Python code of this
-package: `held` is the state that a worker keeps between batches, `read` makes a batch from example
-numbers. A small split is held parsed in memory. For a larger one the state holds the positions of
-blocks, which `write_index` finds, and the blocks of a batch are read from the files.
+package. `held` makes the state that a worker keeps between batches; `read` makes a batch from
+example numbers. A small split is parsed and held in memory. For a larger one, the state has the
+offsets of its blocks, which `write_index` finds, and the blocks of a batch are read from the files.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from flotilla.trainer.data.shards.block_index import INDEX_FILE, OFFSET, read_bl
 from flotilla.trainer.data.shards.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
-# Fewest consecutive examples per read, from a split that is not held in memory.
+# Minimum number of consecutive examples per read, if the split is not held in memory.
 RUN = 8
-# Runs of a full block: shorter ones would parse it for too few rows, longer ones mix less.
+# Runs in a full block. Shorter runs would parse more blocks per batch, and longer ones mix less.
 _RUNS = 8
 _AT_ONCE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumber:
-    """Graphs by which a worker reads examples by number.
+    """Graphs with which a worker reads examples by number.
 
     Attributes:
-        held: the worker's state: a dataset of one element.
-        read: maps that element and a vector of numbers to a batch of these examples.
-        run: the number of consecutive examples that is efficient to read together.
+        held: returns a dataset of one element, which is the worker's state.
+        read: maps this element and a vector of example numbers to a batch.
+        run: number of consecutive examples that are best read together.
     """
 
     held: Callable[[], tf.data.Dataset]
@@ -46,7 +46,7 @@ class ByNumber:
 def make_random_access(
     spec: DatasetSpec, folder: str, *, in_memory: bool | None = None
 ) -> ByNumber:
-    """Return the graphs for the training split in `folder`, which is resolved on the worker."""
+    """Return the graphs for the training split in `folder`, a path on the worker."""
     files = [f"{folder}/{name}" for name in spec.files("train")]
     if fits_in_memory(spec) if in_memory is None else in_memory:
         return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)

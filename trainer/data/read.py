@@ -1,7 +1,7 @@
 """Fetch shards and make batches of them: the only data code that a training task needs.
 
-This module does not import TFDS. All of `training_batches` and `evaluation_batches` is a TensorFlow
-graph, which a `ClusterCoordinator` can run in a worker process without Python code of this package.
+This module does not import TFDS. `training_batches` and `evaluation_batches` are pure TensorFlow
+graphs, so a `ClusterCoordinator` can run them in a worker without Python code of this package.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from flotilla.trainer.data.shards.windows import (
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
-# Bytes held in memory for shuffling, unless the caller gives a number of examples.
+# Size of the shuffle buffer in bytes, unless the caller gives a number of examples.
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
-# Assumed length of a sequence before any is read.
+# Assumed length of a sequence before any has been read.
 _LONG = 256
-# Forms of features that are completed in a batch: images are decoded, and sequences padded.
+# Stored forms that are completed per batch: images are decoded, and sequences padded.
 _COMPLETED = ("image", "sequence")
 _MOST_SHARDS = 1 << 20
-# Images that one thread decodes at a time.
+# Number of images that a thread decodes at a time.
 _DECODED = 64
 
 Files = str | Sequence[str | Path]
 
 
 def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int = 1) -> list[Path]:
-    """Fetch the shards `index`, `index + of`, ... of a split, verified, and return their paths.
+    """Fetch and verify the shards `index`, `index + of`, ... of a split; return their paths.
 
-    Other shards in `directory` are removed, since a reader may read every file there.
+    Other shards in `directory` are deleted, because a reader may read every file there.
 
     Raises:
         UserError: the split does not exist, or there are more readers than shards.
@@ -90,21 +90,22 @@ def training_batches(  # noqa: PLR0913
 ) -> tf.data.Dataset:
     """Return endless batches, in a new order in every epoch; see `to_keras_batch` for their form.
 
-    An epoch holds each example once. All batches are full, so a batch may reach into the next
+    An epoch contains each example once. All batches are full, so a batch may extend into the next
     epoch; no example is skipped at the boundary. The same seed gives the same order.
 
     The first `taken` examples are skipped without reading them if the whole split fits in memory.
-    Otherwise training continues in another order.
+    Otherwise, training continues in another order.
 
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
 
-    If the whole split fits in memory, it is read and parsed once and every order is equally likely.
-    Otherwise runs of blocks are read in random order, blocks are drawn from those of
-    `shuffle_buffer` examples, by default 256 MiB, and the rows of `windows.MIXED` of them are
-    permuted. A pattern then needs an index of the blocks (`block_index.write_index`).
+    If the whole split fits in memory, it is read and parsed once, and every order is equally
+    likely. Otherwise, runs of blocks are read in random order into a buffer of `shuffle_buffer`
+    examples, by default 256 MiB. Blocks are drawn from the buffer at random, and the rows of
+    `windows.MIXED` of them are permuted. A pattern then needs an index of the blocks
+    (`block_index.write_index`).
 
-    Features that vary in length are padded to the longest of the batch. With `buckets`, a batch
-    holds examples whose lengths fall into the same bucket.
+    Features of variable length are padded to the longest of the batch. With `buckets`, a batch has
+    examples whose lengths fall into the same bucket.
     """
     if fits_in_memory(spec, shuffle_buffer):
         batches = _batch_from_memory(spec, files, seed, taken)
@@ -129,10 +130,10 @@ def evaluation_batches(
     part: int | tf.Tensor = 0,
     of: int = 1,
 ) -> tf.data.Dataset:
-    """Return batches of each example once, in the order of the files.
+    """Return batches that contain each example once, in the order of the files.
 
-    With `of` above 1, return every `of`-th batch, from number `part` on. With streaming shards the
-    part is a contiguous range instead, so that few shards are needed.
+    If `of` is above 1, return every `of`-th batch, starting with batch `part`. With streaming
+    shards, return a contiguous range of batches instead, so that few shards are needed.
     """
     make = partial(to_keras_batch, spec)
     if isinstance(files, Streaming):
@@ -147,7 +148,7 @@ def evaluation_batches(
 def read_columns(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
-    """Yield only some columns of all examples, in the order of the files."""
+    """Yield batches of some columns of all examples, in the order of the files."""
     rows = read_rows(spec, files, columns)
     make = partial(complete_features, spec, columns)
     yield from _batch(spec, rows, make, batch_size).prefetch(2).as_numpy_iterator()
@@ -159,8 +160,8 @@ def labelled_columns(
 ) -> tf.data.Dataset:
     """Return `(batch, {column: values})`, in the order of `evaluation_batches`.
 
-    The columns may be features that no model takes. Variable lengths are padded to the longest of
-    all examples, so that the outputs of all batches have one shape.
+    The columns may be features that no model uses. Variable lengths are padded to the longest of
+    all examples, so that the outputs of all batches have the same shape.
     """
     if lengths.varying(spec):
         windows = read_rows(spec, files, lengths.length_names(spec))
@@ -185,7 +186,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Return whether the whole training split fits in `held` examples or in 256 MiB."""
+    """Return whether the whole training split fits in `held` examples, by default in 256 MiB."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 
@@ -205,7 +206,7 @@ def _has_images(spec: DatasetSpec) -> bool:
 
 
 def _parallel(spec: DatasetSpec) -> int | None:
-    """Return the number of batches parsed in parallel: images take a hundred times as long."""
+    """Return the number of batches to parse in parallel: images take a hundred times as long."""
     return tf.data.AUTOTUNE if _has_images(spec) else None
 
 
@@ -213,7 +214,7 @@ def _batch_from_memory(
     spec: DatasetSpec, files: Files | Streaming, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
     def reorder(example: Any, number: Any) -> Any:
-        # The number of examples in this task's shards.
+        # Number of examples in this task's shards.
         count = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
         epoch = number + taken // count
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
@@ -246,7 +247,7 @@ def _shuffle(
     seed: int | tf.Tensor,
     held: int | None,
 ) -> tf.data.Dataset:
-    """Return endless windows in random order; no window reaches into the next epoch."""
+    """Return endless windows in random order; no window extends into the next epoch."""
     if not isinstance(files, Streaming):
         paths = _paths(files).batch(_MOST_SHARDS).get_single_element()
         index = _index(files)
@@ -261,7 +262,7 @@ def _shuffle(
             return read.shuffle(_count_held(spec, held), seed=own).batch(_count_blocks(spec, MIXED))
 
     windows = tf.data.Dataset.counter().flat_map(shuffle_epoch)
-    # The next window is ready when this one ends.
+    # Prepare the next window while this one is in use.
     return permute_windows(_select(spec, names), windows, seed).prefetch(1)
 
 
@@ -280,7 +281,7 @@ def _count_held(spec: DatasetSpec, examples: int | None) -> int:
 
 
 def _count_blocks(spec: DatasetSpec, most: int) -> int:
-    """Return the number of blocks of a window: a block of one row may be large."""
+    """Return the number of blocks of a window: one if a block is one row, which may be large."""
     return most if spec.block_rows > 1 else 1
 
 
@@ -303,7 +304,7 @@ def _batch(  # noqa: PLR0913
     drop_remainder: bool = False,
 ) -> tf.data.Dataset:
     """Return batches of rows that `make` completes, or every `of`-th one."""
-    # Completing other features does nothing, and a map of each window is cheaper.
+    # If nothing needs completion per batch, `make` is cheaper on whole windows.
     late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
     batches = windows if late else windows.map(make)
     batches = batches.rebatch(size, drop_remainder=drop_remainder)
@@ -325,13 +326,12 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
 
 
 def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
-    """Return some features of a batch of rows; with swapped classes, 1 is the positive class."""
+    """Return features of a batch of rows; swapped classes are exchanged, so that 1 is positive."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 
 
 def _swap(values: tf.Tensor) -> tf.Tensor:
-    """Swap the numbers of two classes; other values stay."""
     if values.dtype == tf.bool:
         return ~values
     return tf.where((values == 0) | (values == 1), 1 - values, values)

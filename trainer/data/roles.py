@@ -1,4 +1,4 @@
-"""Roles of features, as named in the data section. Free of TensorFlow."""
+"""Roles of features, as configured in the data section. Free of TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Roles:
 
 
 def format_names(features: Iterable[str]) -> str:
-    """Format the names of features for a message; a long list is cut."""
+    """Format the names of features for a message; a long list is truncated."""
     every = list(features)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
@@ -53,7 +53,7 @@ def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str 
 
 
 def require_apart(name: str, roles: Roles) -> None:
-    """Refuse a label that also has another role."""
+    """Raise `ConfigError` if a label also has another role."""
     others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
     for key, features in others.items():
         if both := [each for each in roles.targets if each in features]:
@@ -64,5 +64,5 @@ def require_apart(name: str, roles: Roles) -> None:
 
 
 def below(key: str, leaves: list[str]) -> list[str]:
-    """Return the feature of this name, or those below it: a table may have `a` and `a/b`."""
+    """Return the feature named `key`, or else those below it: a table may have `a` and `a/b`."""
     return [key] if key in leaves else [leaf for leaf in leaves if leaf.startswith(f"{key}/")]

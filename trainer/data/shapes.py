@@ -16,12 +16,12 @@ from flotilla.trainer.data.roles import MOST_NAMED, format_names
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-#: Padding after the end of a label sequence; losses and metrics ignore it.
+#: Padding at the end of a label sequence; losses and metrics ignore it.
 NO_LABEL = -1
-#: In `data.shapes`, a size that varies between examples.
+#: A size in `data.shapes` that varies between examples.
 VARIES = 0
 _IMAGE_RANK = len(("height", "width", "channels"))
-# Sizes that a message suggests.
+# Sizes that messages suggest.
 _SIDE, _COLOURS = 64, 3
 _FRAMES = 16
 _LENGTH = 64
@@ -30,9 +30,9 @@ _SAMPLES = 16_000
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A feature that is one tensor, described by its TFDS feature and that of its elements.
+    """A feature that is one tensor, with its TFDS feature and the TFDS feature of its elements.
 
-    `connector` is None below a sequence of several features.
+    `connector` is None within a sequence of several features.
     """
 
     connector: Any
@@ -41,7 +41,7 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Its sizes; None for a variable one."""
+        """The sizes of its axes; None for a variable size."""
         return tuple(self.tensor.shape)
 
     @property
@@ -52,7 +52,7 @@ class Leaf:
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all examples have one shape."""
+        """Return whether all examples have the same shape."""
         return None not in self.shape and not self.is_dataset
 
     @property
@@ -85,11 +85,11 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Brings all examples of a feature to one shape and type.
+    """How to convert all examples of a feature to one shape and type.
 
-    `resize` interpolates pixels, `nearest` takes the nearest one, so that a mask keeps its classes.
-    Both apply to the two axes before the last one. Other axes are cut, or padded at the end with
-    `fill`. `multi_hot` turns a set of classes into one bool per class.
+    `resize` interpolates pixels; `nearest` uses the nearest pixel, so that a mask keeps its
+    classes. Both apply to the two axes before the last. Other axes are cropped, or padded at the
+    end with `fill`. `multi_hot` turns a set of classes into one bool per class.
     """
 
     method: Literal["pad", "resize", "nearest", "multi_hot"]
@@ -106,13 +106,13 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return the fits of features whose shape varies or has to change; raises `ConfigError`.
+    """Return the fits of features whose shape varies or must change; raises `ConfigError`.
 
     Args:
         name: name of the dataset, for messages.
         leaves: all features.
         shapes: `data.shapes`.
-        needed: features that must get one shape.
+        needed: features that must have a fixed shape.
         targets: features that are labels.
     """
     for feature, shape in shapes.items():
@@ -150,10 +150,10 @@ def make_length_features(
     Args:
         name: name of the dataset, for messages.
         leaves: all features.
-        shapes: the entries of `data.shapes` with a 0.
+        shapes: the entries of `data.shapes` that contain a 0.
 
     Raises:
-        ConfigError: more than the first size of a feature varies, or the name of a length is taken.
+        ConfigError: a size other than the first varies, or the name of a length feature is taken.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)
@@ -197,7 +197,7 @@ def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[i
 def _fit(leaf: Leaf, shape: tuple[int, ...], *, is_target: bool) -> Fit:
     dtype = leaf.dtype
     if leaf.is_image:
-        # A label is not a brightness: the mean of two classes would be a third one.
+        # Labels must not be interpolated: the mean of two classes would be a third class.
         keeps = is_target or isinstance(leaf.element, tfds.features.LabeledImage)
         return Fit(method="nearest" if keeps else "resize", shape=shape, dtype=dtype)
     if dtype == "string":

@@ -1,8 +1,8 @@
 """The interface of data sources: TFDS builders and files.
 
-A source is cut into parts. One process reads a part, in batches and in a fixed order, so that a
-part gives the same examples again. A source is pickled into worker processes, so it holds no open
-file.
+A source is divided into parts. Each part is read by one process, in batches and in a fixed order,
+so that reading it again gives the same examples. A source is pickled for worker processes, so it
+must not hold open files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Part:
     Attributes:
         number: number of the part; examples are ordered by it.
         origin: split of the source; empty if the source has no splits.
-        where: its position, as JSON that the source interprets.
+        where: position of the part, as JSON that the source interprets.
     """
 
     number: int
@@ -34,15 +34,15 @@ class Part:
 
     @property
     def folder(self) -> str:
-        """The name of its folder after mapping."""
+        """The name of the folder to which its examples are written."""
         return f"{self.number:06d}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some examples of a part: their features, and the split of each as an index into `SPLITS`.
+    """Examples of a part: their features, and the split of each as an index into `SPLITS`.
 
-    `columns` have the forms of `columns.Columns`, or those that `columns.make_columns` takes.
+    `columns` have the forms of `columns.Columns`, or forms that `columns.make_columns` accepts.
     """
 
     columns: Mapping[str, Any]
@@ -54,8 +54,8 @@ class Source(ABC):
 
     Attributes:
         name: the configured name, for messages.
-        identity: identifies its content, such as the version or the digest of a listing. It is part
-            of the dataset's key and of its manifest.
+        identity: what identifies its content, such as the version or the digest of a listing. It is
+        part of the dataset's key and of its manifest.
     """
 
     name: str
@@ -65,8 +65,8 @@ class Source(ABC):
     def select(self) -> Selection:
         """Return the selected features, with their roles; raises `ConfigError` or `UserError`.
 
-        With `data.map` these are all features of the source, without roles, since roles name
-        features of the function's result. Unknown features in `data.types` are then allowed.
+        With `data.map`, return all features of the source without roles, because roles then refer
+        to the result of the function. Unknown features in `data.types` are then allowed.
         """
 
     @abstractmethod
@@ -75,32 +75,32 @@ class Source(ABC):
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """Return all parts, by number from 0; called after `fetch`."""
+        """Return all parts, numbered from 0; called after `fetch`."""
 
     @property
     def total(self) -> int:
-        """The number of examples of all parts if it is known after `parts`, else 0."""
+        """The number of examples of all parts if it is known after `parts`, otherwise 0."""
         return 0
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part; TensorFlow may be loaded or not.
+        """Yield the examples of a part; TensorFlow may not be loaded yet.
 
         Raises:
-            UserError: the part cannot be read, or has a broken row.
+            UserError: the part cannot be read, or has an invalid row.
         """
 
     def place(self, part: Part, number: int) -> str:
-        """Return the position of an example of a part, for messages; the first one is number 0."""
+        """Return the position of an example of a part, counted from 0, for messages."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:
-        """Return notes for the user on how the source was read, after all parts were read.
+        """Return notes for the user on how the source was read; called after all parts were read.
 
-        Each is one line that names the column or file, and the key that changes it.
+        Each note is one line. It names the column or file, and the key that changes how it is read.
         """
         return ()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return further fields of the manifest, after all parts were read."""
+        """Return more fields for the manifest; called after all parts were read."""
         return {}

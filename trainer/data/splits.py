@@ -1,8 +1,8 @@
-"""Assignment of examples to the splits train, validation and test.
+"""Assigns examples to the splits train, validation and test.
 
-Examples of TFDS builders are drawn by a seed. Examples of files are assigned by a keyed hash of
-their content, by group, by time, or by name. A hash depends only on the example and the seed: equal
-examples stay in one split, and an example keeps its split when others are added.
+Examples of TFDS builders are drawn with a seed. Examples of files are assigned by a keyed hash of
+their content, by group, by time, or by name. A hash depends only on the example and the seed, so
+equal examples are in the same split, and an example keeps its split when others are added.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
-    """Return the number of shards of each split; an empty split is left out.
+    """Return the number of shards of each split; empty splits are left out.
 
     `shards` is the number for the training split; shards of the others have about the same size.
 
@@ -48,13 +48,13 @@ def plan(
 ) -> dict[str, NDArray[np.int8]]:
     """Draw validation, and test if the source has none, from the training split.
 
-    If the source has both a validation and a test split, they are used unchanged. The result has,
-    for each split of the source, the target split of each example as an index into `SPLITS`.
+    If the source has both a validation and a test split, they are used unchanged. For each split of
+    the source, return the target split of each example as an index into `SPLITS`.
 
     Args:
         name: name of the dataset, for errors.
-        sizes: examples of each split of the source.
-        validation: a share of the training split below 1, a count from 1, 0 for none.
+        sizes: number of examples of each split of the source.
+        validation: a share of the training split if below 1, otherwise a count; 0 for none.
         seed: seed of the draw.
 
     Raises:
@@ -98,7 +98,7 @@ def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> ND
             f"data.validation: {what} would take {taken} of the {examples} training examples of "
             f"{name}; set a smaller share or count"
         )
-    # The only NumPy generator that promises the same draw in every version.
+    # The only NumPy generator that guarantees the same draw in every version.
     order = np.random.RandomState(seed).permutation(examples)
     target = np.full(examples, TRAIN, np.int8)
     target[order[:held]] = VALIDATION
@@ -118,13 +118,13 @@ _FOLDER = re.compile(
 
 
 def split_named(text: str) -> int:
-    """Return the split that a word names, as an index into `SPLITS`; -1 if there is none."""
+    """Return the split that a word names, as an index into `SPLITS`; -1 if it names none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
 
 
 def split_of_folder(name: str) -> str:
-    """Return the split that a folder name indicates; empty if there is none."""
+    """Return the split that a folder name indicates; empty if it indicates none."""
     found = _FOLDER.fullmatch(name.lower())
     return _ALIASES[found[1]] if found else ""
 
@@ -139,7 +139,7 @@ def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) 
 
 
 def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
-    """Return the split of each time: validation from the first bound, test from the second."""
+    """Return the split of each time: validation from the first bound on, test from the second."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
     splits[values >= bounds[1]] = TEST
@@ -147,7 +147,7 @@ def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[
 
 
 def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
-    """Return the shares to draw for validation and test; 0 for a split with its own files.
+    """Return the shares to draw for validation and test; 0 for a split that has its own files.
 
     Raises:
         ConfigError: there would be no test split.
@@ -172,7 +172,7 @@ def find_bounds(
 
     Args:
         times: distinct times, in ascending order.
-        counts: number of examples of each time.
+        counts: number of examples at each time.
         validation: share of validation.
         test: share of test.
     """
@@ -181,7 +181,7 @@ def find_bounds(
     ends = [*times, np.inf]
 
     def bound(share: float) -> float:
-        # The first time after which at most this share of the examples remains.
+        # Find the first time from which on at most this share of the examples is left.
         return ends[int(np.argmax(left <= share * total + 0.5))] if share else float(np.inf)
 
     return bound(validation + test), bound(test)

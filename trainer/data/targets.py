@@ -1,6 +1,6 @@
 """Statistics of the targets of a dataset: examples per class, or the moments of a number.
 
-They are part of the manifest: a task is checked by them, and balances its classes by them, without
+They are part of the manifest, so that a task can be checked, and its classes balanced, without
 reading an example.
 """
 
@@ -17,9 +17,9 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.one_pass import Moments
 from flotilla.trainer.runtime.errors import UserError
 
-# More than any list of classes; an integer above it is a quantity.
+# An integer at or above this limit is a quantity, not a class.
 MOST_CLASSES = 1_000_000
-# Classes that a note names.
+# Number of classes that a note names.
 _NAMED = 3
 
 
@@ -27,7 +27,7 @@ class Target:
     """Statistics of one target, by split."""
 
     def __init__(self, name: str, spec: FeatureSpec) -> None:
-        """Begin with no values."""
+        """Create statistics without values."""
         self.name = name
         self._spec = spec
         self._counts: dict[str, NDArray[np.int64]] = {}
@@ -48,7 +48,7 @@ class Target:
             )
 
     def add(self, split: str, given: Column) -> None:
-        """Add the values of some examples of a split."""
+        """Add the values of examples of a split."""
         values = _flatten(given)
         if split == "train" and values.size:
             self._moments.add(values.ravel())
@@ -61,7 +61,7 @@ class Target:
             if flat.size and flat.max() >= MOST_CLASSES:
                 self._of_classes = False
                 return
-            # Values below zero are padding of a sequence.
+            # Negative values are the padding of a sequence.
             found = np.bincount(flat[flat >= 0].astype(np.int64))
         self._count(split, found)
 
@@ -71,27 +71,27 @@ class Target:
         self._counts[split] = _pad(found, length) + _pad(before, length)
 
     def merge(self, other: Target) -> None:
-        """Add the statistics of further examples."""
+        """Add the statistics of other examples."""
         self._of_classes = self._of_classes and other._of_classes
         for split, found in other._counts.items():
             self._count(split, found)
         self._moments.merge(other._moments)
 
     def state(self) -> dict[str, Any]:
-        """Return all statistics as JSON."""
+        """Return the state as JSON values."""
         counts = {split: each.tolist() for split, each in self._counts.items()}
         return {"of_classes": self._of_classes, "counts": counts, "moments": self._moments.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the statistics of `state()`."""
+        """Restore the state from `state()`."""
         self._of_classes = state["of_classes"]
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
         self._moments = Moments(*state["moments"])
 
     def counts(self) -> dict[str, list[int]]:
-        """Return the examples of each class by split; empty unless the target is a class.
+        """Return the number of examples of each class by split; empty unless the target is a class.
 
-        A sequence counts the labels of each class; several bools count the examples where each is
+        In a sequence, every label counts. For several bools, count the examples in which each is
         true.
         """
         if not self._of_classes or not self._counts:
@@ -102,7 +102,7 @@ class Target:
     def moments(self) -> Mapping[str, float]:
         """Return mean, standard deviation, minimum and maximum of the training split.
 
-        They are over all numbers of all examples together. Empty if there is no value.
+        They cover all numbers of all examples. Return an empty mapping if there is no value.
         """
         found = self._moments
         if not found.count:
@@ -110,7 +110,7 @@ class Target:
         return {"mean": found.mean, "std": found.std, "min": found.least, "max": found.most}
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on classes without training examples, or with a single one."""
+        """Yield notes on classes without training examples, or with a single example."""
         names, train = self._spec.labels, self._counts.get("train")
         if not names or self._spec.shape or train is None:
             return
@@ -148,7 +148,7 @@ def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> 
 
 
 def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
-    # NumPy has no kind for bfloat16.
+    # bfloat16 needs a conversion, because it has no NumPy kind.
     wide = values.astype(np.float64)
     if not (finite := np.isfinite(wide)).all():
         raise UserError(
@@ -163,7 +163,7 @@ def _pad(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def _flatten(values: Column) -> NDArray[Any]:
-    """Return the values of sequences in one axis."""
+    """Return the values of sequences in one axis, and other values unchanged."""
     if isinstance(values, np.ndarray):
         return values
     return values.flatten().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """TFRecord files as bytes.
 
-A record is its length (8 bytes, little-endian), the masked crc32c of that, the data, and its masked
-crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details").
+A record is its length (8 bytes, little-endian), the masked crc32c of the length, the data, and the
+masked crc32c of the data (https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords
+format details").
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _LARGEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A record is damaged; the message is its number and the reason."""
+    """A record is corrupted; the message has its number and the reason."""
 
 
 def frame_record(record: bytes) -> bytes:
-    """Return a record in the format of a file."""
+    """Return a record in the format of a TFRecord file."""
     head = struct.pack("<Q", len(record))
     return b"".join((head, _FOOT.pack(_mask_crc(head)), record, _FOOT.pack(_mask_crc(record))))
 
 
 def records(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the verified records; raises `DamagedError`."""
+    """Yield the verified records of a file; raises `DamagedError`."""
     number = 0
     while head := file.read(_HEAD.size):
         number += 1
@@ -48,7 +49,7 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def places(file: Any) -> list[int]:
-    """Return the offset of each record, and the end of the last, without verification."""
+    """Return the offset of each record, and the end of the last one, without verification."""
     found = [0]
     while head := file.read(_HEAD.size):
         found.append(found[-1] + _HEAD.size + _HEAD.unpack(head)[0] + _FOOT.size)
