@@ -1,1 +1,1 @@
-"""TFDS datasets: find a builder by name, download its data and read it as a source."""
+"""TFDS datasets: find a builder by name, download its data, and read it as a source."""

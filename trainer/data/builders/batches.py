@@ -21,7 +21,7 @@ from flotilla.trainer.runtime.errors import UserError
 BATCH = 1024
 _ROWS = 64
 BATCH_BYTES = 64 << 20
-# Feature types that a record stores plainly: a number, a text, an encoded image.
+# Types of features that a record stores as a plain number, text or encoded image.
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
 
@@ -33,10 +33,10 @@ def batches(  # noqa: PLR0913, PLR0917
     first: int,
     end: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the selected features of the examples of a range of a split, by feature name.
+    """Yield the selected features of the examples in a range of a split, by feature name.
 
     Raises:
-        UserError: a file is missing or damaged, or has another number of examples than announced.
+        UserError: a file is missing or corrupted, or the number of examples is not as declared.
     """
     left = end - first
     whole = end == source.info.splits[split].num_examples
@@ -62,7 +62,7 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # Examples of any shape, also images: one at a time.
+    # Examples may have any shape, even images, so read them one at a time.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})
@@ -97,7 +97,7 @@ def _store(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[by
 def _dataset(
     source: tfds.core.DatasetBuilder, selection: Selection, split: str, part: tuple[int, int]
 ) -> tf.data.Dataset:
-    """Return batches of the examples after the first `part[0]`: `part[1]` or, if -1, all."""
+    """Return batches of the `part[1]` examples (-1 for all) that follow the first `part[0]`."""
     size = max(1, min(BATCH, BATCH_BYTES // max(1, selection.example_bytes)))
     skipped, taken = part
     if not selection.fits and _is_plain(source, selection):
@@ -129,7 +129,7 @@ def _skip_decoding(selection: Selection) -> dict[str, Any]:
 
 
 def fit_value(fit: Fit, value: Any) -> tf.Tensor:
-    """Return one feature of one example in its fixed shape and type."""
+    """Convert a feature of one example to its fixed shape and type."""
     if fit.method == "multi_hot":
         return tf.reduce_any(tf.one_hot(value, *fit.shape, on_value=True, off_value=False), 0)
     if fit.method in {"resize", "nearest"}:
@@ -140,7 +140,7 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     value = value if value.dtype == fit.dtype else tf.cast(value, fit.dtype)
     value = value[tuple(slice(size) for size in fit.shape)]
     after = [[0, size - tf.shape(value)[axis]] for axis, size in enumerate(fit.shape)]
-    # The fill value needs this type: a Python number would become a 32-bit one.
+    # Give the fill value this type, because a Python number would become a 32-bit one.
     padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
     return tf.ensure_shape(padded, fit.shape)
 
@@ -153,7 +153,7 @@ def _resize(fit: Fit, images: tf.Tensor) -> tf.Tensor:
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
-    # The exact type: a subclass may store its values in another form.
+    # Compare exact types, because a subclass may store its values in another form.
     if datasets.is_folder(source):
         return False
     return source.info.file_format == tfds.core.FileFormat.TFRECORD and all(
@@ -169,7 +169,7 @@ def _records(
     part: tuple[int, int],
     size: int,
 ) -> tf.data.Dataset:
-    """Parse whole batches of records: three times as fast as TFDS, which parses one at a time."""
+    """Parse whole batches of records, three times as fast as TFDS, which parses single ones."""
     classes, encoded = tfds.features.ClassLabel, _list_encoded(selection)
     wire = {
         name: tf.io.FixedLenFeature((), tf.int64 if type(connector) is classes else tf.string)

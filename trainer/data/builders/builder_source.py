@@ -1,4 +1,4 @@
-"""A TFDS builder as a source: its splits are cut into ranges, and drawn by `splits.plan`."""
+"""A TFDS builder as a source: its splits are divided into ranges, and drawn by `splits.plan`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flotilla.trainer.data.preparation.beam import pipeline_options
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.data.splits import plan
 
-# Memory that a part takes, as far as it can be estimated.
+# Approximate memory of a part, in bytes.
 PART_BYTES = 64 << 20
 
 
@@ -35,7 +35,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the builder from the pickle: another process finds it again by its name."""
+        """Leave out the builder when pickling; another process finds it by its name."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property
@@ -43,7 +43,7 @@ class BuilderSource(Source):
         return datasets.builder(self._config, self._data_dir)
 
     def select(self) -> Selection:
-        """Return the selected features, from the builder's information alone."""
+        """Return the selected features, by the builder's information only."""
         return features.select(self._config, self._builder.info)
 
     def fetch(self) -> None:
@@ -80,7 +80,7 @@ class BuilderSource(Source):
         splits = self._plan()[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in self._batches(selection, part.origin, at, end):
-            # Examples for `data.map` have no targets.
+            # Count by any column, because examples for `data.map` have no targets.
             count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count
@@ -92,7 +92,8 @@ class BuilderSource(Source):
             for columns in self._builder.columns(split, first, end):
                 yield {name: columns[name] for name in selection.specs}
             return
-        # TensorFlow takes seconds to load, and a reused dataset does not need it.
+        # Import here, because TensorFlow takes seconds to load and a reused dataset does not need
+        # it.
         from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
 
         yield from batches(self.name, self._builder, selection, split, first, end)

@@ -16,7 +16,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Named as text, so that the packages of a builder are loaded only when it is used.
+# Names instead of classes, so that the packages of a builder are loaded only when it is used.
 _HERE = "flotilla.trainer.data.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",
@@ -29,7 +29,7 @@ EMBEDDED = {
     "wine": f"{_HERE}.scikit:Wine",
 }
 
-# Datasets that are no longer embedded, and their replacements.
+# Datasets that are no longer embedded, with advice on what to use instead.
 _MOVED = {
     "clicks_large": "is an example since 0.2: take clicks_large:ClicksLarge, with "
     "--code examples/clicks_large of the source",
@@ -37,10 +37,10 @@ _MOVED = {
 
 
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
-    """Return the TFDS builder of `config.dataset`, in the configured or its newest version.
+    """Return the TFDS builder of `config.dataset`, in the configured or the newest version.
 
-    A name may carry a TFDS config, as in `glue/cola`. TFDS stores its downloads and prepared files
-    in `data_dir`. `data.builder_args` are passed to the builder.
+    A name may include a TFDS config, such as `glue/cola`. TFDS stores its downloads and prepared
+    files in `data_dir`. `data.builder_args` are passed to the builder.
 
     Raises:
         ConfigError: the dataset, its config, its version or the class does not exist.
@@ -64,7 +64,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
         ) from error
     except ConfigError:
         raise
-    # A builder's constructor may raise anything over a wrong version, config or argument.
+    # A builder's constructor may raise any exception for a wrong version, config or argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
 
@@ -77,7 +77,7 @@ def is_folder(found: tfds.core.DatasetBuilder) -> bool:
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
     """Return whether a builder generates any range of a split on demand, by `sizes` and `columns`.
 
-    TFDS then writes no files: see `examples/clicks_large`.
+    TFDS writes no files for such a builder; see `examples/clicks_large`.
     """
     return hasattr(found, "sizes") and hasattr(found, "columns")
 
@@ -130,7 +130,7 @@ def _own_class(name: str) -> type[Any]:
 
 
 def _refusal(config: DataConfig, error: Exception) -> str:
-    # TFDS puts its own call in front of the reason.
+    # Remove the TFDS call that precedes the reason.
     reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.short_message(error))
     base, _, chosen = config.dataset.partition("/")
     if "BuilderConfig" in reason and chosen:

@@ -1,6 +1,6 @@
 """Let TFDS download and prepare a dataset, and report a failure in one line.
 
-A download that cannot work fails within seconds; TFDS alone would retry for minutes.
+A download that cannot work fails within seconds, whereas TFDS alone would retry for minutes.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
-# Status codes after which TFDS retries, ten times.
+# Status codes for which TFDS retries ten times.
 UNAVAILABLE = (500, 502, 503, 504)
 _FTP_PORT = 21
 _GCS = "https://storage.googleapis.com"
 
 
 class UnreachableError(ConnectionError):
-    """The host does not answer; the message is the reason alone."""
+    """The host does not answer; the message is only the reason."""
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
-    """Return as soon as the host of `url` answers; the download itself judges the answer.
+    """Check that the host of `url` is available; other errors are left to the download.
 
-    Proxies and certificates are those of `requests`, which TFDS downloads with. A local file needs
-    no host.
+    Proxies and certificates are those of `requests`, which TFDS uses. A local file needs no host.
 
     Raises:
         UnreachableError: the host refused the connection, or did not answer within `seconds`.
     """
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # DNS look-ups have no timeout, hence a daemon thread.
+    # Use a daemon thread, because DNS lookups have no timeout.
     threading.Thread(
         target=lambda: answers.put(_network_failure(url, seconds)), name="reach", daemon=True
     ).start()
@@ -76,14 +75,14 @@ def _network_failure(url: str, seconds: float) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # requests wraps urllib3's error, which wraps the system's: the innermost is the most specific.
+    # requests wraps urllib3's error, which wraps the system's; the innermost is the most specific.
     inner = error.args[0] if error.args else error
     text = str(getattr(inner, "reason", inner) if isinstance(inner, Exception) else error)
     return " ".join(text.rpartition(": ")[2].split()) or type(error).__name__
 
 
 _FILES_NAMED = 8
-# RetryError: TFDS has sent ten requests within seconds.
+# RetryError means that TFDS has sent ten requests within seconds.
 _BROKEN = (
     ConnectionError,
     TimeoutError,
@@ -97,16 +96,16 @@ _BROKEN = (
 def download(
     name: str, builder: tfds.core.DatasetBuilder, manual_dir: str, *, beam_options: Any = None
 ) -> None:
-    """Download and prepare the builder's dataset; return at once if it is prepared already.
+    """Download and prepare the builder's dataset; return at once if it is already prepared.
 
     Downloads are stored in the builder's `data_dir`. If `manual_dir` is not empty, official files
     in that folder are used instead of downloads. A Beam builder runs with `beam_options`.
 
     Raises:
         ConfigError: the folder does not exist.
-        TransientError: a host is out of reach or too busy, or the connection broke.
+        TransientError: a host is unreachable or overloaded, or the connection broke.
         UserError: files are missing and cannot be downloaded, are not the official ones, or the
-            builder failed.
+        builder failed.
     """
     # `is_prepared()` would log a warning for each dataset that is not prepared.
     if (builder.data_path / "dataset_info.json").exists():
@@ -128,24 +127,24 @@ def download(
         raise _kind(error)(
             f"data.dataset: {name} cannot be downloaded: {short_message(error)}"
         ) from error
-    # The builder's code may raise anything, and may be the user's own.
+    # The builder, which may be a user's, may raise any exception.
     except Exception as error:
         raise _kind(error)(_failure(name, error)) from error
 
 
-# Titles of the slow TFDS progress bars, with their units; the download bar counts MiB.
+# Titles of the slow TFDS progress bars, with the activities to report. The download bar counts MiB.
 _TITLES = {"Dl Size": "downloading", "Extraction": "extracting", "Shuffling": "shuffling"}
 _MIB = 1 << 20
 
 
 class _Bar:
-    """A silent TFDS progress bar: it reports its counts as progress."""
+    """A TFDS progress bar that is not displayed, but reports its counts as progress."""
 
     def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
         known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
         what = next((words for begin, words in known.items() if title.startswith(begin)), "")
-        # The bars of splits and of URLs enclose those of examples and of bytes.
+        # Ignore the bars of splits and URLs, which enclose those of examples and bytes.
         is_counted = what and unit not in ("splits", "url")
         unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
         self._work = Work(what, unit, given.get("total") or 0) if is_counted else None
@@ -176,7 +175,7 @@ class _Bar:
             self._work.expect(self._scale(more))
 
     def _scale(self, count: int) -> int:
-        # TFDS counts bytes when it copies a file.
+        # TFDS counts bytes, not MiB, when it copies a file.
         return int(count) * (1 if isinstance(count, tfds.core.utils.Size) else self._size)
 
     def __getattr__(self, _name: str) -> Callable[..., None]:
@@ -185,7 +184,7 @@ class _Bar:
 
 @contextlib.contextmanager
 def _report_bars() -> Iterator[None]:
-    """Replace the TFDS progress bars, which are disabled, by `_Bar` in this block."""
+    """Replace the disabled TFDS progress bars by `_Bar` in this block."""
     before = tqdm_utils.EmptyTqdm
     tqdm_utils.EmptyTqdm = _Bar
     try:
@@ -214,7 +213,7 @@ def _folder(manual_dir: str) -> Path | None:
 
 
 def _manual_folder(builder: Any, folder: Path | None) -> Path:
-    # The second folder is TFDS's default.
+    # The second folder is the default of TFDS.
     return folder or Path(builder.data_dir_root) / "downloads" / "manual"
 
 
@@ -231,8 +230,8 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
     """Call `ask(url)` before each real download.
 
-    The URLs of a builder are unknown until it downloads them: its list of checksums covers all its
-    configs, and may be missing. TFDS has no public hook there.
+    A builder's URLs are unknown until it downloads them: its list of checksums covers all its
+    configs, and may be missing. TFDS has no public hook for this.
     """
     make = builder._make_download_manager
 
@@ -273,7 +272,7 @@ def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
         return "run it where the network is open, or set TFDS_DATA_DIR to a folder that has it"
-    # The configured folder comes first: the others may belong to other configs.
+    # The file of this URL comes first, because the others may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]
     more = f" and {len(absent) - _FILES_NAMED} more" if len(absent) > _FILES_NAMED else ""

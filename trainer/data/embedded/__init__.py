@@ -1,1 +1,1 @@
-"""Datasets that need no download: generated, or shipped with scikit-learn."""
+"""Datasets that need no download, because they are generated or shipped with scikit-learn."""

@@ -1,12 +1,12 @@
-"""Generated datasets without download: brackets among letters, and clicks for recommenders.
+"""Generated datasets, which need no download: brackets for sequences, clicks for recommenders.
 
-Brackets are sequences of different lengths. The labels need counting: the nesting depth of each
-position, and whether a bracket is left open at the end of the sequence.
+`Brackets` has sequences of different lengths. The labels require counting: the nesting depth at
+each position, and whether a bracket is still open at the end of the sequence.
 
-Clicks hold which user was shown which item, and whether the user clicked. Users and items have
-`RANK` latent factors. A click is likelier the more the factors of user and item agree; some items
-are liked a little more by all users, and some are shown more often. The signal is in the pairs: a
-guess by the item alone is right in 53 of 100 cases, one that knows all factors in 83.
+`Clicks` records which user was shown which item, and whether the user clicked. Users and items have
+`RANK` latent factors; a click is more likely if the factors of user and item agree. Some items are
+slightly more popular, and some are shown more often. The signal is in the pairs: a prediction by
+the item alone is correct in 53 % of the cases, and one that knows all factors in 83 %.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 SEQUENCES, OF_TRAINING = 5000, 4000
 SHORTEST, LONGEST = 5, 24
-# Tokens; 0 is for padding.
+# Tokens; 0 is reserved for padding.
 OPENS, CLOSES, LETTER = 1, 2, 3
 DEPTHS = ("outside", "once", "twice", "deeper")
 
@@ -46,7 +46,7 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
-        # The only NumPy generator that promises the same numbers in every version.
+        # The only NumPy generator that guarantees the same numbers in every version.
         random = np.random.RandomState(SEED)
         drawn = [_sequence(random) for _ in range(SEQUENCES)]
         return {
@@ -64,10 +64,11 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
 
 def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
-    """Return tokens, and the number of open brackets after each."""
+    """Return the tokens, and the number of open brackets after each of them."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # An open bracket is closed more often than not, so that both endings are equally frequent.
+        # Closing is more likely than opening, so that both outcomes are equally frequent at the
+        # end.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
             token = LETTER
@@ -82,10 +83,10 @@ ITEMS = 500
 EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
-# The factors are in units of the score whose sigmoid is the probability of a click.
+# Scale of each term of the score, whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# The configured seed is not used, since every run needs the same examples.
+# Fixed, not the configured seed, because every run needs the same examples.
 SEED = 20
 
 Column = NDArray[np.int64]
@@ -93,7 +94,7 @@ Column = NDArray[np.int64]
 
 def draw() -> tuple[Column, Column, Column]:
     """Return user, item and click of every example, in the order of their creation."""
-    # The only NumPy generator that promises the same numbers in every version.
+    # The only NumPy generator that guarantees the same numbers in every version.
     random = np.random.RandomState(SEED)
     of_users = random.normal(size=(USERS, RANK))
     of_items = random.normal(size=(ITEMS, RANK))

@@ -1,6 +1,6 @@
-"""Small tables and images of scikit-learn: one dataset without download for each learning task.
+"""Small tables and images of scikit-learn, which need no download, for each learning task.
 
-Inputs of tables are standardized by the training examples, which are the same in every run.
+The inputs of tables are standardized by the training examples, which are the same in every run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-# The configured seed is not used, since train and test must be the same in every run.
+# Fixed, not the configured seed, because train and test must be the same in every run.
 SEED = 20
 TRAINING = 1437
 TEST_SHARE = 0.2
@@ -84,7 +84,7 @@ class DigitProperties(tfds.core.GeneratorBasedBuilder):
 
 
 class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Base class of tables: rows of numbers, `features`, and their labels."""
+    """Base class of tables, which have rows of numbers, named `features`, and labels."""
 
     VERSION = tfds.core.Version("1.0.0")
     LABELS: ClassVar[Mapping[str, Any]]
@@ -175,21 +175,21 @@ class BreastCancer(_Table):
 
 
 def _source() -> Any:
-    # The import takes a second, and is not needed to find a published dataset.
+    # Import here, because it takes a second and finding a published dataset does not need it.
     from sklearn import datasets  # noqa: PLC0415
 
     return datasets
 
 
 def _digits() -> tuple[Any, Any]:
-    """Return the images as bytes [n, 8, 8, 1], and the digits."""
+    """Return the images as uint8 [n, 8, 8, 1], and the digits."""
     found = _source().load_digits()
-    # The source has values from 0 to 16.
+    # Pixels of the source range from 0 to 16.
     return np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis], found.target
 
 
 def _shares(count: int) -> tuple[Any, Any]:
-    """Return the indices of the training and of the test examples."""
+    """Return the indices of the training examples and of the test examples."""
     order = np.random.RandomState(SEED).permutation(count)
     test, train = np.split(order, [round(TEST_SHARE * count)])
     return train, test

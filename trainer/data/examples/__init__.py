@@ -1,1 +1,1 @@
-"""The values of one example: encoded images, sequences of variable length, and `data.map`."""
+"""Sequences of variable length, and users' functions that convert examples (`data.map`)."""

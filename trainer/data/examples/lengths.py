@@ -1,7 +1,7 @@
-"""Sequences of variable length: stored unpadded, and padded to the longest of a batch.
+"""Sequences of variable length: stored without padding, and padded to the longest of a batch.
 
-The length of an example is stored next to the sequence, as an integer feature: a model takes it
-where `data.inputs` names it, and batches are bucketed by it.
+The length of an example is stored next to the sequence, as an integer feature. A model gets it if
+`data.inputs` names it, and batches are bucketed by it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def varying(spec: DatasetSpec) -> tuple[str, ...]:
 
 
 def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
-    """Return a spec by which all batches are padded to the same lengths."""
+    """Return a spec with which all batches are padded to the same lengths."""
     fixed = {
         name: replace(spec.features[name], shape=(size, *spec.features[name].shape[1:]))
         for name, size in lengths.items()
@@ -31,7 +31,7 @@ def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
 
 
 def length_names(spec: DatasetSpec) -> tuple[str, ...]:
-    """Return the names of the lengths of these features."""
+    """Return the names of the length features of a batch."""
     return tuple(map(length_name, varying(spec)))
 
 
@@ -47,10 +47,10 @@ def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
 def fill_batches(
     spec: DatasetSpec, windows: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return windows of full batches of rows whose longest inputs fall into the same bucket.
+    """Return windows of full batches, in which the longest inputs of all rows fall into one bucket.
 
-    Batches come in the order in which they are full. No row of an endless dataset is dropped: those
-    of an incomplete batch wait for more.
+    Batches are in the order in which they fill up. No row of an endless dataset is dropped: rows of
+    an incomplete batch wait for more.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
     names = [length_name(name) for name in inputs or varying(spec)]
@@ -77,7 +77,6 @@ def fill_batches(
 
 
 def _no_rows(windows: tf.data.Dataset) -> tuple[tf.Tensor, ...]:
-    """Return the tensors of a window without rows."""
     found = {}
     for name, spec in windows.element_spec.items():
         if isinstance(spec, tf.RaggedTensorSpec):

@@ -1,8 +1,9 @@
-"""`data.map`: a user's function from the examples of a source to the examples of the dataset.
+"""`data.map`: a user's function that converts examples of a source to examples of the dataset.
 
-It takes an example, a dict of values by name, and returns one, or None to leave it out. A function
-whose attribute `batched` is true takes and returns arrays of the same number of examples. Texts are
-`str`, encoded images bytes, other values numbers or NumPy arrays.
+The function is called with an example, a dict of values by name. It returns an example, or None to
+leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
+returns arrays of as many. Texts are `str`, encoded images are bytes, and other values are numbers
+or NumPy arrays.
 
 The features of the result are inferred from the first examples; later examples must match.
 """
@@ -33,7 +34,7 @@ from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# The number of examples from which the features of the result are inferred.
+# Number of examples from which the features of the result are inferred.
 FIRST = 256
 Value = NDArray[Any]
 Example = dict[str, Value]
@@ -51,13 +52,13 @@ class UnsuitableError(ValueError):
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration for reading the source: roles and shapes belong to the result."""
+    """Return the configuration for reading the source, without roles and shapes of the result."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
 
 class _Row(NamedTuple):
-    """A result of the function, with the number of its example in a part."""
+    """A result of the function, and the number of its example in a part."""
 
     part: Part
     number: int
@@ -65,19 +66,19 @@ class _Row(NamedTuple):
 
 
 class MappedSource(Source):
-    """The examples of another source, transformed by the user's function."""
+    """The examples of another source, converted by the user's function."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
-        """Map the examples of `source`, which was made for the same configuration."""
+        """Convert the examples of `source`, which was made for the same configuration."""
         self.name = f"data.map: {config.map}"
-        # The digest of the function's code is part of the dataset's key through `data.map`.
+        # A digest of the function's code is part of the dataset's key anyway.
         self.identity: Mapping[str, Any] = source.identity
         self._source = source
         self._config = config
         self._selection: Selection | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the source's selection from the pickle: TFDS features cannot be pickled."""
+        """Leave out the source's selection, because TFDS features cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_given"}
 
     @cached_property
@@ -85,10 +86,10 @@ class MappedSource(Source):
         return self._source.select()
 
     def select(self) -> Selection:
-        """Return the features of the function's results for the first examples.
+        """Return the features of the function's results, inferred from the first examples.
 
-        This fetches the source, and reads all of it where texts are classes. The result is cached,
-        and pickled with the source.
+        This fetches the source, and reads all of it if texts are classes. The result is cached, and
+        pickled with the source.
         """
         if self._selection is None:
             self._selection = self._infer()
@@ -114,14 +115,14 @@ class MappedSource(Source):
         return choose(self._config, self.name, leaves)
 
     def fetch(self) -> None:
-        """Do nothing: `select` has fetched the source."""
+        """Do nothing, because `select` has fetched the source."""
 
     def parts(self) -> Sequence[Part]:
         """Return the parts of the source."""
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the function's results; raises `UserError` if it fails."""
+        """Yield the function's results; raises `UserError` if the function fails."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         before = 0
         for batch, rows in self._map(part):
@@ -162,9 +163,9 @@ class MappedSource(Source):
                     number += 1
             except UnsuitableError as error:
                 raise self._make_error(error, part, number) from None
-            # The user's code may raise anything.
+            # The user's code may raise any exception.
             except Exception as error:
-                # The source reads its part again to name a place.
+                # Naming the place may read the part again.
                 said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
                 raise UserError(f"{self.name}: {said}") from error
             number = end
@@ -194,7 +195,7 @@ class MappedSource(Source):
         for row in rows:
             try:
                 values.append(convert_value(name, row.example[name], said))
-                # Name the first example that does not match an earlier one.
+                # Report the first example that does not match an earlier one.
                 if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
                     infer_leaf(name, values, classes)
             except UnsuitableError as error:
@@ -207,7 +208,7 @@ class MappedSource(Source):
         return said == "image" if said else is_kept and not value.ndim and value.dtype == _TEXT
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
-        """Return the TFDS features of classes: labels that are texts, and types set to `class`."""
+        """Return the TFDS features of values that are classes, by name."""
         labels = self._config.label or (DEFAULT_LABEL,)
         said = self._config.types
         found: dict[str, Any] = {}
@@ -277,7 +278,7 @@ def _column(spec: FeatureSpec, values: list[Any]) -> Any:
 
 
 def _decode(values: Any) -> Any:
-    """Return texts as `str`, in arrays of the same shape; bytes that are not UTF-8 are escaped."""
+    """Return texts as `str`, in arrays of the same shape; invalid UTF-8 is escaped."""
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
         if isinstance(value, bytes):
@@ -290,7 +291,7 @@ def _decode(values: Any) -> Any:
 def make_example(result: Any) -> Example:
     """Return the values of an example as arrays; texts are bytes in arrays of objects.
 
-    Python numbers and 64-bit floats become int64 and float32.
+    Python integers become int64; floats of 64 bits, as in Python, become float32.
 
     Raises:
         UnsuitableError: the result is not a mapping, or a value cannot be stored.
@@ -303,13 +304,13 @@ def make_example(result: Any) -> Example:
 
 
 def make_value(name: str, value: Any) -> Value:
-    """Return one value as an array; raises `UnsuitableError`."""
+    """Convert a value to an array; raises `UnsuitableError`."""
     if hasattr(value, "numpy"):
         value = value.numpy()
     if value is None:
         raise UnsuitableError(f"gives None for {name!r}; give NaN for a number that is missing")
     try:
-        # NumPy strips zeros from the end of bytes.
+        # Store bytes as an object, because NumPy would strip trailing zeros.
         array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
         raise UnsuitableError(f"gives lists of different lengths within {name!r}") from None
@@ -345,17 +346,17 @@ def convert_value(name: str, value: Value, said: str) -> Value:
 
 
 def get_dtype(value: Value) -> str:
-    """Return the NumPy name of the type; "string" for texts."""
+    """Return the NumPy name of the type of a value; "string" for texts."""
     return "string" if value.dtype == _TEXT else value.dtype.name
 
 
 def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
-    """Return the feature inferred from the first values; raises `UnsuitableError`.
+    """Infer a feature from its first values; raises `UnsuitableError`.
 
-    `classes` is the TFDS feature of one class, if the values are classes.
+    If the values are classes, `classes` is the TFDS feature of a class.
     """
     shapes = {value.shape for value in values}
-    # An empty list has no type.
+    # Skip empty lists, whose type is arbitrary.
     kinds = {value.dtype for value in [each for each in values if each.size] or values}
     if len({len(shape) for shape in shapes}) > 1:
         one, other = sorted(shapes, key=len)[:: len(shapes) - 1]
@@ -372,7 +373,7 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
 
 
 def image_leaf(config: ImageConfig) -> Leaf:
-    """Return the feature of an encoded image; raises `ConfigError` without a size."""
+    """Return the feature of an encoded image; raises `ConfigError` if the size is not set."""
     if not config.size:
         raise ConfigError("data.image: the function of data.map gives images; set its size")
     image = tfds.features.Image(shape=(None, None, config.channels))
@@ -386,7 +387,7 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     if value.dtype == _TEXT and spec.labels:
         value = _number_classes(name, value, spec)
     if not value.size:
-        # An empty list has no type.
+        # The type of an empty list is arbitrary.
         value = value.astype(_TEXT if spec.dtype == "string" else numpy_type(spec))
     if fit is not None:
         whole = value.astype(np.int64) if fit.method == "multi_hot" else value

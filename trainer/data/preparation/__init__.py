@@ -1,1 +1,1 @@
-"""From a source to shards: map its parts one by one, then assemble them."""
+"""Makes shards from a source: maps its parts one by one, then assembles them."""

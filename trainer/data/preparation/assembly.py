@@ -1,8 +1,8 @@
 """Make the shards of a dataset from mapped parts.
 
 The rows of a split are shuffled as a whole, in bounded memory (Rao 1961, Sandelius 1962): each row
-goes to one of several buckets by chance, and each bucket is permuted in memory. The chunks of parts
-are in a random order already, so that a range of each is the bucket's share.
+is assigned to a random bucket, and each bucket is permuted in memory. Because the rows of a chunk
+are already in random order, a bucket gets a contiguous range of each chunk.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The content of the shards: number of examples per shard and split, and the statistics.
+    """The content of the shards: number of examples of each shard by split, and the statistics.
 
     `block_rows` is the number of rows of a block.
     """
@@ -45,9 +45,9 @@ class Written:
 
 
 def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
-    """Write the shards of all splits into `folder`, from the folders of the parts in their order.
+    """Write the shards of all splits to `folder`, from the folders of the parts in their order.
 
-    The examples of each split are shuffled by the configured seed.
+    The examples of each split are shuffled with the configured seed.
 
     Raises:
         UserError: there are fewer training examples than shards, or no test examples.
@@ -80,7 +80,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
             for bucket in shuffle_rows(chunks, sums.bytes[split], seed):
                 writer.add(bucket)
                 work.add(bucket.num_rows)
-                # The next one takes its memory.
+                # Free its memory for the next bucket.
                 del bucket
     with Work("writing the statistics"):
         _write_statistics(sums, counts, folder)
@@ -95,7 +95,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
 def shuffle_rows(
     chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of some chunks of `size` bytes; every order is equally likely."""
+    """Yield all rows of chunks, which have `size` bytes; every order is equally likely."""
     random = np.random.RandomState(seed)
     count = -(-size // BUCKET_BYTES) or 1
     shares = [random.multinomial(chunk.rows, [1 / count] * count) for chunk in chunks]
@@ -103,7 +103,7 @@ def shuffle_rows(
     for bucket in range(count):
         taken = [int(share[bucket]) for share in shares]
         order = pa.array(random.permutation(sum(taken)))
-        # No name holds the rows, or maps their files, while the caller works.
+        # Assign the rows to no variable, which would keep them in memory while the caller works.
         yield pa.concat_batches(
             [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
         ).take(order)

@@ -1,8 +1,10 @@
-"""Map the parts of a source with Apache Beam: workers publish parts, which are fetched here.
+"""Map the parts of a source with Apache Beam: workers publish parts, and this process fetches them.
 
-A worker needs this package and the module of `data.map` or of a user's builder, which it fetches if
-the run has a code bundle. The pipeline options and the stores that workers need are checked first.
-Beam is an extra, imported where it is used.
+A worker needs this package, and the module of `data.map` or of a user's builder, which it fetches
+if the run has a code bundle. The pipeline options, and the stores that workers need, are checked
+first.
+
+Beam is an optional dependency, which is imported where it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
-# Seconds between two checks for finished parts.
+# Interval between two checks for finished parts, in seconds.
 _LOOK_SECONDS = 5.0
 
 
@@ -42,14 +44,14 @@ def map_parts_by_beam(  # noqa: PLR0913
     uri: str,
     work: Work,
 ) -> None:
-    """Map parts with a pipeline that publishes each below `uri`; fetch them into `folder`.
+    """Map parts with a pipeline that publishes each below `uri`, and fetch them to `folder`.
 
-    Workers report no progress, so the published parts are counted for `work` from time to time.
+    Workers report no progress, so the published parts are counted at intervals for `work`.
 
     Raises:
         UserError: a part cannot be read, or the pipeline failed.
     """
-    # Beam has no types for the calls here.
+    # Beam has no type hints for these calls.
     beam: Any = importlib.import_module("apache_beam")
     for name in storage.names(uri):
         if name.endswith(_SUFFIX):
@@ -59,10 +61,10 @@ def map_parts_by_beam(  # noqa: PLR0913
         try:
             options = pipeline_options(config.runner)
             with _quiet(), _watch(parts, uri, work), beam.Pipeline(options=options) as pipeline:
-                # Without a reshuffle, the created elements are one bundle for one worker.
+                # Without a reshuffle, all parts would be one bundle for a single worker.
                 made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
                 _ = made | "map" >> beam.Map(mapper)
-        # A runner may raise anything.
+        # A runner may raise any exception.
         except Exception as error:
             _raise_failure(uri)
             raise UserError(
@@ -91,25 +93,25 @@ def _watch(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
 
 
 class PartMapper:
-    """Maps one part and publishes it; runs in a worker."""
+    """Maps a part and publishes it; runs in a worker."""
 
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
-        """Store a pickled source."""
+        """Store a pickled source, and the user's modules."""
         self._source, self._uri, self._config = source, uri, config
         # A worker on another machine does not have the user's modules.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the objects that a worker opens from the pickle."""
+        """Leave out the objects that a worker opens when pickling."""
         return {**vars(self), "_opened": None}
 
     def __call__(self, part: Part) -> int:
-        """Return the number of the part.
+        """Map and publish a part, and return its number.
 
-        A failure is published too: a runner returns only the text of an error.
+        A failure is published too, because a runner returns only the text of an error.
         """
-        # TensorFlow takes seconds to load.
+        # Import here, because loading TensorFlow takes seconds.
         from flotilla.trainer.data.preparation.parts import map_part  # noqa: PLC0415
 
         uri = storage.join(self._uri, part.folder)
@@ -135,7 +137,7 @@ class PartMapper:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Beam's log of its channels, and its traceback of an error that is raised."""
+    """Suppress Beam's log of its channels, and its traceback of an error that is raised anyway."""
     levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -155,13 +157,13 @@ def _raise_failure(uri: str) -> None:
         raise UserError(failures[0][1].fields["message"])
 
 
-# Beam may choose another runner for its own name, and download it.
+# Named in full, because Beam may download and use another runner instead of its direct runner.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
 
 
 def pipeline_options(runner: RunnerConfig) -> Any:
-    """Return Beam's `PipelineOptions` of `data.runner`; raises `ConfigError`."""
+    """Return Beam's `PipelineOptions` for `data.runner`; raises `ConfigError`."""
     beam = _beam()
     given = _parse(beam, runner.options)
     name = given["runner"] or ""
@@ -169,13 +171,13 @@ def pipeline_options(runner: RunnerConfig) -> Any:
         name = _DIRECT
     try:
         kind = _kind_of_runner(name)
-    # Beam can create a class of any module.
+    # Beam can create a class of any module, which may raise any exception.
     except Exception as error:
         raise ConfigError(
             f"data.runner.options: --runner={name}: {user_code.format_error(error)}"
         ) from error
     unknown = sorted(given.keys() - _parse(beam, ()).keys())
-    # Options of other runners are known to their job server alone.
+    # Options of other runners are known only to their job server.
     if kind in _HERE and unknown:
         hint = nearest(unknown[0], sorted(_parse(beam, ())))
         raise ConfigError(f"data.runner.options: Beam has no option --{unknown[0]}{hint}")
@@ -186,7 +188,7 @@ def pipeline_options(runner: RunnerConfig) -> Any:
 
 
 def require_reachable(config: DataConfig, root: str) -> None:
-    """Refuse storage that remote workers cannot reach; raises `ConfigError`.
+    """Raise `ConfigError` if remote workers cannot reach the storage.
 
     Args:
         config: the data section.

@@ -1,8 +1,8 @@
-"""A mapped part of a source: its rows by split, in a random order, and their statistics.
+"""A mapped part of a source: its rows by split, in random order, and their statistics.
 
-A folder has an Arrow file for each split, and `sums.json`, which is written last. It may be
-published and read on another machine. A file has chunks of about `CHUNK_BYTES`, each shuffled, so
-that a range of a chunk is a random choice of its rows.
+The folder of a part has an Arrow file for each split, and `sums.json`, which is written last. It
+may be published and read on another machine. A file has chunks of about `CHUNK_BYTES`. Each chunk
+is shuffled, so any range of it is a random selection of its rows.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SUMS = "sums.json"
 
 
 class Sums:
-    """Statistics over the examples of one part, or of several."""
+    """Statistics of the examples of one or more parts."""
 
     def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
-        """Begin with no examples; the number of the part seeds the samples."""
+        """Create empty statistics; the number of the part seeds the samples."""
         self.examples = dict.fromkeys(SPLITS, 0)
         self.bytes = dict.fromkeys(SPLITS, 0)
         self.largest = 0
@@ -61,7 +61,7 @@ class Sums:
             target.add(split, columns[target.name])
 
     def merge(self, other: Sums) -> None:
-        """Add the statistics of further examples."""
+        """Add the statistics of other examples."""
         for split in SPLITS:
             self.examples[split] += other.examples[split]
             self.bytes[split] += other.bytes[split]
@@ -72,7 +72,7 @@ class Sums:
             self.accumulators[split].merge(accumulator)
 
     def save(self, folder: Path) -> None:
-        """Write the statistics into a folder."""
+        """Save the statistics in a folder."""
         for split, accumulator in self.accumulators.items():
             np.savez(_statistics(folder, split), **accumulator.arrays())  # type: ignore[arg-type]
         targets = {name: each.state() for name, each in self.targets.items()}
@@ -85,7 +85,7 @@ class Sums:
         (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Continue with the statistics saved in a folder."""
+        """Restore the statistics that were saved in a folder."""
         tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
         self.examples, self.bytes = tree["examples"], tree["bytes"]
         self.largest = tree["largest"]
@@ -97,7 +97,7 @@ class Sums:
 
 
 def _largest(column: pa.Array) -> int:
-    """Return the bytes of the largest value of a stored column."""
+    """Return the size of the largest value of a stored column, in bytes."""
     if pa.types.is_large_list(column.type):
         return int(pc.max(pc.list_value_length(column)).as_py() or 0) * _largest(column.flatten())
     if pa.types.is_large_binary(column.type):
@@ -106,10 +106,10 @@ def _largest(column: pa.Array) -> int:
 
 
 class _ChunkWriter:
-    """Writes the rows of a split into a file of chunks, each in a random order."""
+    """Writes the rows of a split to a file of chunks, each in random order."""
 
     def __init__(self, path: Path, seed: tuple[int, ...]) -> None:
-        """Write into `path`, which is created with the first row."""
+        """Write to `path`, which is created with the first row."""
         self._path = path
         self._random = np.random.RandomState(seed)
         self._pending: list[pa.RecordBatch] = []
@@ -117,14 +117,13 @@ class _ChunkWriter:
         self._writer: Any = None
 
     def add(self, table: pa.RecordBatch) -> None:
-        """Add rows, and write a chunk if there are enough."""
         self._pending.append(table)
         self._pending_bytes += table.nbytes
         if self._pending_bytes >= CHUNK_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Write the rows that are left as a chunk."""
+        """Write the remaining rows as a chunk."""
         if not self._pending:
             return
         rows = pa.concat_batches(self._pending)
@@ -135,7 +134,6 @@ class _ChunkWriter:
         self._writer.write_batch(rows.take(pa.array(self._random.permutation(rows.num_rows))))
 
     def __enter__(self) -> _ChunkWriter:
-        """Return the writer."""
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
@@ -155,9 +153,9 @@ def map_part(  # noqa: PLR0913
     config: DataConfig,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> None:
-    """Read a part of a source, and write the stored form of its examples into `folder`.
+    """Read a part of a source, and write the stored form of its examples to `folder`.
 
-    `count` is called with the examples of each batch.
+    `count` is called with the number of examples of each batch.
 
     Raises:
         UserError: the part cannot be read, or has an invalid label or weight.
@@ -180,12 +178,12 @@ def map_part(  # noqa: PLR0913
                 sums.add(split, chosen, table)
             count(len(batch.splits))
     sums.save(folder)
-    # Arrow would keep the memory of the largest part.
+    # Arrow would otherwise keep the memory that the largest part needed.
     pa.default_memory_pool().release_unused()
 
 
 def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, Columns]]:
-    """Yield the examples of each split that has some."""
+    """Yield each split that has examples, and its examples."""
     for index, split in enumerate(SPLITS):
         chosen = splits == index
         if chosen.any():
@@ -193,7 +191,7 @@ def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, C
 
 
 def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
-    """Return the statistics of a part that was mapped into `folder`."""
+    """Return the statistics of the part in `folder`."""
     found = Sums(selection, vocabulary=vocabulary)
     found.restore(folder)
     return found
@@ -201,20 +199,20 @@ def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a mapped part: its file, its number in it, and its rows."""
+    """A chunk of a mapped part: its file, its index in the file, and its number of rows."""
 
     path: Path
     number: int
     rows: int
 
     def read(self, start: int, rows: int) -> pa.RecordBatch:
-        """Return some rows; they are in the memory of the file system until they are used."""
+        """Return rows of the chunk, which are memory-mapped and read from the file when used."""
         with pa.memory_map(str(self.path)) as file:
             return pa.ipc.open_file(file).get_batch(self.number).slice(start, rows)
 
 
 def list_chunks(folder: Path, split: str) -> list[Chunk]:
-    """Return the chunks of a split of a part that was mapped into `folder`."""
+    """Return the chunks of a split of the part in `folder`."""
     path = _rows(folder, split)
     if not path.exists():
         return []

@@ -1,7 +1,7 @@
-"""Map the parts of a source in parallel processes of this machine.
+"""Map the parts of a source in parallel processes on this machine.
 
 A process takes seconds to import TensorFlow, so a few parts are mapped in the current process. Each
-process ends with its parent, even if the parent is killed.
+process ends when its parent ends, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
-# Fewest parts per process that are worth its start.
+# Minimum number of parts per process that makes starting it worthwhile.
 _FEWEST = 2
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 Done = Callable[[Path], None]
@@ -39,15 +39,15 @@ def map_parts(  # noqa: PLR0913
     work: Work,
     done: Done,
 ) -> None:
-    """Map parts into folders of `folder`; `done` is called here after each, in any order.
+    """Map parts into subfolders of `folder`, in any order.
 
     Args:
         source: the source to read.
-        parts: the parts that are not mapped yet.
-        folder: local folder, with a subfolder per part, named by its number.
-        config: gives the number of processes, if there are enough parts.
+        parts: the parts that have not been mapped yet.
+        folder: local folder; the subfolder of a part has the part's number as its name.
+        config: has the number of processes, which are started if there are enough parts.
         work: counts the examples.
-        done: is called with the folder of the part.
+        done: called in this process with the folder of each mapped part.
 
     Raises:
         UserError: a part cannot be read, or a process was killed.
@@ -93,7 +93,7 @@ def _run_processes(
                 daemon=True,
             )
             process.start()
-            # Closed here so that the pipe ends when the process ends.
+            # Close this copy, so that the pipe ends when the process ends.
             writer.close()
             running[reader] = (process, list(stripe))
         while running:
@@ -110,7 +110,7 @@ def _run_processes(
 def _take_answer(
     reader: Any, process: SpawnProcess, left: list[Part], took: Callable[[Part | int], None]
 ) -> bool:
-    """Take one message of a process, None at the end of a part; return whether more follow."""
+    """Handle a message, which is None at the end of a part; return whether more will follow."""
     try:
         answer = reader.recv()
     except EOFError:
@@ -140,8 +140,8 @@ def _work(  # noqa: PLR0913, PLR0917
     parent: int,
     answers: Any,
 ) -> None:
-    """Map parts one after another: the main function of a process."""
-    # Ctrl-C reaches the whole group; the parent ends this process.
+    """Map parts one after another, as the main function of a process."""
+    # Ctrl-C reaches the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with_parent(parent)
     try:
@@ -150,7 +150,7 @@ def _work(  # noqa: PLR0913, PLR0917
             place = folder / part.folder
             map_part(source, selection, part, place, config=config, count=answers.send)
             answers.send(None)
-    # Any exception is raised again in the parent.
+    # The parent raises the exception again.
     except Exception as error:
         answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
 

@@ -16,15 +16,15 @@ from flotilla.trainer.data.tfrecords import frame_record
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, shard_name
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# Blocks that are packed together: more are no faster, and take more memory.
+# Number of blocks to encode together; more would need more memory and not be faster.
 _BLOCKS = 64
 
 
 class ShardWriter:
-    """Writes rows in their order into one shard after another.
+    """Writes rows in their order to one shard after another.
 
     Attributes:
-        examples: the number of examples of each shard.
+        examples: number of examples of each shard.
     """
 
     def __init__(  # noqa: PLR0913
@@ -37,7 +37,7 @@ class ShardWriter:
         count: int,
         rows: int,
     ) -> None:
-        """Write `examples` of a split into `count` shards, whose blocks have `rows` rows."""
+        """Write `examples` of a split to `count` shards, whose blocks have `rows` rows."""
         share, more = divmod(examples, count)
         self.examples = [share + (index < more) for index in range(count)]
         self._paths = [folder / shard_name(split, index, count) for index in range(count)]
@@ -58,7 +58,7 @@ class ShardWriter:
                 break
             self._write(rows.slice(0, size))
             rows = rows.slice(size)
-        # A copy, since a slice would hold all rows.
+        # Copy the rows, because a slice would keep all rows in memory.
         self._pending = [rows.take(pa.array(np.arange(rows.num_rows)))]
 
     def _write(self, rows: pa.RecordBatch) -> None:
@@ -91,7 +91,7 @@ def write_shards(  # noqa: PLR0913
     count: int = 1,
     rows: int = BLOCK_ROWS,
 ) -> tuple[int, ...]:
-    """Write the shards of examples in their order; return the number of examples of each."""
+    """Write the shards of examples in their order; return the number of examples of each shard."""
     table = make_table(features, make_columns(features, columns))
     writer = ShardWriter(folder, split, features, examples=table.num_rows, count=count, rows=rows)
     writer.add(table)

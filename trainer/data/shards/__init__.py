@@ -1,1 +1,1 @@
-"""Streaming shards: fetched and deleted while training runs."""
+"""Streaming shards, which are fetched and deleted while training runs."""

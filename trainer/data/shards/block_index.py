@@ -1,6 +1,7 @@
-"""The positions of blocks in the shards of a task, for reading in any order.
+"""An index of the blocks in the shards of a task, to read them in any order.
 
-The index is a file next to the shards: rows of a shard's number and an offset, little-endian.
+The index is a file next to the shards. Each row has the number of a shard and the offset of a
+block, as little-endian int64.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from flotilla.trainer.data.shards.shard_store import AT_ONCE
 from flotilla.trainer.data.tfrecords import places
 
 INDEX_FILE = "blocks.index"
-#: Fields of a row.
+#: Columns of the index.
 SHARD, OFFSET = range(2)
-# Consecutive blocks that are read together, about 1 MiB: also slow disks read them well.
+# Number of consecutive blocks to read together, about 1 MiB, which even slow disks read
+# efficiently.
 TOGETHER = 8
 _READ_AHEAD = 256 << 10
 
 
 def write_index(paths: Sequence[Path]) -> None:
-    """Write the index of shards, which have been verified, next to them."""
+    """Write the index of verified shards next to them."""
     (paths[0].parent / INDEX_FILE).write_bytes(find_blocks(paths))
 
 
 def find_blocks(paths: Sequence[Path]) -> bytes:
-    """Return the content of the index of shards."""
+    """Return the content of the index file of shards."""
     found = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:
@@ -38,21 +40,21 @@ def find_blocks(paths: Sequence[Path]) -> bytes:
 
 
 def read_index(path: str | tf.Tensor) -> tf.Tensor:
-    """Return the index in a file, (blocks, 2)."""
+    """Read an index file, and return it with shape (blocks, 2)."""
     return decode_index(tf.io.read_file(path))
 
 
 def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
-    """Return an index, (blocks, 2), from its content."""
+    """Decode the content of an index file, and return it with shape (blocks, 2)."""
     return tf.reshape(tf.io.decode_raw(content, tf.int64), (-1, 2))
 
 
 def shuffle_blocks(
     paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
 ) -> tf.data.Dataset:
-    """Return all blocks once, from random places: `TOGETHER` consecutive ones from each.
+    """Return all blocks once, from random positions: `TOGETHER` consecutive ones at each.
 
-    The blocks of `AT_ONCE` places take turns.
+    Blocks from `AT_ONCE` positions are interleaved.
     """
     shard = index[:, SHARD]
     within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)

@@ -1,4 +1,4 @@
-"""Blocks of streaming shards as a graph: the client of `ShardFeed`."""
+"""Blocks of streaming shards as a TensorFlow graph, which is the client of `ShardFeed`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.data.shards.shard_store import (
 )
 from flotilla.trainer.data.shards.windows import slice_windows
 
-# Threads that wait for a shard must not be those that the process needs for other work.
+# Number of private threads for datasets, because waiting for shards would block shared threads.
 _THREADS = 8
 _NOTHING = "nothing"
 
@@ -26,7 +26,7 @@ _NOTHING = "nothing"
 def epoch_of_blocks(
     streaming: Streaming, seed: int | tf.Tensor, epoch: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
-    """Return the training blocks of one epoch, interleaved from several shards."""
+    """Return the training blocks of an epoch, interleaved from several shards."""
     names = _names(streaming, TRAIN, epoch, seed)
     return names.interleave(
         lambda name: _blocks(streaming, TRAIN, name), cycle_length=streaming.at_once, block_length=1
@@ -42,15 +42,15 @@ def evaluation_rows(  # noqa: PLR0913
     part: int | tf.Tensor,
     of: int,
 ) -> tf.data.Dataset:
-    """Return windows of the rows of one of `of` parts.
+    """Return windows of the rows of one part of the validation split.
 
     Args:
-        streaming: the validation split.
-        shards: the examples of each of its shards.
-        parse: returns windows of blocks.
-        batch_size: the examples of a batch; a part is a whole number of batches.
-        part: the number of the part.
-        of: the number of parts.
+        streaming: parameters of the streaming shards.
+        shards: number of examples of each validation shard.
+        parse: converts blocks to windows.
+        batch_size: number of examples of a batch; a part is a whole number of batches.
+        part: index of the part.
+        of: number of parts.
     """
     ranges = [part_range(shards, batch_size, number, of) for number in range(of)]
     part = tf.cast(part, tf.int64)
@@ -65,7 +65,7 @@ def evaluation_rows(  # noqa: PLR0913
 
 
 def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Run a dataset in a private thread pool, since it may block."""
+    """Run a dataset in a private thread pool, because it may block."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = _THREADS
     return batches.with_options(options)
@@ -73,7 +73,7 @@ def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextmanager
 def allow_tensor_seed() -> Iterator[None]:
-    """Allow a tensor as seed: TensorFlow would compare it with 0 if the graph's seed is 0."""
+    """Allow a tensor as a seed, which TensorFlow would compare with 0 if the graph's seed is 0."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:
@@ -93,7 +93,7 @@ def _names(
         key = tf.strings.join(parts, separator=" ")
         gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
         asked = _send(tf.strings.join(["next ", key, " ", seed, "\n"]))
-        # A file without records: opening it is the wait.
+        # The file has no records; opening it waits for the gate.
         passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
         answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
         answers = tf.data.Dataset.counter().flat_map(
@@ -106,7 +106,7 @@ def _names(
 
 
 def _read(place: tf.Tensor) -> tf.Tensor:
-    """Return the answer in a file, or that the file does not exist."""
+    """Return the answer in a file, or `_NOTHING` if the file does not exist."""
     is_there = tf.size(tf.io.matching_files(place)) > 0
     answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
     has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards come"])
@@ -119,13 +119,13 @@ def _blocks(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Datas
 
 
 def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
-    """Report that a shard was read; without a name, that all were."""
+    """Report that a shard has been read or, with an empty name, that all have been read."""
     words = ["done", reader, streaming.attempt, name]
     return _send(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
 
 
 def _send(line: tf.Tensor) -> tf.data.Dataset:
-    """Return an empty dataset that writes a line into the pipe when it is read."""
+    """Return an empty dataset that writes a line to the request pipe when it is read."""
 
     def write(line: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.io.write_file(ASK, line)]):

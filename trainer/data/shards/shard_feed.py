@@ -1,15 +1,15 @@
-"""Serves shards to graphs in a worker process, which cannot run this package's Python code.
+"""Serves shards to graphs in a worker process, which cannot run Python code of this package.
 
-A graph can read and write files, and blocks when it opens a named pipe without a writer. So a
-reader, `flotilla.trainer.data.shards.fed_blocks`, does this for each shard:
+A graph can read and write files, and it blocks when it opens a named pipe that has no writer.
+Therefore a reader, `flotilla.trainer.data.shards.fed_blocks`, does this for each shard:
 
-1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` into the pipe `ask`, which never waits.
-2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. That waits until this feed opens
-   the gate, which it does when the shard is on the disk; the feed closes it at the next request.
-3. It reads the path of the shard from the file `READER ATTEMPT EPOCH NUMBER`: empty at the end of
-   an epoch, and `FAILED` if the feed has failed. If the file does not exist, the gate was opened
-   for another request, and the reader starts again.
-4. After the last block of a shard it writes `done READER ATTEMPT NAME` into `ask`.
+1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` to the pipe `ask`, which never blocks.
+2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. This blocks until the feed opens
+   the gate, when the shard is on disk. The feed closes the gate at the next request.
+3. It reads the file `READER ATTEMPT EPOCH NUMBER`, which contains the path of the shard. It is
+   empty at the end of an epoch, and `FAILED` if the feed has failed. If it does not exist, the gate
+   was opened for another request, and the reader starts again.
+4. After the last block of a shard, it writes `done READER ATTEMPT NAME` to `ask`.
 
 A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 from flotilla.trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
 from flotilla.trainer.storage.errors import report_errors
 
-# Returns the names of an epoch's shards, by seed and number of the epoch.
+# Returns the shards of an epoch in order, from the seed and the number of the epoch.
 Order = Callable[[int, int], Sequence[str]]
 _CHUNK = 1 << 16
 
@@ -45,10 +45,10 @@ class _Ask:
 
 
 class ShardFeed:
-    """Answers the graphs of this process from a `ShardStore`, in a thread."""
+    """Serves shards of a `ShardStore` to the graphs of this process, in a thread."""
 
     def __init__(self, uri: str, workdir: Path, *, limit: int, orders: Mapping[str, Order]) -> None:
-        """Start to answer the readers that `orders` names; raises `UserError`."""
+        """Start serving the readers that are keys of `orders`; raises `UserError`."""
         self.error: Exception | None = None
         self._ended = threading.Event()
         self._workdir, self._folder, self._orders = workdir.absolute(), workdir / FOLDER, orders
@@ -64,7 +64,7 @@ class ShardFeed:
             gates = (self._folder / f"{reader}.gate{odd}" for reader in orders for odd in (0, 1))
             for path in (workdir / ASK, *gates):
                 os.mkfifo(path)
-            # Opened for writing too, so that it never ends and no writer waits.
+            # Open it for writing too, so that it never ends and no writer blocks.
             self._requests = os.open(workdir / ASK, os.O_RDWR | os.O_NONBLOCK)
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -74,14 +74,14 @@ class ShardFeed:
         threading.Thread(target=self._serve, name="shard-feed", daemon=True).start()
 
     def wait(self) -> None:
-        """Block until a fetch fails, and raise the reason; return when the feed is closed."""
+        """Block until a fetch fails, and raise its error; return when the feed is closed."""
         self._ended.wait()
         if self.error and not self._closing:
             raise self.error
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Raise the reason why a shard cannot be fetched instead of the graph's error."""
+        """Raise the error of a failed fetch instead of the graph's error, and close the feed."""
         try:
             yield
         except Exception:
@@ -92,13 +92,13 @@ class ShardFeed:
             self.close()
 
     def close(self) -> None:
-        """Tell all readers that no more shards come, and unblock them."""
+        """Tell all readers that no more shards will come, and unblock them."""
         self._closing = True
         self.store.close()
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe also wakes the thread.
+        # If the pipe is full, the thread is woken anyway.
         with suppress(BlockingIOError):
             os.write(self._wakes, b".")
 
@@ -134,7 +134,6 @@ class ShardFeed:
                     self._forget(self._asked.pop(reader))
 
     def _forget(self, ask: _Ask) -> None:
-        """Delete the answer, and close the gate."""
         self._path(ask).unlink(missing_ok=True)
         if ask.reader in self._gates:
             os.close(self._gates.pop(ask.reader))
@@ -163,7 +162,7 @@ class ShardFeed:
             self._answer(ask)
 
     def _answer(self, ask: _Ask) -> None:
-        """Open the gate for a reader if its shard is on disk."""
+        """Answer a request and open its gate, unless its shard is not yet on disk."""
         if ask.reader in self._gates:
             return
         order = self._orders[ask.reader](ask.seed, ask.epoch)
@@ -177,7 +176,7 @@ class ShardFeed:
             return
         self._path(ask).write_text(answer, encoding="utf-8")
         gate = self._folder / f"{ask.reader}.gate{ask.number % 2}"
-        # Opened for reading too, so that it does not wait for the reader.
+        # Open it for reading too, so that this call does not wait for the reader.
         self._gates[ask.reader] = os.open(gate, os.O_RDWR | os.O_NONBLOCK)
 
     def _path(self, ask: _Ask) -> Path:

@@ -1,11 +1,11 @@
-"""The disk limit `data.disk` of one dataset, and the shards that a task keeps within it.
+"""The disk limit `data.disk` of a dataset, and the shards that a task keeps within it.
 
-The chief and all workers decide alike whether shards stream, since it depends only on the
+The chief and all workers come to the same decision about streaming, because it depends only on the
 configuration, the manifest and the number of workers.
 
-Readers announce the shards that they will use, in order. One thread prefetches the next ones as far
-as there is room, and evicts those that are used last. A held shard is never evicted. The bytes of a
-shard count from the start of its fetch. Free of TensorFlow.
+Readers announce the shards that they will use, in order. A thread prefetches the next shards while
+there is room, and evicts those that will be used last. A held shard is never evicted. The bytes of
+a shard count from the start of its fetch. Free of TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.errors import report_errors
 
 TRAIN, VALIDATION = "train", "validation"
-# Subfolder of a worker's working folder: the shards, and the pipes for requests of graphs.
+# Paths in a worker's working folder: pipes and answers, shards, and the pipe for requests.
 FOLDER = "feed"
 SHARDS = "held"
 ASK = f"{FOLDER}/ask"
 FAILED = "failed"
-# Shards read in turn, as far as the disk has room for them.
+# Maximum number of shards that training reads in turn, if the disk has room for them.
 AT_ONCE = 8
-# Number of announced shards of a reader that the store considers.
+# Maximum number of announced shards of a reader that the store considers.
 LOOKAHEAD = 1024
 
 
@@ -45,9 +45,9 @@ class Streaming:
     """Parameters of streaming shards, which do not all fit on the disk.
 
     Attributes:
-        limit: most bytes of shards on the disk of a worker.
+        limit: maximum size of the shards on the disk of a worker, in bytes.
         at_once: number of shards that training reads in turn.
-        attempt: identifies the graphs of this attempt.
+        attempt: identifier of this attempt's graphs.
     """
 
     limit: int
@@ -57,7 +57,7 @@ class Streaming:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRange:
-    """The shards from `first` to before `last`, without the first `skip` examples."""
+    """`take` examples of the shards `first` to `last` (exclusive), after the first `skip`."""
 
     first: int
     last: int
@@ -66,7 +66,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the parameters of streaming; None if all that a worker needs fits in `data.disk`.
+    """Return the parameters of streaming; None if all shards of a worker fit in `data.disk`.
 
     Raises:
         ConfigError: not even two shards fit, or all workers share one folder.
@@ -94,7 +94,7 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
             f"read while one of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
-    # While some shards are read, as many are fetched, and there is always room for one more.
+    # While shards are read, as many are fetched, and there is always room for one more.
     room = (limit - max(largest, other)) // (2 * largest)
     return Streaming(limit=limit, at_once=max(1, min(AT_ONCE, room)))
 
@@ -104,14 +104,14 @@ def _megabytes(size: int) -> str:
 
 
 def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
-    """Return shards in the order of one epoch."""
+    """Return the shards in the order of an epoch."""
     return random.Random(f"{seed} {epoch}").sample(names, len(names))
 
 
 def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> PartRange:
     """Return the range of a part of a split, which is a whole number of batches.
 
-    The parts have equal numbers of batches except one; `shards` are the examples of each shard.
+    `shards` has the number of examples of each shard. Parts differ by at most one batch.
     """
     examples = sum(shards)
     batches = math.ceil(examples / batch_size)
@@ -125,18 +125,18 @@ def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> Pa
 
 
 class ShardStore:
-    """Fetches shards of one dataset into a folder, verified; all methods are thread-safe."""
+    """Fetches and verifies shards of a dataset; all methods are thread-safe."""
 
     def __init__(
         self, uri: str, folder: Path, *, limit: int, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin with an empty folder: files of another attempt are deleted; raises `UserError`.
+        """Start with an empty folder, deleting files of an earlier attempt; raises `UserError`.
 
         Args:
             uri: the published dataset.
             folder: folder of the shards, complete and partial.
-            limit: most bytes; at least those of the held shards and the largest other one.
-            changed: called by the thread after each fetch, successful or not.
+            limit: maximum size in bytes; it must cover the held shards and the largest other one.
+            changed: called by the thread after each fetch, whether it succeeded or not.
         """
         self.uri, self.folder, self.limit = uri, folder, limit
         self._manifest = storage.read_manifest(uri)
@@ -158,7 +158,7 @@ class ShardStore:
         self._thread.start()
 
     def will_use(self, reader: str, names: Sequence[str]) -> None:
-        """Announce the next shards of a reader, in order, instead of earlier ones."""
+        """Announce the next shards of a reader, in order; this replaces earlier announcements."""
         with self._lock:
             self._upcoming[reader] = names
             self._lock.notify_all()
@@ -183,7 +183,7 @@ class ShardStore:
             return False
 
     def release(self, reader: str, name: str = "") -> None:
-        """Release one shard of a reader, or all of them; a shard stays until room is needed."""
+        """Release one shard of a reader, or all; a released shard stays until room is needed."""
         with self._lock:
             for each in [name] if name else [*self._held]:
                 self._held.get(each, set()).discard(reader)
@@ -217,7 +217,7 @@ class ShardStore:
             self.changed()
 
     def _next(self) -> str:
-        """Wait until a shard can be fetched, make room for it, and return it; "" at the end."""
+        """Wait until a shard can be fetched, make room for it, and return it; "" if closed."""
         with self._lock:
             while not self._closed:
                 order = [*self._demanded.values(), *self._merge_announced()]
@@ -234,7 +234,7 @@ class ShardStore:
             yield from (name for name in row if name is not None)
 
     def _make_room(self, name: str, order: Sequence[str]) -> bool:
-        """Evict shards that are used later than `name`, the last ones first, until it fits."""
+        """Evict shards that are needed later than `name`, the latest first, until it fits."""
         place: dict[str, int] = {}
         for index, each in enumerate(order):
             place.setdefault(each, index)

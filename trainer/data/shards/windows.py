@@ -1,7 +1,7 @@
-"""Windows: the rows of some consecutive blocks, as one element of a dataset.
+"""Windows: the rows of consecutive blocks, as one element of a dataset.
 
-An element maps each feature to its rows. Every operation handles all rows of a window at once: an
-operation for each row would cost more than all parsing.
+An element maps each feature to its rows. Every operation handles all rows of a window at once,
+because an operation per row would cost more than all parsing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import tensorflow as tf
 from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# Blocks whose rows are permuted together. A larger window mixes better, and windows of 8 to 256
-# blocks take the same time.
+# Number of blocks whose rows are permuted together. A larger window mixes better, and windows of 8
+# to 256 blocks take the same time.
 MIXED = 128
-# Blocks that are parsed together in the order of the files.
+# Number of blocks that are parsed together when files are read in order.
 IN_ORDER = 32
 Rows = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ def parse_windows(
 def permute_windows(
     features: Mapping[str, FeatureSpec], windows: tf.data.Dataset, seed: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Return windows of unparsed blocks as rows in random order, another one for each window."""
+    """Parse windows of blocks, and permute the rows of each window in another random order."""
 
     def permute(blocks: tf.Tensor, number: tf.Tensor) -> Rows:
         rows = parse_blocks(features, blocks)
@@ -45,7 +45,7 @@ def permute_windows(
 
 
 def number_windows(windows: tf.data.Dataset) -> tf.data.Dataset:
-    """Return pairs of a window and the number of its first row."""
+    """Return pairs of a window and the index of its first row."""
 
     def number(before: tf.Tensor, rows: Rows) -> tuple[tf.Tensor, tuple[Rows, tf.Tensor]]:
         return before + count_rows(rows), (rows, before)
@@ -67,7 +67,7 @@ def slice_windows(
 
 
 def count_rows(rows: Rows) -> tf.Tensor:
-    """Return the number of rows, int64."""
+    """Return the number of rows, as int64."""
     values = next(iter(rows.values()))
     if isinstance(values, tf.RaggedTensor):
         return values.nrows(tf.int64)
@@ -75,5 +75,5 @@ def count_rows(rows: Rows) -> tf.Tensor:
 
 
 def gather_rows(rows: Rows, order: tf.Tensor) -> Rows:
-    """Return some rows, by their numbers."""
+    """Return rows by their indices."""
     return {name: tf.gather(values, order) for name, values in rows.items()}
