@@ -1,1 +1,1 @@
-"""Files as a source of data without user code: csv, parquet, jsonl, tfrecord and images."""
+"""Files as a data source, without user code: csv, parquet, jsonl, tfrecord, npz and images."""

@@ -1,4 +1,4 @@
-"""Statistics of the values of one column over all rows: kinds, ranges, shapes, distinct values."""
+"""Statistics of a column over all rows: kinds, ranges, shapes and distinct values."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from numpy.typing import NDArray
 from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
 
-#: More classes than any label has.
+#: Maximum number of classes of a label.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
 #: Up to this value, a float type represents every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
-# Fewest representable steps in the range of a column.
+# Minimum number of representable steps within the range of a column.
 _STEPS, _FEW_STEPS = 4096, 64
-# Nearer to zero a float32 has fewer digits.
+# Closer to zero, a float32 has fewer digits.
 _TINY = 1e-37
 _NAMED = 3
 
 
 @dataclass(kw_only=True)
 class ColumnScan:
-    """Statistics of the values of one column; those of two pieces can be merged.
+    """Statistics of the values of one column, which can be merged.
 
     Attributes:
-        kinds: values of each kind: int, huge (a whole number beyond 64 bits), code, float, bool,
-            time, text, tensor, image.
-        empty: values that are null or an empty text.
-        marks: counts of words for a missing value, such as NA; not for text columns.
-        texts: the first text values, with file and row number.
-        writing: counts of formatted numbers and dates among texts, and of their units.
-        values: distinct values as texts; no longer collected above `most`.
-        gathers: whether fractions are collected too, as for classes.
+        kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
+        float, bool, time, text, tensor, image.
+        empty: number of values that are null or an empty text.
+        marks: counts of words for a missing value, such as NA; not used for text columns.
+        texts: the first text values, with their piece and row number.
+        writing: counts of the notations and units of formatted numbers and dates among the texts.
+        values: distinct values as texts; cleared if there are more than `most`.
+        gathers: whether fractions are collected too, as they may be classes.
         shapes: shapes of tensors.
         tensor: the widest kind of their elements: bool, int, float, text.
         lowest: lowest finite number, also in tensors, exact for integer types; `highest` is the
-            highest.
+        highest one.
         whole: whether all finite numbers are whole.
     """
 
@@ -65,7 +65,7 @@ class ColumnScan:
     whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        """Add the values of some rows; `parsed` says that the format holds only texts."""
+        """Add the values of rows; `parsed` is true if the format has only texts, such as CSV."""
         self.rows += len(array)
         kind = array.type
         if pa.types.is_dictionary(kind):
@@ -91,7 +91,7 @@ class ColumnScan:
             self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
-        """Add the sizes of some images; broken ones count as `missing`."""
+        """Add the sizes of images; images that cannot be decoded count as `missing`."""
         for size in measured:
             self.rows += 1
             self._count("image", 1)
@@ -101,11 +101,11 @@ class ColumnScan:
 
     @property
     def missing(self) -> int:
-        """The number of missing values, unless the column is text."""
+        """The number of missing values, unless the column is a text."""
         return self.empty + self.marks.total()
 
     def lack(self, rows: int) -> None:
-        """Count the rows without this column, of `rows` in total."""
+        """Count rows that lack this column as empty, given the total number of rows."""
         self.empty += rows - self.rows
         self.rows = rows
 
@@ -124,7 +124,7 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Return whether a float type represents all whole numbers, and resolves the range."""
+        """Return whether a float type represents all whole numbers and resolves the range."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
@@ -134,12 +134,12 @@ class ColumnScan:
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether the numbers differ too little for a float32 to distinguish them."""
+        """Return whether the numbers differ too little to be distinguished as float32."""
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
-        """Track the range of the values; of texts, only those that are numbers."""
+        """Extend the range by the values; texts count only if they are numbers."""
         if is_list_of_texts(array.type):
             return
         while is_list(array.type):
@@ -153,7 +153,7 @@ class ColumnScan:
             array = pc.cast(array, pa.string())
         if is_text(array.type):
             array = pa.array(text_values.numbers(array)[0])
-        # A float32 in the file is kept as a float32 without loss.
+        # Skip a float32 column, because it is stored as float32 without loss.
         if not pa.types.is_float64(array.type):
             return
         values = pc.cast(array.drop_null(), pa.float64()).to_numpy(zero_copy_only=False)
@@ -167,7 +167,7 @@ class ColumnScan:
         self.whole = self.whole and whole
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
-        """Return whether some rows may be broken if the values are read as a type."""
+        """Return whether some rows may be broken if the values are read as the type `kind`."""
         if required and self.missing:
             return True
         if kind == "image":
@@ -222,16 +222,16 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the times among texts of a format that has other types; return the others.
+        """Add the times among texts of a format that has other types; return a mask of the rest.
 
-        JSON has no time type, and a time is recognized in every format.
+        The format may lack a type for times, as JSON does, so they are recognized in every format.
         """
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))
         return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
-        """Add texts if all of them are plain numbers: the fast path of most columns."""
+        """Add texts if all are plain numbers, which is the fast path of most columns."""
         plain = text_values.parse_plain(known)
         if plain is None:
             return False
@@ -247,7 +247,7 @@ class ColumnScan:
         return True
 
     def _add_parsed(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the numbers, bools, times and lists among texts; return the others."""
+        """Add the numbers, bools, times and lists among texts; return a mask of the rest."""
         left, numbers = np.ones(len(known), np.bool_), np.zeros(len(known), np.bool_)
         for kind, pattern in _PATTERNS.items():
             found = left & _mask(text_values.matches(known, pattern))
@@ -288,7 +288,7 @@ class ColumnScan:
             self.tensor = _wider(self.tensor, get_kind(kind))
 
 
-# Kinds of values that determine the type.
+# Kinds of values that each type accepts.
 _FITTING = {
     "int": {"int"},
     "float": {"int", "huge", "float"},
@@ -318,7 +318,7 @@ def _mask(array: pa.Array) -> NDArray[np.bool_]:
 
 
 def _decode_texts(array: pa.Array) -> pa.Array:
-    """Return bytes as texts if they are UTF-8; images never are."""
+    """Return bytes as texts if they are UTF-8, which images never are."""
     try:
         return pc.cast(array, pa.string())
     except pa.ArrowInvalid:
@@ -326,14 +326,13 @@ def _decode_texts(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return whether a value of a type is a list."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
 def get_kind(kind: pa.DataType) -> str:
-    """Return the kind of values of an Arrow type; empty if the type cannot be read."""
+    """Return the kind of values of an Arrow type; empty if the type is not supported."""
     if pa.types.is_dictionary(kind):
         return get_kind(kind.value_type)
     for test, name in _ARROW:
@@ -346,12 +345,11 @@ def get_kind(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return whether a value of a type is a text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:
-    """Return whether a value of a type is a list, or lists, of texts."""
+    """Return whether the values of a type are lists of texts, which may be nested."""
     if not is_list(kind):
         return False
     inner = kind.value_type

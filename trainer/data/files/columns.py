@@ -1,4 +1,4 @@
-"""Types of the columns of files, inferred over all rows and not over the first ones."""
+"""Types of the columns of files, inferred from all rows instead of the first ones."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# Repeated classes with a separator up to this number are likely sets of labels, not names.
+# Minimum number of classes with a separator that suggests that each is a set of labels.
 _FEWEST_SETS = 2
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63
-# Words for missing values that a note names.
+# Maximum number of words for missing values that a note lists.
 _MARKS = 5
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool", "text": "string"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of files, as it is read.
+    """A column of files, and how it is read.
 
     Attributes:
         type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`.
         why: the reason for the type.
         gaps: whether values are missing.
-        shape: shape of one value; empty for a scalar; a first size of None means variable length.
-        pads: whether lists are cut and padded to that shape.
-        dtype: type of a tensor or an image; for a number float64, if a float32 would lose digits.
-        stored: the stored form of an image.
-        classes: the sorted class texts.
+        shape: shape of a value; empty for a scalar; a first size of None is a variable length.
+        pads: whether lists are cropped or padded to that shape.
+        dtype: type of a tensor or an image; float64 for numbers that would lose digits as float32.
+        stored: stored form of an image.
+        classes: the sorted class names.
         unit: unit of formatted numbers.
         missing: counts of the words for a missing value.
-        hint: a remark, such as that the column is constant; may be empty.
-        note: a note for the terminal, with the key that changes the decision; may be empty.
+        hint: a remark, for example that the column is constant; may be empty.
+        note: a note to the user, with the key that changes the decision; may be empty.
     """
 
     name: str
@@ -72,13 +72,13 @@ def decide(  # noqa: PLR0913
 ) -> Column:
     """Return the type of a column; `said` is the configured type, empty if it is inferred.
 
-    If a value is `required`, a row without it is broken. An `exact` column keeps all digits, as
-    splits drawn by it need them.
+    If the column is `required`, a row without a value is broken. An `exact` column keeps all
+    digits, which is needed if splits depend on it.
 
     Raises:
-        UserError: the values are of several types or shapes, or too many for classes.
+        UserError: the values have several types or shapes, or there are too many classes.
     """
-    # A single value may be a list of one.
+    # A label of lists with at most one element is a single value.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):
@@ -110,7 +110,7 @@ def decide(  # noqa: PLR0913
 
 
 def _note_sets(name: str, classes: Sequence[str]) -> str:
-    """Return a note where a class looks like a set of several, as in `red|blue`."""
+    """Return a note if each class looks like a set of several, as in `red|blue`."""
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}
@@ -139,7 +139,7 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
 def _set_dtype(
     config: DataConfig, column: Column, scan: ColumnScan, *, exact: bool, is_label: bool
 ) -> Column:
-    """Return a column with the shape of tensors, and a float type that holds its numbers."""
+    """Set the shape of a tensor, and a dtype that can hold the numbers of the column."""
     if column.type in NUMBERS_IN_WRITING:
         unit = _unit(column.name, scan)
         return replace(column, unit=unit, dtype="" if is_label else "float64")
@@ -154,7 +154,7 @@ def _set_dtype(
 
 
 def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
-    """Refuse lists of whole numbers whose digits no type holds."""
+    """Raise `UserError` if lists of whole numbers would lose digits in any type."""
     largest = max(scan.highest, -scan.lowest)
     if (held == "int" and largest >= _INT64) or (
         held == "float" and scan.whole and EXACT["float64"] < largest < _INT64
@@ -168,10 +168,7 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
 def _int_or_id(
     name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
 ) -> tuple[str, str, str]:
-    """Return type, reason and note of whole numbers.
-
-    The type is text if no number type can hold them.
-    """
+    """Return type, reason and note of whole numbers; the type is text if no number type fits."""
     found = ""
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"
@@ -193,7 +190,7 @@ def _int_or_id(
 
 
 def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label: bool) -> Column:
-    """Return a column with the shape of its lists: from `data.shapes`, or inferred."""
+    """Set the shape of a column of lists, from `data.shapes` or inferred."""
     name, shapes = column.name, sorted(scan.shapes)
     ranks = {len(each) for each in shapes if each != (0,)} or {1}
     given = config.shapes.get(name)
@@ -230,7 +227,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
 
 
 def _check_said(name: str, said: str, scan: ColumnScan) -> None:
-    """Refuse a number type if nearly all values need another notation."""
+    """Raise `UserError` if nearly all values need another number type than the configured one."""
     best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(
@@ -240,7 +237,7 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 
 
 def _unit(name: str, scan: ColumnScan) -> str:
-    """Return the common unit of numbers in writing; raises `UserError` if there are several."""
+    """Return the common unit of formatted numbers; raises `UserError` if there are several."""
     units = written_numbers.list_units(scan.writing)
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
@@ -288,7 +285,7 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
 
 
 def _infer_format(scan: ColumnScan) -> str:
-    """Return the type that parses nearly all values as (formatted) numbers, or an empty text."""
+    """Return the type that parses nearly all values as formatted numbers, or an empty text."""
     texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions
@@ -298,7 +295,7 @@ def _infer_format(scan: ColumnScan) -> str:
 
 
 def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
-    """Yield doubtful findings: words taken as missing, and numbers and dates taken as texts."""
+    """Yield notes on words read as missing, and on numbers and dates read as texts."""
     odd = {mark: n for mark, n in scan.marks.items() if not text_values.is_null(mark)}
     if odd and kind not in ("text", "class"):
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])

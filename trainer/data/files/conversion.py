@@ -1,4 +1,4 @@
-"""Convert columns of files to arrays of features; a value that does not fit breaks its row."""
+"""Convert columns of files to arrays of features; a row with an unsuitable value is broken."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 class Values(NamedTuple):
-    """The values of a column by row, as a source gives them, which are broken, and why.
+    """Converted values of a column by row, a mask of the broken ones, and why they are broken.
 
-    A `missing` number or class is broken where a value is required.
+    A `missing` number or class is broken if a value is required.
     """
 
     values: Column
@@ -65,12 +65,12 @@ def make_spec(column: FileColumn) -> FeatureSpec:
 
 
 def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
-    """Return the converted values of some rows.
+    """Convert the values of some rows.
 
     Args:
-        column: type of the values.
-        array: the values of the file.
-        required: whether a missing value breaks a row, as for a label.
+        column: the column, with the type of the values.
+        array: the values in the file.
+        required: whether a row with a missing value is broken, as for a label.
     """
     if pa.types.is_dictionary(array.type):
         array = pc.cast(array, array.type.value_type)
@@ -85,7 +85,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
     dtype = make_spec(column).dtype
     why = f"is not of type {column.type}"
     if dtype in ("int64", "bool"):
-        # These values are not used, since the row is broken.
+        # Broken rows are dropped, so their values do not matter.
         return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)
     wide = values.astype(np.float64)
     wide[numbers.missing | bad] = np.nan
@@ -101,7 +101,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times or numbers that order the examples, in full precision.
 
-    Their kind is `said`; if that is empty, texts take the kind of the majority.
+    `said` is their kind; if it is empty, texts have the kind of most values.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
     if is_text(array.type) and not said:
@@ -113,7 +113,7 @@ def read_times(array: pa.Array, said: str = "") -> list[int | float]:
 
 
 class Numbers(NamedTuple):
-    """Numbers by row, int64 if all are whole by their type; which are missing, which invalid."""
+    """Numbers by row (int64 for whole types), which of them are missing, and which are invalid."""
 
     values: NDArray[Any]
     missing: NDArray[np.bool_]
@@ -121,9 +121,9 @@ class Numbers(NamedTuple):
 
 
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
-    """Parse the values of some rows as numbers of a kind: int, float, bool, time, in writing."""
+    """Parse values as numbers of a kind: int, float, bool, time, or a kind of formatted numbers."""
     if pa.types.is_decimal(array.type):
-        # The text of a decimal is exact, and parsed as in any other format.
+        # The text of a decimal is exact, and is parsed as in any other format.
         array = pc.cast(array, pa.string())
     if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)
@@ -134,7 +134,7 @@ def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type) and kind == "int":
         whole = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        # An unsigned value that is too large shows by its sign.
+        # An unsigned value that is too large becomes negative.
         return Numbers(whole, missing, (whole < 0) & pa.types.is_unsigned_integer(array.type))
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         return Numbers(np.full(len(array), np.nan), missing, ~missing)
@@ -154,21 +154,21 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
     whole, wrong = text_values.ints(short)
     left = wrong & ~missing
     if left.any():
-        # 30.0 and 3e1 are whole as well.
+        # 30.0 and 3e1 are whole numbers too.
         others = _check_kind(kind, *text_values.numbers(short.filter(pa.array(left))))
         whole[left], wrong[left] = others.values, others.bad
     return Numbers(whole, missing, wrong & ~missing)
 
 
 def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
-    """Return numbers as floats, NaN where missing, and which of them are not of their kind."""
+    """Convert floats, NaN if missing, to numbers of a kind; those of another kind are invalid."""
     missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
     if kind == "bool":
         bad = bad | (known & ~np.isin(values, (0, 1)))
     if kind != "int":
         return Numbers(values, missing, np.broadcast_to(bad, values.shape))
-    # A larger one may have lost digits in the conversion to float.
+    # Larger numbers may have lost digits when they were converted to float.
     whole = known & (np.abs(values) < EXACT["float64"]) & (values == np.floor(values))
     bad = bad | (known & ~whole)
     return Numbers(np.where(whole, values, 0).astype(np.int64), missing, bad)
@@ -179,7 +179,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
         array = pc.cast(array, pa.timestamp("s"))
     units = pc.cast(array, pa.int64())
     known = pc.fill_null(units, 0).to_numpy(zero_copy_only=False)
-    # To the microsecond, as texts are parsed: a float of seconds resolves no more.
+    # Round down to microseconds, as for texts, because a float of seconds cannot resolve more.
     if array.type.unit == "ns":
         found = (known // 1000) / 10**6
     else:
@@ -202,7 +202,7 @@ def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
 
 
 def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Return values as texts, and which of them are bytes that are not UTF-8."""
+    """Return values as texts, and a mask of bytes that are not valid UTF-8."""
     good = np.zeros(len(array), np.bool_)
     if is_text(array.type):
         return array, good
@@ -225,7 +225,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _tensor(column: FileColumn, array: pa.Array) -> Values:
-    """Return lists as one array, or as an array of lists."""
+    """Convert lists to one array, or to an Arrow array of lists."""
     level = array
     if pa.types.is_fixed_size_list(array.type):
         level = pc.cast(array, pa.list_(array.type.value_type))
@@ -244,10 +244,10 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
 
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
-    """Return lists that all fit as they are, at once; None if one may not fit."""
+    """Convert all lists at once; return None if any might need padding or conversion."""
     fixed, of_texts = None not in column.shape, column.dtype == "string"
     is_nested = is_list(array.type.value_type)
-    # The shapes of inner lists may differ.
+    # Inner lists may have different shapes.
     if len(column.shape) > 1 and (of_texts or not fixed):
         return None
     whole = math.prod(size or 0 for size in column.shape) if fixed else None
@@ -269,7 +269,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
 
 
 def _plain_values(dtype: str, flat: pa.Array) -> Any:
-    """Return values of lists as stored; None if a value needs conversion."""
+    """Return the elements of lists in stored form; None if one needs conversion."""
     if dtype == "string":
         return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text(flat.type) else None
     if flat.null_count or not _is_number(flat.type):
@@ -281,9 +281,9 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
 
 
 def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
-    """Return one list in the shape of its column, padded if configured; None if it does not fit."""
+    """Convert a list to the shape of its column, padded if configured; None if it does not fit."""
     varies = None in column.shape
-    # A missing list is empty where lists may have any length.
+    # If lists may have any length, a missing list is an empty one.
     given = [] if varies and row in (None, "") else row
     of_texts = column.dtype == "string"
     found = _of_texts(given) if of_texts else parse_numbers(given)
@@ -306,10 +306,7 @@ def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
 
 
 def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
-    """Return the placeholder for a missing value of a column.
-
-    `length` is its first size if given.
-    """
+    """Return the placeholder for a missing value, whose first size is `length` if given."""
     sizes = [size or 0 for size in column.shape]
     shape = sizes if length is None else [length, *sizes[1:]]
     return (
@@ -318,7 +315,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return the texts of a list as bytes, empty for a missing one; None for other values."""
+    """Return a list of texts as bytes, empty if missing; None for other values."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None
@@ -328,7 +325,7 @@ def _of_texts(row: Any) -> NDArray[Any] | None:
 
 
 def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Cut values to some sizes, or pad them at the end with zeros or empty texts."""
+    """Crop values to `sizes`, or pad them at the end with zeros or empty texts."""
     found = np.full(sizes, b"" if values.dtype == object else 0, values.dtype)
     here = tuple(slice(min(each)) for each in zip(sizes, values.shape, strict=True))
     found[here] = values[here]
@@ -340,7 +337,7 @@ def _format_shape(shape: tuple[int | None, ...]) -> str:
 
 
 def _only_values(array: pa.Array) -> pa.Array:
-    """Return the values of lists of one value; null for an empty list."""
+    """Unpack lists of one value; an empty list becomes null."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)

@@ -1,6 +1,6 @@
-"""The files of a source, cut into pieces that can be read independently, grouped into parts.
+"""Files of a source, divided into pieces that can be read independently, and grouped into parts.
 
-Local files are read in place; others are fetched, and deleted after use.
+Local files are read in place; remote files are downloaded, and deleted after use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NO_TABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class FilePieces:
-    """Files of one format; copies of remote ones are in `scratch` while they are read."""
+    """Files of one format; remote files are copied to `scratch` while they are read."""
 
     files: Sequence[Any]
     reader: Reader
@@ -74,17 +74,17 @@ class FilePieces:
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the URI of the folder that contains the paths in a file; empty for a listing."""
+        """Return the base folder of the paths in a file, as a URI; empty for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     @property
     def first(self) -> int:
-        """The file whose columns others are checked against: the first training file."""
+        """The index of the first training file, with whose columns other files are compared."""
         numbered = enumerate(self.files)
         return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
 
     def columns(self, number: int, path: Path) -> tuple[str, ...]:
-        """Return the columns of a file, followed by those of its partition folders."""
+        """Return the columns of a file, followed by the columns of its partition folders."""
         names = self.reader.names(path)
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
 
@@ -104,18 +104,18 @@ class FilePieces:
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records of a piece with its partition columns; see `Reader.rows`."""
+        """Yield the records of a piece, with its partition columns; see `Reader.rows`."""
         added = self._partition(piece.file)
         if not added:
             yield from self.reader.rows(path, piece, columns, broken)
             return
         there = self.reader.names(path)
         added = {name: value for name, value in added.items() if name not in there}
-        # An empty list would select every column.
+        # Never pass an empty list, which would select every column.
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
-            # A record may have a partition key that the first records do not have.
+            # A later record may have a key that is also a partition column.
             table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
@@ -126,7 +126,7 @@ class FilePieces:
         return {} if self.is_listing else read_partition(self.files[number])
 
     def place(self, piece: Piece, number: int) -> str:
-        """Return file and row of a record."""
+        """Return the file and the row of a record."""
         with self.local(piece.file) as path:
             row = self.reader.row(path, piece, number)
         if self.is_listing:
@@ -136,7 +136,7 @@ class FilePieces:
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces, in order."""
         if self.is_listing:
-            # A piece belongs to one split.
+            # A piece must not contain files of several splits.
             for _, files in groupby(range(len(self.files)), lambda at: self.files[at].split):
                 places = list(files)
                 for start in places[::_IMAGES]:
@@ -146,7 +146,7 @@ class FilePieces:
             yield from self._cut(number)
 
     def groups(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yield the origin and the pieces of each part: small files share a part."""
+        """Yield the origin and the pieces of each part; small files share a part."""
         held: list[list[int]] = []
         size, origin = 0, ""
         for piece in self.pieces():
@@ -162,7 +162,7 @@ class FilePieces:
             yield origin, held
 
     def _cut(self, number: int) -> list[Piece]:
-        """Return the pieces of a file; a remote file stays whole."""
+        """Return the pieces of a file; a remote file is not divided."""
         file = self.files[number]
         if file.size < 2 * PART_BYTES or not file.uri.startswith("file:"):
             return [Piece(number)]
@@ -171,7 +171,7 @@ class FilePieces:
 
 
 def select_pieces(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
-    """Return the files of a listing to learn from, with the splits that their names give.
+    """Return the files to train on, with the splits that their names indicate.
 
     Raises:
         UserError: see `choose_reader`, `arrange_by_class` and `select_labelled`.
@@ -188,7 +188,7 @@ def choose_reader(
     scratch: Path,
     hidden: Mapping[str, int] | None = None,
 ) -> FilePieces:
-    """Choose the files of one format and their reader; `hidden` counts unlisted ones by suffix.
+    """Choose the files of one format and their reader; `hidden` counts hidden files by suffix.
 
     Raises:
         ConfigError: the format cannot be inferred.
@@ -207,7 +207,7 @@ def choose_reader(
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
     """Return the files to train on, with the splits that their names give; raises `UserError`.
 
-    A file without a label is left out if its name says that it is for prediction.
+    A file without a label is left out if its name indicates that it is for prediction.
     """
     doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
     files, notes = list(pieces.files), list(pieces.notes)
@@ -239,7 +239,7 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
 
 
 def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
-    """Return a folder of images in a random order, with the splits that its folders give.
+    """Return a folder of images in random order, with the splits that its folders indicate.
 
     Raises:
         UserError: an image is in no class folder, or in no split folder although others are.
@@ -260,7 +260,7 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 
 def _reader(form: str) -> Reader:
     if form == "tfrecord":
-        # This import loads TensorFlow.
+        # Import here, because it loads TensorFlow.
         from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
 
         return ExampleReader()
@@ -285,7 +285,7 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
         form != "csv" or file.path.lower().endswith(".txt")
         for file, form in zip(files, formats, strict=True)
     ):
-        # Notes next to images are not a table.
+        # Text files next to images are notes, not tables.
         first.pop("csv", None)
     chosen: str = config.format or next(iter(first), "")
     if not config.format and len(first) != 1:
@@ -312,12 +312,12 @@ def _infer_format(path: str) -> str:
 
 
 def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
-    """Return a note on the files of a source that are not read; empty if all are.
+    """Return a note on files of a source that are not read; empty if all are read.
 
     Args:
         files: all files that are not hidden.
         kept: the files that are read.
-        hidden: hidden files by suffix; only those of the same format count.
+        hidden: hidden files by suffix; only suffixes of the files that are read count.
     """
     taken = {id(file) for file in kept}
     others = [file.path for file in files if id(file) not in taken]
@@ -359,7 +359,7 @@ def _use_in_place(file: Any, path: Path) -> Iterator[Path]:
     try:
         yield path
     except UserError:
-        # The error may come from a change of the file.
+        # If the file has changed, report this instead of the error that it caused.
         require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
         raise
     require_listed(file, path.stat().st_size, tag_of(before, path.stat()))

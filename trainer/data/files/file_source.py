@@ -1,4 +1,4 @@
-"""Files as a source: scan their columns, choose roles, and cut them into parts."""
+"""Files as a source: scan their columns, choose roles, and divide them into parts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
 _ROWS = 1 << 16
-# Notes on the layout of files.
+# Maximum number of notes on the layout of files.
 _NAMED = 5
 _SEVERAL = 2
 _Found = TypeVar("_Found")
@@ -48,7 +48,7 @@ class FileSource(Source):
     """Files of one format from a `flotilla.trainer.data.listing`."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
-        """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""
+        """Read the files of a listing; remote files are copied to `scratch` while they are read."""
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
@@ -63,7 +63,7 @@ class FileSource(Source):
         self._selection: Selection | None = None
 
     def select(self) -> Selection:
-        """Return types and roles of the columns; scans the files unless a scan is cached."""
+        """Return the types and roles of the columns; scans the files unless a scan is cached."""
         if self._selection:
             return self._selection
         scan = self._scan = self._scan or self._scan_files()
@@ -107,7 +107,7 @@ class FileSource(Source):
                     f"{name} a length"
                 )
             lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
-        # Whole numbers are padded with 0; other values need a length feature.
+        # Whole numbers are padded with 0; floats need a length feature to tell padding from values.
         needed = (
             length_name(each)
             for each in roles.inputs
@@ -124,10 +124,10 @@ class FileSource(Source):
         )
 
     def fetch(self) -> None:
-        """Do nothing: files are fetched part by part."""
+        """Do nothing, because files are downloaded part by part."""
 
     def parts(self) -> Sequence[Part]:
-        """Return parts of about 64 MB in an order drawn by the seed: files are often sorted."""
+        """Return parts of about 64 MB in random order, because files are often sorted."""
         with Work("looking where the files can be cut"):
             groups = list(self._files.groups())
         order = np.random.RandomState(self._config.seed).permutation(len(groups))
@@ -138,12 +138,12 @@ class FileSource(Source):
 
     @property
     def total(self) -> int:
-        """The number of rows without the broken ones."""
+        """The number of rows, without broken and unlabelled ones."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return broken.rows - broken.count - broken.unlabelled
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part without broken rows, which the scan has counted."""
+        """Yield the examples of a part, without broken rows, which the scan has counted."""
         for (piece, numbers), columns, bad in self._read_pieces(part):
             if not bad.all():
                 kept = select_rows(columns, ~bad)
@@ -153,7 +153,7 @@ class FileSource(Source):
                 yield Batch(columns={**kept, **more}, splits=drawn)
 
     def place(self, part: Part, number: int) -> str:
-        """Return the file and row of an example."""
+        """Return the file and the row of an example."""
         for (piece, numbers), _, bad in self._read_pieces(part):
             left = numbers[~bad]
             if number < len(left):
@@ -197,7 +197,7 @@ class FileSource(Source):
         return said
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the spans, the columns with their types, and the number of skipped rows."""
+        """Return the spans, the columns with their types, and the numbers of rows left out."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return {
             "spans": [*dict.fromkeys(file.span for file in self._files.files if file.span)],
@@ -221,19 +221,19 @@ class FileSource(Source):
 
     def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
-        # In a listing, each file is a row.
+        # In a listing, each file is one row.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
-        # Arrow and Pillow release the GIL while they parse.
+        # Threads suffice, because Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # The work stops before the pool, so that no thread continues after an interrupt.
+        # The pool exits after the work, so that no thread continues after an interrupt.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
     def _scan_files(self) -> Scan:
         names, said = self._files.header()
         varies = self._files.reader.varies
-        # Refuse a wrong key before all files are read.
+        # Report wrong keys before all files are read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
         require_few(len(columns), self._config.source)
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
@@ -269,7 +269,7 @@ class FileSource(Source):
         return total
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Refuse a column whose types differ between files in an incompatible way."""
+        """Raise `UserError` if a column has incompatible types in different files."""
         for name in roles.kept:
             found = list(scan.families.get(name, {}).values())
             # A large file is read in several pieces.
@@ -294,7 +294,7 @@ class FileSource(Source):
         return Pictures(self._config.image, folder, {each.uri: each for each in named})
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Count the broken rows exactly if there may be some, and refuse too many."""
+        """Count broken rows if there may be any, and raise `UserError` if there are too many."""
         needed = self._list_required(roles)
         below = roles.weight and scan.columns[roles.weight].lowest < 0
         doubtful = (
@@ -345,7 +345,7 @@ class FileSource(Source):
         bad = np.zeros(len(rows.numbers), np.bool_)
         needed = self._list_required(roles)
         found: dict[str, Column] = {}
-        # A row without a label is left out even if it has other errors.
+        # Check labels first, because a row without a label is left out even if it has other errors.
         names = sorted(self._columns, key=lambda name: name not in roles.targets)
         for name in names:
             column = self._columns[name]
@@ -431,7 +431,7 @@ class FileSource(Source):
         )
 
     def _check_distances(self, name: str, scan: Scan) -> None:
-        """Refuse a label whose values a float32, the type of predictions, does not distinguish."""
+        """Raise `UserError` if float32 predictions could not distinguish the values of a label."""
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(

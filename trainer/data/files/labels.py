@@ -1,4 +1,4 @@
-"""Labels of files: classes or a quantity, decided over all rows and alike for every format."""
+"""Labels of files: classes or a quantity, decided by all rows in the same way for every format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
-#: Whole numbers with at most this many distinct values are classes.
+#: Maximum number of distinct whole numbers that are classes.
 FEW_VALUES = 20
 _NUMBERS = ("int", "huge", "float")
 _TWO = 2
@@ -26,7 +26,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Label:
-    """A label's type and reason, its classes if it has any, and notes."""
+    """The type of a label and its reason, its classes if it has any, and notes."""
 
     type: str
     why: str
@@ -35,21 +35,21 @@ class Label:
 
 
 def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
-    """Return the sorted classes of a column; `as_written` keeps spellings apart."""
+    """Return the sorted classes of a column; `as_written` keeps different spellings separate."""
     return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Decide the type of a label of single values; an empty type means that of any column.
+    """Choose the type of a single-valued label; it is empty if the label is read as any column.
 
     Args:
         name: name of the column.
         said: its type in `data.types`, or empty.
         scan: statistics of its values.
-        parsed: whether texts of the file may be numbers, as in CSV.
+        parsed: whether texts in the file may be numbers, as in CSV.
 
     Raises:
-        UserError: the label has no value, or holds formatted numbers.
+        UserError: the label has no value, or contains formatted numbers.
     """
     spellings = _spellings(scan)
     if not (scan.kinds or spellings.count):
@@ -80,7 +80,7 @@ def _note_times(name: str) -> str:
 
 
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
-    """Return whether a label holds numbers with a few mistakes, not classes."""
+    """Return whether a label contains numbers with a few errors, not classes."""
     if spellings.are_numbers and not are_texts:
         return True
     numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)
@@ -88,7 +88,7 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
 
 
 def rows_without_class(scan: ColumnScan) -> int:
-    """Count the values that are not a class: a word such as `unknown` is a class among texts."""
+    """Count values that are not a class; among texts, a word such as `unknown` is a class."""
     return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
 
 
@@ -152,7 +152,7 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
-    """Note or refuse numbers that are texts: as classes they lose their distances."""
+    """Yield a note on numbers written as texts, which are classes, or raise `UserError`."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.count_writing(pa.array(texts))
     kind = written_numbers.find_kind(writing, texts=len(texts))
@@ -165,7 +165,7 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
         return
     says = f"the label {name!r} has numbers that are written as texts, such as {texts[0]!r}"
     ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
-    # `3 doors` may be a class, a price is not.
+    # `3 doors` may be a class, but a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
     if not few or written_numbers.is_amount(writing):
         raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
@@ -174,12 +174,12 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
 
 @lru_cache(maxsize=16)
 def _index(classes: tuple[str, ...]) -> ClassIndex:
-    # A million classes take seconds to index, and rows come in blocks.
+    # Cache the index: a million classes take seconds to index, and rows come in blocks.
     return ClassIndex(classes)
 
 
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
-    """Return the class numbers of some texts, -1 for an unknown class."""
+    """Return the class indices of texts; -1 for an unknown class."""
     index = _index(tuple(classes))
     coded = pc.dictionary_encode(texts)
     known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)

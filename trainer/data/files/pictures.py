@@ -1,4 +1,4 @@
-"""Images of a source: from files named in a table or a listing, or from bytes in a table."""
+"""Images of a source, from files named in a table or a listing, or from bytes in a table."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from flotilla.trainer.storage.store import TooLargeError, Trouble
 from flotilla.trainer.storage.uri import check_path, local_path
 
 _GREY = ("1", "L", "LA")
-# Values of the EXIF orientation that swap height and width.
+# Values of the EXIF orientation for which height and width are exchanged.
 _TURNED = (5, 6, 7, 8)
-# Largest image file in bytes: an uncompressed photo with the most pixels is hardly larger.
+# Maximum size of an image file in bytes, enough for an uncompressed photo with the most pixels.
 _MOST_BYTES = 256 << 20
-# Errors of a single object; all others concern the store, and therefore every row.
+# Errors that concern a single object; all others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
-# Path separators, also of Windows.
+# Absolute paths, including those of Windows.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Finds and decodes the images named by the rows of one file.
+    """Finds and decodes the images that are named in the rows of one file.
 
     Cells are untrusted: they may only name files below the folder of their table, and never a host,
     a scheme or another folder.
@@ -62,12 +62,12 @@ class Pictures:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Configured height, width and channels; raises `ValueError` if they are not configured."""
+        """The configured height, width and channels; raises `ValueError` if there are none."""
         height, width = self.config.size
         return height, width, self.config.channels
 
     def data(self, value: Any) -> bytes:
-        """Return the bytes of an image; raises `UndecodableError` if there are none."""
+        """Return the bytes of an image; raises `UndecodableError` if they cannot be read."""
         if isinstance(value, bytes):
             return value
         if not value:
@@ -101,7 +101,7 @@ class Pictures:
     def decode_all(
         self, spec: FeatureSpec, values: Sequence[Any]
     ) -> tuple[NDArray[Any], NDArray[np.bool_], list[str]]:
-        """Return images in their stored form, which of them are broken, and why."""
+        """Return images in stored form, a mask of those that cannot be decoded, and the reasons."""
         found: list[Any] = []
         reasons = []
         for value in values:
@@ -134,7 +134,7 @@ class Pictures:
 
 
 def _require_below(root: Path, path: Path) -> None:
-    """Raise `UndecodableError` if the symbolic links of a local path leave `root`."""
+    """Raise `UndecodableError` if the symbolic links of a local path lead outside `root`."""
     try:
         if not path.resolve().is_relative_to(root.resolve()):
             raise UndecodableError(_ELSEWHERE)
@@ -144,7 +144,7 @@ def _require_below(root: Path, path: Path) -> None:
 
 
 def _reason(uri: str, error: OSError) -> str:
-    """Explain why one file cannot be read; raises `UserError` if the store is the cause."""
+    """Explain why a file cannot be read; raises `UserError` if the store is the cause."""
     if isinstance(error, NotAFileError):
         return "it is a folder" if error.errno == errno.EISDIR else "it is not a file"
     trouble = getattr(error, "trouble", "")
@@ -157,7 +157,7 @@ def _reason(uri: str, error: OSError) -> str:
 
 
 def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
-    """Return the stored form of images: encoded if a size is configured, else pixels.
+    """Return the stored form of images: encoded if a size is configured, otherwise pixels.
 
     Raises:
         UserError: the images have several sizes, and no size is configured.
@@ -171,7 +171,7 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
             f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
         )
     height, width, channels = max(sizes, default=(1, 1, 1))
-    # The default is three channels; grey images need one.
+    # The default of three channels means that it is not configured; grey images need only one.
     if config.channels != ImageConfig().channels:
         channels = config.channels
     return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")

@@ -1,7 +1,7 @@
-"""The inputs in the manifest of an exported model, by which later files are read like training's.
+"""Inputs in the manifest of an exported model, which tell how to read later files.
 
-The manifest has one entry per input: the stored spec, and the type of the column. Later files are
-read by it, without inference.
+The manifest has one entry per input: its stored spec, and the type of its column. Later files are
+read in the same way as the training data, without inference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flotilla.trainer.storage import Manifest
 if TYPE_CHECKING:
     from flotilla.trainer.data.files.columns import Column
 
-# Height, width and channels.
+# Number of dimensions of an image: height, width and channels.
 _PICTURE = 3
 # Fields of a `Column` that determine how its values are read.
 _READ = ("type", "unit")
@@ -34,8 +34,8 @@ class RecordedInput:
 
 
 def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
-    """Return the inputs of a dataset for the manifest of a model, in their order."""
-    # With `data.map`, columns are the function's inputs, not the model's.
+    """Return the inputs of a dataset, in order, for the manifest of a model."""
+    # With `data.map`, columns are inputs of the function, not of the model.
     columns = [] if config.map else dataset.fields.get("columns", [])
     read = {each["name"]: {key: each[key] for key in _READ if key in each} for each in columns}
     return [
@@ -59,7 +59,7 @@ def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ..
 
 
 def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
-    # This import loads Arrow, which an export does not need.
+    # Import here, because it loads Arrow, which an export does not need.
     from flotilla.trainer.data.files.columns import Column  # noqa: PLC0415
 
     kind = said or _choose_type(spec)
@@ -77,7 +77,7 @@ def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
 
 
 def _choose_type(spec: FeatureSpec) -> str:
-    """Return the column type for a feature of a dataset that does not come from files."""
+    """Return the column type for a feature of a dataset that was not made from files."""
     if spec.stored == "image" or (len(spec.shape) == _PICTURE and spec.dtype == "uint8"):
         return "image"
     if spec.shape:

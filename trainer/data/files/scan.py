@@ -1,4 +1,4 @@
-"""The first pass over files: types, classes, broken rows and times over all rows."""
+"""The first pass over files: types, classes, broken rows and times of all rows."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
 
-# Above this number, the times that splits are drawn by are thinned out.
+# Maximum number of distinct times for splits; above it, neighbouring times are merged.
 _MOST_TIMES = 1 << 21
-# Positions that a message names.
+# Maximum number of positions that a message names.
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
-# Types of one family widen to a common type.
+# Types in the same family have a common wider type.
 _FAMILIES = {
     "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
     "image": "text", "tensor": "list",
 }  # fmt: skip
-# Kinds of texts that determine the type of a column, from this number of values on.
+# Families that texts belong to, if all of at least `_SURE` values have the same kind.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
-# Advice to skip more than this share of rows would discard a table.
+# If a larger share of rows is broken, do not suggest to skip them.
 _MOST_SKIPPED = 0.2
 
 
 @dataclass
 class BrokenRows:
-    """Number of broken rows, and the first ones: piece, record number in it, and reason.
+    """Number of broken rows, and the first ones: piece, record number in the piece, and reason.
 
     Rows without a label are counted separately, as `unlabelled`.
     """
@@ -58,13 +58,13 @@ class BrokenRows:
     unlabelled_mark: str = ""
 
     def add(self, piece: Piece, number: int, why: str) -> None:
-        """Count a row."""
+        """Count a broken row."""
         self.count += 1
         if len(self.places) < _NAMED:
             self.places.append((piece, number, why))
 
     def add_unlabelled(self, piece: Piece, number: int, name: str, mark: str) -> None:
-        """Count a row whose label is missing, or a word for missing."""
+        """Count a row whose label is missing, or is the word `mark` for a missing value."""
         self.unlabelled += 1
         if len(self.first_unlabelled) < _NAMED:
             self.first_unlabelled.append((piece, number, name))
@@ -86,7 +86,7 @@ class BrokenRows:
         return f"data.label: {self.unlabelled} of {self.rows} rows have no {name!r} ({where})"
 
     def check_labels(self, place: Callable[[Piece, int], str]) -> None:
-        """Raise `UserError` if most rows have no label: probably the column is wrong."""
+        """Raise `UserError` if most rows have no label, because the column is probably wrong."""
         if self.unlabelled > _MOST_UNLABELLED * self.rows:
             raise UserError(
                 f"{self.says_unlabelled(place)}, too many to leave them out; name another column, "
@@ -94,11 +94,11 @@ class BrokenRows:
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
-        """Return the first positions with their reasons, as texts."""
+        """Return the first positions and their reasons as texts."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
     def check(self, name: str, allowed: float, place: Callable[[Piece, int], str]) -> None:
-        """Raise `UserError` if more than `allowed`, a share of all rows, are broken."""
+        """Raise `UserError` if the share of broken rows is larger than `allowed`."""
         if not self.count or self.count <= allowed * self.rows:
             return
         where = "; ".join(self.first(place))
@@ -120,16 +120,16 @@ def _share(count: int, rows: int) -> str:
 
 @dataclass
 class Scan:
-    """Statistics of files; those of a later piece are merged into those before.
+    """Statistics of files; statistics of later pieces are merged into those of earlier ones.
 
     Attributes:
         names: names of all columns.
         columns: statistics of each column.
         broken: the broken rows.
         index: columns that are an index, not data.
-        notes: remarks on the layout of files, with the files.
-        families: by column and family of types, the position of the first value and its type.
-        times: counts of the times that splits are drawn by.
+        notes: remarks on the layout of files, with the indices of the files.
+        families: for each column and family of types, the position and type of the first value.
+        times: counts of the times by which splits are made.
     """
 
     names: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Scan:
             self.times = _thin(self.times)
 
     def close(self) -> None:
-        """Count missing keys of records, after all pieces."""
+        """Count missing keys of records; called after all pieces."""
         for column in self.columns.values():
             column.lack(self.broken.rows - self.broken.count)
         self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
@@ -168,16 +168,16 @@ class Scan:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The columns that a scan examines, and how.
+    """The columns that a scan reads, and how.
 
     Attributes:
         names: all columns of the first file.
         columns: columns to read; all of them if empty.
         gathered: columns whose values may be classes.
         images: columns that name images.
-        time: the column of times that splits are drawn by, or empty.
+        time: column of the times by which splits are made, or empty.
         time_type: its type in `data.types`, or empty.
-        whole: whether a column of later files that the first one lacks is refused.
+        whole: whether a later file must not have columns that the first one lacks.
         measures: whether the sizes of images are needed.
     """
 
@@ -193,7 +193,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceScan:
-    """Scans one piece; `pictures` finds the images of its rows, `work` counts the rows."""
+    """Scans one piece; `pictures` finds the images of its rows, and `work` counts the rows."""
 
     files: FilePieces
     path: Path
@@ -225,7 +225,7 @@ class PieceScan:
         return found
 
     def _see_written(self, name: str, column: ColumnScan) -> None:
-        """Note the type family of a text column, if all of its many values belong to one."""
+        """Record the type family of a text column if its many values all belong to one family."""
         families = {_WRITTEN.get(kind, "") for kind in column.kinds}
         if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
             family = families.pop()

@@ -1,4 +1,4 @@
-"""Select the files of a listing that form the table; infer splits and partitions from paths."""
+"""Select the files of a listing that form a table; infer splits and partitions from their paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla.trainer.config.data import DataConfig, SplitsConfig
 from flotilla.trainer.data.files.formats.decompression import bare_name
 from flotilla.trainer.data.splits import split_of_folder
 
-# Hive's and Spark's name for a missing value.
+# Name with which Hive and Spark mark a missing value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _DOCUMENT = re.compile(
     r"(?:read[-_ ]?me|licen[cs]e|copying|notice|changelog|authors|citation|metadata|meta|schema|"
@@ -23,12 +23,12 @@ _DOCUMENT = re.compile(
 _ANSWERS = re.compile(r"submission|unlabel+ed|predict|hold[-_]?out|inference")
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
 _TABLES = (".csv", ".tsv")
-# As in train-00000-of-00004.
+# Numbers at the end, as in train-00000-of-00004.
 _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 
 def drop_documents(files: Sequence[Any]) -> list[Any]:
-    """Leave out documentation and empty files, unless no others remain."""
+    """Leave out documentation and empty files, unless only such files exist."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
     kept = [
@@ -42,24 +42,24 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Return whether a file, by its name, may lack a label, like the test file of a contest."""
+    """Return whether a file may lack a label, judging by its name, as test files of contests do."""
     return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:
-    """Return whether a file, by its name, holds answers without examples."""
+    """Return whether a file has answers without examples, or the reverse, judging by its name."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 
 def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
-    """Return the index columns: those that a file declares, or that pandas has named."""
+    """Return the index columns: those that a file declares, and those that pandas named."""
     return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return files with the splits that their names or folders give, and a note of it.
+    """Return files with the splits that their names or folders indicate, and a note on it.
 
-    No split is inferred if the configuration mentions splits, or if a file belongs to none.
+    No split is inferred if the configuration has splits, or if a file belongs to none.
     """
     drawn = config.splits != SplitsConfig() or any(file.span or file.split for file in files)
     found = {} if drawn else {file.path: _find_split(file.path) for file in files}
@@ -81,7 +81,7 @@ def _find_split(path: str) -> str:
 def read_partition(file: Any) -> dict[str, str]:
     """Return the partition columns in the folders of a path, such as `kind=cat/`.
 
-    The folder of a span is not one: it selects the files to read.
+    The folder of a span is excluded, because it only selects the files to read.
     """
     found = {}
     for folder in file.path.split("/")[:-1]:

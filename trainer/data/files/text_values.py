@@ -17,18 +17,18 @@ _WRITTEN = (
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# Missing values as people write them, in lower case: missing among numbers, a text among texts.
+# Missing values as people write them, in lower case: missing in number columns, texts elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
-# Number of texts whose distinct share indicates whether all texts repeat.
+# Number of leading texts that are checked for repetition.
 _HEAD = 256
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
-# A number of 19 digits fits if its first digit that differs from the maximum is smaller.
+# A number of 19 digits fits in 64 bits if its first digit that differs from `_MOST` is smaller.
 _BELOW = "|".join(
     rf"{_MOST[:place]}[0-{int(digit) - 1}]\d{{{len(_MOST) - 1 - place}}}"
     for place, digit in enumerate(_MOST)
@@ -36,9 +36,9 @@ _BELOW = "|".join(
 )
 INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
-# 007 is a code, not a number; Arrow parses 0x10 as a number.
+# 007 is a code, not a number. Arrow would parse 0x10 as a number.
 _CODE = r"^[+-]?0[0-9xX]"
-# Arrow parses more floats than `NUMBER` has.
+# Arrow parses more notations of floats than `NUMBER` allows.
 _NOT_PLAIN = rf"[^0-9.eE+-]|[eE][+-]?\d{{5}}|{_CODE}"
 WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+([eE]\d+)?$"
@@ -46,18 +46,18 @@ BOOL = r"^(?i:true|false)$"
 _DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
 _ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
 TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
-# The words are in lower case; a column is inferred as bool only from true and false.
+# In lower case. The type of a column is inferred as bool only from true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 
 class Counted(NamedTuple):
-    """Trimmed texts of some rows; texts that repeat are there about once each.
+    """Trimmed texts of some rows; if texts repeat, each occurs about once.
 
     Attributes:
         values: the texts, "" for null.
-        counts: number of rows of each.
-        places: the place in `values` of each row; None if it is that of the row.
+        counts: number of rows with each text.
+        places: index in `values` for each row; None if the rows are the values.
     """
 
     values: pa.Array
@@ -65,12 +65,12 @@ class Counted(NamedTuple):
     places: NDArray[np.int64] | None
 
     def rows(self, chosen: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Return the rows of chosen values."""
+        """Return the rows of the chosen values."""
         return np.flatnonzero(chosen if self.places is None else chosen[self.places])
 
 
 def count_texts(array: pa.Array) -> Counted:
-    """Return the trimmed texts of some rows with their counts, to look at each text once."""
+    """Trim the texts of some rows and count them, so that each text is processed only once."""
     head = array[:_HEAD]
     if 2 * len(head.unique()) > len(head) or len(array) == len(head):
         return Counted(trim_texts(array), np.ones(len(array), np.int64), None)
@@ -82,41 +82,41 @@ def count_texts(array: pa.Array) -> Counted:
 
 def trim_texts(array: pa.Array) -> pa.Array:
     """Return texts without surrounding spaces, and "" for null."""
-    # Few Arrow functions accept large strings, which pandas writes.
+    # Few Arrow functions accept the large strings that pandas writes.
     short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return pc.fill_null(pc.utf8_trim_whitespace(short), "")
 
 
 def format_float(value: Any) -> str:
-    """Return the text of a float; a whole number is formatted like an int."""
+    """Format a float as text; whole numbers are formatted like ints."""
     wide = float(value)
     return str(int(wide)) if abs(wide) < _WHOLE and wide == int(wide) else str(value)
 
 
 def is_missing(array: pa.Array) -> pa.Array:
-    """Say which trimmed texts mean a missing number, bool or time."""
+    """Return a mask of the trimmed texts that mean a missing number, bool or time."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
 
 
 def may_be_missing(text: str) -> bool:
-    """Return whether people write a text for a missing value; it counts only among numbers."""
+    """Return whether people may write a text for a missing value; among texts, it is a class."""
     return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
-    """Return whether a tool wrote this trimmed text for a missing value; it is not a class."""
+    """Return whether a trimmed text is a tool's notation for a missing value, which is no class."""
     return text in _WRITTEN
 
 
 def matches(array: pa.Array, pattern: str) -> pa.Array:
-    """Say which texts match a pattern."""
+    """Return a mask of the texts that match a pattern."""
     return pc.match_substring_regex(array, pattern)
 
 
 def parse_plain(array: pa.Array) -> pa.Array | None:
-    """Return texts as int64 or float64, None unless all are numbers; the fast path of most columns.
+    """Parse texts as int64 or float64; None unless all are numbers. Fast path of most columns.
 
-    Arrow describes each text that is not a number, which takes long, so that a few come first.
+    A few texts are tried first, because Arrow takes long to report texts that are not numbers.
     """
     if not pc.any(matches(array, _NOT_PLAIN)).as_py():
         for kind in (pa.int64(), pa.float64()):
@@ -127,14 +127,14 @@ def parse_plain(array: pa.Array) -> pa.Array | None:
 
 
 def is_fraction(array: pa.Array) -> pa.Array:
-    """Say which numbers are written with a point or an exponent."""
+    """Return a mask of the numbers that have a decimal point or an exponent."""
     found = pc.match_substring(array, ".")
     # This pattern is slower, and rarely needed.
     return found if pc.all(found).as_py() else matches(array, "[.eE]")
 
 
 def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as numbers, NaN where missing, and which of them are invalid."""
+    """Parse trimmed texts as numbers, NaN if missing, and return a mask of the invalid ones."""
     present = pc.invert(is_missing(array))
     known = pc.if_else(present, array, pa.scalar(None, array.type))
     try:
@@ -145,13 +145,13 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     except pa.ArrowInvalid:
         right = matches(array, NUMBER)
         bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
-        # Arrow accepts a plus sign and leading zeros in floats only.
+        # Arrow accepts a plus sign and leading zeros only in floats.
         found = pc.cast(pc.if_else(right, known, pa.scalar(None, array.type)), pa.float64())
     return _fill(found, np.nan), bad
 
 
 def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return trimmed texts as ints, and which of them are invalid or missing."""
+    """Parse trimmed texts as ints, and return a mask of those that are invalid or missing."""
     right = matches(array, INT)
     bare = pc.replace_substring_regex(array, r"^\+", "")
     found = pc.cast(pc.if_else(right, bare, pa.scalar(None, array.type)), pa.int64())
@@ -159,7 +159,7 @@ def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 
 def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as 0 and 1, NaN where missing, and which of them are invalid."""
+    """Parse trimmed texts as 0 and 1, NaN if missing, and return a mask of the invalid ones."""
     true, false = (
         pc.is_in(pc.utf8_lower(array), value_set=words).to_numpy(zero_copy_only=False)
         for words in (_TRUE, _FALSE)
@@ -170,9 +170,9 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as seconds since 1970, NaN where missing, and which are invalid.
+    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones.
 
-    A time without a zone is taken as UTC.
+    A time without a zone is in UTC.
     """
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
@@ -205,7 +205,7 @@ def _fill(array: pa.Array, value: Any) -> NDArray[Any]:
 
 
 _MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
-# Possible classes: `-` is the opposite of `+`, `none` a degree, `unknown` an answer.
+# The rest may be classes: `-` is the opposite of `+`, `none` is a degree, `unknown` an answer.
 _DOUBTFUL = {
     "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
 }  # fmt: skip

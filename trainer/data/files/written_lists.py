@@ -1,4 +1,4 @@
-"""Parse lists of numbers in texts, as in CSV: JSON, Python, or printed by NumPy."""
+"""Parse lists of numbers in texts, as in CSV, in the notation of JSON, Python or NumPy."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A text that may be a list: [0.1, 2], [[1 2] [3 4]].
+#: A text that may be a list, such as [0.1, 2] or [[1 2] [3 4]].
 LIST = r"^\[(?:[\[\]\s\d.,+\-eE]|nan|NaN|null|None)*\]$"
-# NumPy separates by spaces, and writes 1. for 1.0.
+# NumPy separates numbers with spaces, and writes 1. for 1.0.
 _GAP = re.compile(r"(?<=[\d.\]naN])\s+(?=[\d.\[+\-nN])")
 _POINT = re.compile(r"(\d)\.(?!\d)")
 _MISSING = re.compile("nan|None|null")
@@ -20,7 +20,7 @@ _MISSING = re.compile("nan|None|null")
 def parse_numbers(value: Any) -> NDArray[Any] | None:
     """Return the numbers of a list or of its text; None if it is not a list.
 
-    Nested lists of equal lengths become one array. A missing value is NaN.
+    Nested lists of equal length become one array. Missing values are NaN.
     """
     try:
         found = np.asarray(_parse(value) if isinstance(value, str | bytes) else value)

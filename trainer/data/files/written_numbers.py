@@ -1,7 +1,8 @@
-"""Parse formatted numbers: units, currency, per cent, thousands, a decimal comma.
+"""Parse formatted numbers: units, currencies, per cent, thousands separators, decimal commas.
 
-`number` has a decimal point, `number_comma` a decimal comma. Both read `1'234`, `1 234`, `$5`, `5
-kg`, `(5)` and `5-` for minus, and 12 % as 0.12. All values have one unit, or none.
+`number` has a decimal point, and `number_comma` a decimal comma. Both accept `1'234`, `1 234`,
+`$5`, `5 kg`, `(5)` and `5-` for negative numbers, and 12 % for 0.12. All values must have the same
+unit, or none.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from numpy.typing import NDArray
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 from flotilla.trainer.data.files.text_values import matches
 
-#: Share of its values from which a column has their type.
+#: Minimum share of the values that must have a type for the column to have it.
 NEARLY_ALL = 0.9
-# Other texts, such as addresses, begin with a number as well.
+# With more units, the texts are something else that begins with a number, such as addresses.
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
 _BARE = "without unit"
-# The per cent sign divides by a hundred and is not a unit.
+# A per cent sign divides the number by 100 and is not a unit.
 PER_CENT = "%"
 _CODES = (
     "AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|INR|JPY|KRW|MXN|NOK|NZD|PLN|RUB|SEK|SGD|TRY|USD|ZAR"
@@ -35,7 +36,7 @@ _CODES = (
 _CURRENCY = rf"[A-Za-z]{{0,3}}\p{{Sc}}|(?:{_CODES})"
 _UNIT = r"(?:[%‰]|\p{Sc}|[\p{L}°µ][\p{L}\p{M}°µ²³/.*^ -]{0,15})"
 _MONEY = re.compile(rf"[A-Za-z]{{0,3}}[$\u00a2-\u00a5\u20a0-\u20c0]|{_CODES}")
-# Groups of three digits, or as in India of two before the last.
+# Groups of three digits or, as in India, of two digits before the last three.
 _GROUPED = r"[1-9]\d{{0,2}}(?:{0}\d{{3}})+"
 _SHARED = "|".join(_GROUPED.format(each) for each in (" ", "'", "_"))
 _DIGITS = {
@@ -59,7 +60,7 @@ _DATE = (
     r"|([\p{L}]{3,9},? )?[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4})([ T].{1,20})?$"
 )
 _CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
-# The slow parts of the pattern to compile, and their ASCII equivalents.
+# Parts of the patterns that are slow to compile, with their ASCII equivalents.
 _IN_ASCII = ((r"\p{L}", "A-Za-z"), (r"\p{M}", ""), (r"\p{Sc}", "[$]"))
 # `2nd` is not a number with the unit nd.
 _ORDINALS = {"st", "nd", "rd", "th"}
@@ -68,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as numbers, NaN if missing, and which lack the unit or are invalid."""
+    """Parse trimmed texts, NaN if missing; also return those that are invalid or lack the unit."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -85,8 +86,8 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> Counter[str]:
     """Count the texts of each notation; units are counted as `unit kg`.
 
-    A text without a unit is counted too, unless it is 0, which is the same in all units. `counts`
-    says how often each text occurs, once if it is None.
+    Texts without a unit are counted too, except 0, which is the same in all units. `counts` has the
+    number of times that each text occurs; None means once.
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts
@@ -120,7 +121,7 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
 def find_kind(
     writing: Mapping[str, int], *, texts: int, whole: int = 0, fractions: int = 0, others: int = 0
 ) -> str:
-    """Return the type by which nearly all values of a column are numbers, or empty.
+    """Return the type that reads nearly all values of a column as numbers, or an empty text.
 
     Args:
         writing: counts from `count_writing`.
@@ -137,19 +138,19 @@ def find_kind(
 
 
 def list_units(writing: Mapping[str, int]) -> list[str]:
-    """Return the counted units, the most frequent first, without per cent."""
+    """Return the counted units without per cent, the most frequent first."""
     found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
     return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
 
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
-    """Return whether per cent is mixed with other numbers; `plain` ones are unformatted."""
+    """Return whether per cent is mixed with other numbers, or with unformatted (`plain`) ones."""
     others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
-    """Return whether some values are money, per cent, or numbers without a unit."""
+    """Return whether some values are amounts of money, per cent, or numbers without a unit."""
     units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 
@@ -160,7 +161,7 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
         for odd, plain in ((_SPACES, " "), (_MINUS, "-"), ("[\u2019\u02bc]", "'")):
             array = pc.replace_substring_regex(array, odd, plain)
     pattern = _choose_pattern(_PATTERNS[kind], is_ascii=is_ascii)
-    # Without its groups, the pattern is several times as fast.
+    # Match without groups first, because extracting groups is several times slower.
     matched = matches(array, pattern)
     right = matched.to_numpy(zero_copy_only=False).copy()
     if not right.any():
@@ -180,7 +181,6 @@ def _is_ascii(array: pa.Array) -> bool:
 
 
 def _choose_pattern(pattern: str, *, is_ascii: bool) -> str:
-    """Return a pattern, or a faster equivalent one for ASCII texts."""
     for name, letters in _IN_ASCII if is_ascii else ():
         pattern = pattern.replace(name, letters)
     return pattern
