@@ -25,7 +25,7 @@ class ColumnRoles(Roles):
 def assign(
     config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
 ) -> ColumnRoles:
-    """Choose the roles of columns. With `data.map`, choose none: roles are for the mapped examples.
+    """Choose the roles of columns; none with `data.map`, whose results have roles instead.
 
     Columns of `index` are left out unless a key names them; `where` is used in messages.
 
@@ -33,8 +33,7 @@ def assign(
         ConfigError: a key names a missing column, or no label can be inferred.
     """
     where, column = where or config.source, "column"
-    # An empty name would mean "no column" for an optional role. TensorFlow Lite ends names at a
-    # NUL.
+    # An empty name means "no column" for an optional role. TensorFlow Lite ends names at a NUL.
     if odd := [name for name in names if not name or "\0" in name]:
         what = f"named {odd[0]!r}" if odd[0] else "without a name"
         raise ConfigError(f"data.source: {where} has a column {what}; rename it")
@@ -65,7 +64,7 @@ def assign(
         **one,
         split=by["column"],
         time=by["time"],
-        # If an id is an input, every group in the test split would be new to the model.
+        # Do not group by an id that is an input: every test example would have an unknown id.
         split_group=by["group"]
         or ("" if by["time"] or by["column"] or one["group"] in inputs else one["group"]),
         kept=tuple(name for name in names if name in left or name in used),

@@ -326,6 +326,7 @@ def _decode_texts(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is a list."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
@@ -345,11 +346,12 @@ def get_kind(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
+    """Return whether an Arrow type is a text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:
-    """Return whether the values of a type are lists of texts, which may be nested."""
+    """Return whether an Arrow type is a list of texts, which may be nested."""
     if not is_list(kind):
         return False
     inner = kind.value_type

@@ -1,1 +1,1 @@
-"""One reader for each file format, and the rows that they yield."""
+"""One reader for each file format, and the rows that readers yield."""

@@ -1,6 +1,6 @@
-"""Arrays of NumPy in a file `.npz`: each array is a column, and its first axis the row.
+"""NumPy arrays in an `.npz` file: each array is a column, and its first axis is the row.
 
-Rows are read block by block, and no Python object is loaded.
+Rows are read block by block. Pickled Python objects are never loaded.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from flotilla.trainer.runtime.errors import UserError
 _TIMES = ("datetime64[s]", "datetime64[ms]", "datetime64[us]", "datetime64[ns]")
 _SUFFIX = ".npy"
 _AT_ONCE = 1 << 16
-# Axes of a batch of gray and of color images, and the header of an image file with their pixels
-# (netpbm.sourceforge.net/doc/pgm.html).
+# Header of a netpbm image file (netpbm.sourceforge.net/doc/pgm.html) by the number of axes of a
+# batch of images, and of channels: grey or colour.
 _IMAGES = {(3,): b"P5", (4, 1): b"P5", (4, 3): b"P6"}
 _KINDS = "biufUSM"
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
@@ -44,7 +44,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 @dataclass(frozen=True, kw_only=True)
 class _Array:
-    """The header of an array, and the file, which is at its first value."""
+    """The header of an array, and its file, which is positioned at the first value."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Array:
 
 
 class NpzReader(Reader):
-    """Reads `numpy.savez`: numbers, texts, vectors, and images of bytes by their shape."""
+    """Reads files of `numpy.savez`: numbers, texts, vectors, and images (uint8 arrays by shape)."""
 
     at_once = _AT_ONCE
 
@@ -67,7 +67,7 @@ class NpzReader(Reader):
             return tuple(arrays)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return ranges of rows."""
+        """Return ranges of rows of about `size` bytes."""
         with _open(path) as arrays:
             count, step = _count(arrays), _count_rows(arrays.values(), size)
         bounds = [*range(0, count, step), END]
@@ -76,7 +76,7 @@ class NpzReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield some rows; a row is never broken."""
+        """Yield rows of a piece; a row is never broken."""
         with _open(path) as arrays:
             stop = _count(arrays) if piece.stop == END else piece.stop
             chosen = {name: arrays[name] for name in columns or arrays}
@@ -126,7 +126,7 @@ def _header(file: IO[bytes]) -> _Array:
 
 
 def _check(path: Path, arrays: dict[str, _Array]) -> None:
-    """Refuse arrays that are no columns of one table."""
+    """Raise `UserError` for arrays that cannot be columns of one table."""
     if not arrays:
         raise UserError(f"data.source: {path} has no array; write it by numpy.savez")
     for name, each in arrays.items():
@@ -160,12 +160,12 @@ def _count(arrays: dict[str, _Array]) -> int:
 
 
 def _count_rows(arrays: Iterable[_Array], size: int) -> int:
-    """Return how many rows take about a number of bytes."""
+    """Return the number of rows that take about `size` bytes."""
     return max(1, size // sum(each.row_bytes for each in arrays))
 
 
 def _blocks(array: _Array, start: int, stop: int, step: int) -> Iterator[NDArray[Any]]:
-    """Yield the rows from `start` to `stop`; an array of Fortran's order is read as a whole."""
+    """Yield the rows from `start` to `stop`; an array in Fortran order is read as a whole."""
     whole = None
     if array.is_transposed:
         flat = _read(array, math.prod(array.shape), ())
@@ -182,13 +182,13 @@ def _blocks(array: _Array, start: int, stop: int, step: int) -> Iterator[NDArray
 
 def _read(array: _Array, values: int, shape: tuple[int, ...]) -> NDArray[Any]:
     data = array.file.read(values * array.dtype.itemsize)
-    # A shorter file is cut off: it is no whole number of rows.
+    # This raises an error if the file is truncated.
     found = np.frombuffer(data, array.dtype, values)
     return found.reshape(-1, *shape)
 
 
 def _column(values: NDArray[Any]) -> pa.Array:
-    """Return rows as Arrow has them: values, lists of one shape, or images as files."""
+    """Convert rows to an Arrow array of values, of lists of one shape, or of image files."""
     if values.shape[1:] == (1,):
         values = values[:, 0]
     magic = _IMAGES.get((values.ndim, *values.shape[3:]))
@@ -201,7 +201,7 @@ def _column(values: NDArray[Any]) -> pa.Array:
         known = values.dtype.name in _TIMES
         flat = pa.array(values.ravel() if known else values.ravel().astype("datetime64[s]"))
     else:
-        # Arrow has the order of bytes of this machine, and few functions for halves.
+        # Arrow needs native byte order, and few of its functions support float16.
         wide = np.dtype(np.float32) if values.dtype == np.float16 else values.dtype
         flat = pa.array(values.ravel().astype(wide.newbyteorder("=")))
     for size in reversed(values.shape[1:]):
@@ -210,7 +210,7 @@ def _column(values: NDArray[Any]) -> pa.Array:
 
 
 def _make_images(values: NDArray[np.uint8], magic: bytes) -> pa.Array:
-    """Return images as files, without work for each."""
+    """Convert arrays of pixels to image files, without work for each image."""
     count, height, width = values.shape[:3]
     head = np.frombuffer(b"%s %d %d 255\n" % (magic, width, height), np.uint8)
     pixels = values.reshape(count, -1)

@@ -28,7 +28,7 @@ class ImageFilesReader(Reader):
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
     ) -> None:
-        """Read the files of a listing, in this order.
+        """Create a reader of the files of a listing, in this order.
 
         Args:
             paths: paths of the files in the listing.
@@ -41,7 +41,7 @@ class ImageFilesReader(Reader):
         self._at_once = _AT_ONCE if labelled else _LISTED_AT_ONCE
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns."""
+        """Return the names of the two columns."""
         del path
         return self._columns
 
@@ -53,7 +53,7 @@ class ImageFilesReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield URI, and class or path, of some files."""
+        """Yield the URI of each file, and its class or path."""
         del path, broken
         stop = len(self._paths) if piece.stop == END else piece.stop
         uri, other = self._columns
@@ -67,7 +67,7 @@ class ImageFilesReader(Reader):
 
 
 def find_class(path: str) -> str:
-    """Return the class of an image, named by its folder; raises `UserError` if it has none."""
+    """Return the class of an image, which its folder names; raises `UserError` if it has none."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
@@ -78,7 +78,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits that are named by folders above the class folders, and these.
+    """Return files with the splits that folders above the class folders name, and these folders.
 
     Raises:
         UserError: only some of the folders are split folders.
@@ -110,6 +110,6 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
 
 
 def shuffle_files(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
-    """Return files in a random order: in folder order each class comes as one block."""
+    """Return files in random order, because in folder order each class would be one block."""
     order = np.random.RandomState(seed).permutation(len(files))
     return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])

@@ -1,4 +1,4 @@
-"""Parquet: schema and row count come from its metadata; row groups are read independently."""
+"""Parquet: schema and row count are in its metadata, and row groups are read independently."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from flotilla.trainer.data.files.formats.raw_rows import (
 from flotilla.trainer.runtime.errors import UserError
 
 _BATCH = 1 << 16
-# Rows per batch where the length of values is unknown.
+# Rows per batch if the length of values is unknown.
 _FEW = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
 
 class ParquetReader(Reader):
-    """Reads parquet; nested structs become columns named `outer/inner`."""
+    """Reads Parquet; nested structs become columns named `outer/inner`."""
 
     at_once = _BATCH
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns by the schema."""
+        """Return the columns of the schema."""
         with _file(path) as file:
             names = tuple(_flat(file.schema_arrow))
         double = [name for name, count in Counter(names).items() if count > 1]
@@ -58,7 +58,7 @@ class ParquetReader(Reader):
         return tuple(each for each in found if isinstance(each, str))
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return ranges of row groups."""
+        """Return ranges of row groups of about `size` bytes."""
         with _file(path) as file:
             sizes = [
                 file.metadata.row_group(each).total_byte_size
@@ -75,9 +75,9 @@ class ParquetReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the rows of some row groups; a row of Parquet is never broken."""
+        """Yield the rows of a range of row groups; a row of Parquet is never broken."""
         with _file(path) as file:
-            # The name of a struct selects all its fields.
+            # Select whole structs: the name of a struct selects all its fields.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             groups = list(_groups(file, piece))
             most = _rows_at_once(path, file, groups, outer)
@@ -89,7 +89,7 @@ class ParquetReader(Reader):
                 start += len(table)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the number of a row, from 1."""
+        """Return the number of a row in the file, from 1."""
         with _file(path) as file:
             before = sum(file.metadata.row_group(each).num_rows for each in range(piece.start))
         return int(before) + number + 1
@@ -117,9 +117,9 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 def _rows_at_once(
     path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
 ) -> int:
-    """Return the number of rows per batch that takes about `BLOCK_BYTES` of memory.
+    """Return the number of rows per batch that take about `BLOCK_BYTES` of memory.
 
-    Repeated values are stored once, so the sizes in a file say little about its memory.
+    Repeated values are stored once, so the size of a file says little about its size in memory.
 
     Raises:
         UserError: a row group exceeds the limit of expansion.
@@ -150,17 +150,17 @@ def _rows_at_once(
 
 
 def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
-    """Return an upper bound of the memory, in bytes, of a column of a row group."""
+    """Return an upper bound of the memory of a column of a row group, in bytes."""
     stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
     width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
     if chunk.physical_type != "BYTE_ARRAY":
         return count * int(width)
     if "DELTA_BYTE_ARRAY" in chunk.encodings:
-        # Delta encoding: a value is stored as its difference from the previous one.
+        # With delta encoding, a value shares a prefix with the previous one and may be much longer.
         return count * min(stored, BLOCK_BYTES // _FEW)
     if not chunk.has_dictionary_page:
         return stored
-    # No value is longer than all values together.
+    # No value is longer than all stored values together.
     if count * stored <= BLOCK_BYTES:
         return count * stored
     name = chunk.path_in_schema
@@ -198,7 +198,7 @@ def _flatten(table: pa.Table) -> pa.Table:
             for inner in (field.type if pa.types.is_struct(field.type) else [field])
         ]
         table = table.flatten().rename_columns(names)
-    # Few Arrow functions accept view types, which Polars writes.
+    # Few Arrow functions support the view types that Polars writes.
     views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     if any(field.type in views for field in table.schema):
         kinds = [field.with_type(views.get(field.type, field.type)) for field in table.schema]

@@ -1,7 +1,7 @@
-"""The layout of a CSV: its delimiter and quotes, its header, and the lines around the table.
+"""The layout of a CSV file: delimiter, quotes, header, and the lines around the table.
 
-The first rows determine all of it but the quotes: a quote that opens in a text and closes many rows
-later swallows those rows, so a file with quotes is scanned once.
+The first rows determine everything except the quotes: a quote that opens in the text of one row and
+closes many rows later swallows the rows between, so a file with quotes is scanned once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _DELIMITERS = ",;\t|"
 _HEAD = 1 << 20
 _SAMPLE = 200
 _VALUE_OR_NEWLINE = re.compile(rb'(?P<value>"(?<![^,;\t|\r\n]")[^"]*+(?:""[^"]*+)*+"?)|\r\n|\n|\r')
-# Longest quoted value, in bytes.
+# Maximum number of lines of a quoted value in the first rows.
 _MOST_LINES = 50
-# Rows that may precede the header, such as a title.
+# Maximum number of rows above the header, such as a title.
 _MOST_ABOVE = 20
 _FEWEST = 2
 _SEPARATOR = re.compile(rb'"?sep=(.|\\t)"?,*\r?\n', re.IGNORECASE)
@@ -45,7 +45,7 @@ class CsvLayout:
         names: names of the columns; an empty name marks a column that is left out.
         empty: indices of columns without a name, which must be empty in each row.
         quote: the quote character; empty if quotes are ordinary characters.
-        escape: the escape character of a quote within a value, if not a quote; may be empty.
+        escape: the character that escapes a quote within a value; empty if quotes are doubled.
         newline: the line separator.
         start: offset of the first row, in bytes.
         notes: remarks for the user, without the file name.
@@ -139,20 +139,18 @@ def _find_end(head: bytes, start: int) -> int:
         if not found["value"]:
             return found.end()
         if found.end() == len(head) or found["value"].count(b"\n") > _MOST_LINES:
-            # The end of a record cannot be found within an unclosed quote.
+            # The end of a record cannot be found after an unclosed quote, so end it with the line.
             return head.find(b"\n", found.start()) + 1 or len(head)
     return len(head)
 
 
 class _Head:
-    """The first records of a file."""
-
     def __init__(self, path: Path, records: Sequence[_Record], given: str) -> None:
         self._path = path
         self._lines: list[int] = []
         line, kept = 1 + bool(given), []
         for each in records:
-            # An empty row of Excel consists of delimiters alone.
+            # An empty row of Excel consists only of delimiters.
             if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
                 kept.append(each)
                 self._lines.append(line)
@@ -177,7 +175,7 @@ class _Head:
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
     def rows(self, width: int) -> list[list[str]]:
-        """Return the first rows that have this number of values."""
+        """Return those of the first rows that have `width` values."""
         below = self._rows[self._header() + 1 :]
         return [row for row in below if len(row) == width]
 
@@ -215,7 +213,7 @@ class _Head:
                 "not a header"
             )
         below = self._rows[place + 1] if place + 1 < len(self._rows) else []
-        # The line below the header of a Markdown table.
+        # Skip the line below the header of a Markdown table.
         is_line = any(below) and all(re.fullmatch(r":?-{2,}:?|", each.strip()) for each in below)
         return CsvLayout(
             names=tuple(names),
@@ -227,11 +225,11 @@ class _Head:
         )
 
     def _header(self) -> int:
-        """Return the index of the header, after comments and titles."""
+        """Return the index of the header, which may follow comments and titles."""
         place = next(
             (at for at, each in enumerate(self._records) if not each.text.startswith("#")), 0
         )
-        # "#" may be the name of a column.
+        # A header may begin with "#".
         if place and len(self._rows[place - 1]) == self._width > 1 and not self._is_names(place):
             place -= 1
         if len(_full(self._rows[place])) > 1 and len(self._rows[place]) == self._width:
@@ -245,7 +243,7 @@ class _Head:
         return place
 
     def _is_names(self, place: int) -> bool:
-        """Return whether a row certainly holds names: there are numbers below it."""
+        """Return whether a row must be a header, because a column has only numbers below it."""
         below = [row for row in self._rows[place + 1 :] if len(row) == self._width]
         if any(text_values.is_null(cell.strip()) for cell in self._rows[place]):
             return False
@@ -258,7 +256,7 @@ class _Head:
     def _fit_names(
         self, place: int, cells: list[str], rows: Sequence[Sequence[str]]
     ) -> tuple[list[str], tuple[int, ...]]:
-        """Return one name per value of a row, and whether the first column is an index."""
+        """Return one name per value of a row, and the index columns."""
         more = self._width - len(cells)
         if not rows or not more:
             return cells, ()
@@ -266,7 +264,7 @@ class _Head:
             return cells[:more], ()
         if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
             return [*cells, *[""] * more], ()
-        # R writes no name above the row names.
+        # R writes no name for the column of row names.
         if (
             more == 1
             and len(rows) > _FEWEST
@@ -316,7 +314,7 @@ def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> 
 
 
 def _delimiter(path: Path, texts: Sequence[str]) -> str:
-    """Return the delimiter by which most rows have the same number of values."""
+    """Return the delimiter with which most rows have the same number of values."""
     best, found = (False, 0.0, 0), ""
     for mark in _DELIMITERS:
         widths = [len(_cells(text, mark)) for text in texts if not text.startswith("#")]
@@ -344,7 +342,7 @@ def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
     except (csv.Error, StopIteration):
-        # A value of more than 8 MiB, or a newline of another system.
+        # Python's csv rejects values above 8 MiB, and newlines of other systems.
         return text.split(delimiter)
 
 

@@ -1,6 +1,6 @@
-"""Files as streams of bytes; compression and UTF-16 are detected by content, not by name.
+"""Open files as streams of bytes; compression and UTF-16 are detected by content, not by name.
 
-A file that exceeds the limit of expansion is refused, and so is one that is not text.
+A file that exceeds the limit of expansion, or is not text, is rejected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow as pa
 from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-#: One layer of DEFLATE reaches at most 1,032 to 1; tables of text stay below 100.
+#: Maximum ratio of expansion. DEFLATE reaches at most 1,032; tables of text stay below 100.
 MOST_RATIO = 200
 FREE_BYTES = 256 << 20
 _SAMPLE = 512
@@ -43,7 +43,7 @@ _WIDE = {
     "utf-16-be": rb"(?:\0[^\0]){4,}",
 }
 _AS_CSV = "; write the table as CSV or Parquet"
-# Formats that are not text, with a remedy each.
+# Formats that are not text, each with advice.
 _FOREIGN = {
     rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
     rb"\xd0\xcf\x11\xe0": "a workbook of Excel (xls); save it as CSV",
@@ -62,13 +62,13 @@ _FOREIGN = {
 
 
 def bare_name(name: str) -> str:
-    """Return a file name in lower case without the suffix of a compression."""
+    """Return a file name in lower case, without the suffix of a compression format."""
     low = name.lower()
     return next((low.removesuffix(each) for each in SUFFIXES if low.endswith(each)), low)
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file must be read from its beginning: it is compressed or UTF-16."""
+    """Return whether a file can only be read from its beginning: it is compressed or UTF-16."""
     head = _head(path)
     return bool(_kind(_COMPRESSED, head) or _kind(_WIDE, head))
 
@@ -102,7 +102,7 @@ def open_text(path: Path) -> Iterator[IO[bytes]]:
     """Open a text file, decompressed and, if it is UTF-16, converted to UTF-8.
 
     Raises:
-        UserError: it is damaged, exceeds the limit of expansion, or is not text.
+        UserError: it is corrupted, exceeds the limit of expansion, or is not text.
     """
     with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
@@ -132,9 +132,9 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
 
 
 def position(file: Any) -> int:
-    """Return how many stored bytes were read for the data that `open_file` has yielded.
+    """Return the number of stored bytes that were read from a file of `open_file`.
 
-    It is 0 once the file is closed.
+    Return 0 if the file is closed.
     """
     try:
         return int(getattr(getattr(file, "raw", None), "position", file.tell)())
@@ -143,12 +143,12 @@ def position(file: Any) -> int:
 
 
 def bytes_read(file: Any) -> int:
-    """Return how many decompressed bytes were read from a file of `open_file`."""
+    """Return the number of decompressed bytes that were read from a file of `open_file`."""
     return count_expanded(file) or position(file)
 
 
 def count_expanded(file: Any) -> int:
-    """Return how many decompressed bytes were read from a compressed file; 0 for other files."""
+    """Return the number of decompressed bytes read from a compressed file; 0 for other files."""
     return int(getattr(getattr(file, "raw", None), "expanded", 0))
 
 
@@ -160,7 +160,7 @@ def _decompress(stored: IO[bytes], path: Path, compression: str) -> Any:
     if compression == "xz":
         return lzma.open(stored)
     if compression in ("zstd", "zlib"):
-        # Arrow's gzip also reads zlib streams, in which TFRecords may be compressed.
+        # Arrow's gzip also reads zlib streams, which compressed TFRecord files may have.
         kind = compression.replace("zlib", "gzip")
         return pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), kind)
     return _only_member(stored, path)

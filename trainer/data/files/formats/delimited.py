@@ -1,4 +1,4 @@
-"""CSV: read its records, and find safe positions to cut a file. All values are texts."""
+"""Read the records of CSV files, and find safe positions to divide a file. All values are texts."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Rea
 from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20
-# Pyarrow reads 32 blocks ahead; only a file with a row larger than a block is read with more.
+# Block sizes in bytes. Pyarrow reads 32 blocks ahead, so try small blocks first; a larger row needs
+# larger ones.
 _BLOCKS = (1 << 20, 8 << 20)
-# Bytes of a file whose rows are yielded together.
+# Size in the file of the rows that are yielded together, in bytes.
 _JOINED = 8 << 20
 # Pyarrow's message for a row that is larger than a block.
 _STRADDLING = "straddling"
 _QUOTE = b'"'
-# A quote in the middle of an unquoted field: counting quotes then does not find record ends.
+# A quote in the middle of an unquoted field. With it, counting quotes does not find record ends.
 _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
 
 
 class CsvReader(Reader):
-    """Reads CSV with pyarrow, all values as texts."""
+    """Reads CSV with pyarrow, with all values as texts."""
 
     parsed = True
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns of the header; a column without a name is left out."""
+        """Return the columns of the header, without unnamed columns."""
         return tuple(filter(None, detect_layout(path).names))
 
     def notes(self, path: Path) -> tuple[str, ...]:
@@ -53,8 +54,8 @@ class CsvReader(Reader):
         return detect_layout(path).notes
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Cut at certain record ends; a file with ambiguous quotes stays whole."""
-        # A backslash or a quote of another kind is not counted.
+        """Divide a file at unambiguous record ends; a file with ambiguous quotes stays whole."""
+        # `_safe_ends` only counts double quotes, so other quotes and escapes make the ends unknown.
         if path.stat().st_size < 2 * size or is_whole(path):
             return [(0, END)]
         layout = detect_layout(path)
@@ -76,7 +77,7 @@ class CsvReader(Reader):
 
         def skip(row: Any) -> str:
             number = row.number - 1
-            # Records of earlier attempts, with smaller blocks, are seen again.
+            # The retry with larger blocks sees the records of the first attempt again.
             if not skipped or number > skipped[-1]:
                 skipped.append(number)
                 broken(number, f"{row.actual_columns} values for {row.expected_columns} columns")
@@ -98,7 +99,7 @@ class CsvReader(Reader):
                         raise _describe_read_error(path, layout, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line where a record begins: values with newlines span several lines."""
+        """Return the line where a record begins, because values may contain newlines."""
         layout = detect_layout(path)
         start = max(piece.start, layout.start)
         with open_text(path) as file:
@@ -144,12 +145,12 @@ def _open_csv(
 
 
 def _names(layout: CsvLayout) -> list[str]:
-    # Names of skipped columns need not be unique.
+    # Columns that are left out need a unique name too.
     return [name or f"\0{place}" for place, name in enumerate(layout.names)]
 
 
 def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken) -> Rows:
-    """Return the rows without repeated headers and without rows longer than the header."""
+    """Return the rows without repeated headers and without values in unnamed columns."""
     table, names = rows.table, _names(layout)
     wrong = {
         f"a value ({{}}) in column {at + 1}, which has no name": names[at] for at in layout.empty
@@ -175,7 +176,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
 
 
 def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:
-    """Yield the records from number `done` on, numbered; at least one at a time."""
+    """Yield the records from number `done` on with their numbers, without empty blocks."""
     start = 0
     for batch in batches:
         # Pyarrow calls the handler for all records of a block before it returns the block.
@@ -191,7 +192,7 @@ def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) ->
 
 
 def _join(found: Iterator[Rows]) -> Iterator[Rows]:
-    """Yield rows of several blocks together: each step of a scan takes a while to begin."""
+    """Join the rows of several blocks, because each step of a scan has a fixed cost."""
     held: list[Rows] = []
     for rows in found:
         held.append(rows)
@@ -212,7 +213,7 @@ def _concatenate(held: Sequence[Rows]) -> Rows:
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Yield a stream, and a function that converts a size in memory to bytes of the file.
 
-    The read position is far ahead of the parsed position.
+    Pyarrow reads far ahead, so the read position is not the parsed position.
     """
     start, counted = max(piece.start, begin), 0
 
@@ -240,7 +241,7 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:
-    """Yield record ends about `size` bytes apart, and None where an end is ambiguous."""
+    """Yield record ends about `size` bytes apart; None if an end is ambiguous."""
     quotes = 0
     while chunk := file.read(size):
         if _STRAY.search(chunk):
@@ -267,7 +268,7 @@ def _newlines(file: IO[bytes], count: int) -> int:
 
 def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
-    # Arrow cannot report a row of wrong length that is not UTF-8.
+    # Arrow cannot report a row that has a wrong length and is not UTF-8.
     if "UTF8" in reason or "UTF-8" in reason or "Expected" in reason:
         return UserError(
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"

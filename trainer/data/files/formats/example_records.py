@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example`, or of `SequenceExample`, whose lists are features too."""
+"""TFRecord files of `tf.train.Example`, or of `SequenceExample`, whose lists become features."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class ExampleReader(Reader):
         return tuple(found)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return the whole file: a record's position depends on those before it."""
+        """Return the whole file, because a record's position depends on the records before it."""
         del path, size
         return [(0, END)]
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records; all features of each block if no columns are named."""
+        """Yield the records, with all features of each block if no columns are named."""
         del piece
         # The open file, and its position after each block.
         files: list[Any] = []
@@ -87,7 +87,7 @@ def _example(data: bytes) -> dict[str, Any] | str:
     # The context of a `SequenceExample` corresponds to the features of an `Example`.
     try:
         found = tf.train.SequenceExample.FromString(data)
-    # Protobuf's error class differs between its implementations.
+    # The class of protobuf's error differs between its implementations.
     except Exception:
         return "it is not a tf.train.Example"
     context = found.context.feature
@@ -96,7 +96,7 @@ def _example(data: bytes) -> dict[str, Any] | str:
         if name in values:
             return f"{name!r} is both a feature and a list of features"
         each = [_values(step) for step in steps.feature]
-        # A step with one value becomes that value.
+        # If every step has one value, the steps become a flat list.
         flat = all(len(step) == 1 for step in each)
         values[name] = [step[0] for step in each] if flat else each
     return values
@@ -108,12 +108,12 @@ def _values(feature: Any) -> list[Any]:
 
 
 def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
-    """Return lists of numbers as lists; single bytes values as bytes."""
+    """Convert lists of numbers to lists, and single bytes values to bytes."""
     of_bytes = any(value and isinstance(value[0], bytes) for value in values)
     if of_bytes and all(value is None or len(value) < len("ab") for value in values):
         return pa.array([value[0] if value else None for value in values], pa.binary())
     if of_bytes:
-        # Several values are no images, where they are texts.
+        # Several values are texts, because an image is a single value.
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):
             return pa.array(values, pa.list_(pa.binary())).cast(pa.list_(pa.string()))
     try:

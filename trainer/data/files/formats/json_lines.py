@@ -1,6 +1,6 @@
-"""JSON: one object a line, a list of objects, or objects one after the other.
+"""JSON: one object per line, a list of objects, or consecutive objects.
 
-Nested keys become `outer/inner`; records may differ in their keys.
+Nested keys become `outer/inner`; records may have different keys.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _AT_ONCE = 8192
-# Rows after which a missing label is refused, before the whole file is read.
+# Number of rows after which a missing label is reported, before the whole file is read.
 _FIRST = 1000
 _LONGEST = 64 << 20
 _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 # Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Keys that most records do not share.
+# Limits above which records are considered to have different keys.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 OnOpen = Callable[[IO[bytes]], None]
@@ -53,7 +53,7 @@ _AS_ROWS = "write one object a line (pandas: to_json(orient='records', lines=Tru
 
 
 class JsonReader(Reader):
-    """Reads JSON with Python: each record is checked separately."""
+    """Reads JSON with Python, and checks each record separately."""
 
     varies = True
     at_once = _AT_ONCE
@@ -85,7 +85,7 @@ class JsonReader(Reader):
         return tuple(found)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Cut at line ends."""
+        """Divide a file at line ends."""
         if is_whole(path) or not _has_lines(path):
             return [(0, END)]
         bounds, total = [0], path.stat().st_size
@@ -101,7 +101,7 @@ class JsonReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records; all keys of each block if no columns are named."""
+        """Yield the records, with all keys of each block if no columns are named."""
         # The open file, and its position after each block.
         files: list[Any] = []
         positions = [piece.start]
@@ -122,7 +122,7 @@ class JsonReader(Reader):
             yield replace(_rows(records, numbers, names), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line; for a list or objects over several lines, the number of the object."""
+        """Return the line of a record, or the object's number if objects span several lines."""
         if not piece.start:
             return 1 + number
         with open_text(path) as file:
@@ -173,7 +173,7 @@ def _records(
 
 
 def _has_lines(path: Path) -> bool:
-    """Return whether each line holds one object, by the first line."""
+    """Return whether each line has one object, judging by the first line."""
     with open_text(path) as file:
         head = file.read(_CHUNK).removeprefix(_BOM).lstrip()
     line = head.partition(b"\n")[0].rstrip()
@@ -181,7 +181,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any] | str:
-    """Return the object of a line, or the reason why it is invalid."""
+    """Return the object in a line, or the reason why it is invalid."""
     try:
         found = _DECODER.decode(line.removeprefix(_BOM).decode())
     except UnicodeDecodeError:
@@ -198,7 +198,7 @@ def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
 
 
 def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
-    """Yield the objects of a list, or consecutive objects, a chunk at a time."""
+    """Yield the objects of a list, or consecutive objects; read the file in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, at, count, more = "", 0, 0, True
     with open_text(path) as file:
@@ -219,7 +219,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
                     break
                 text, at = longer(), 0
                 continue
-            # Lists may follow each other in concatenated files.
+            # Concatenated files may have several lists.
             if text[at] == ("]" if is_list else "["):
                 at, is_list = at + 1, not is_list
                 continue
@@ -271,7 +271,7 @@ def _explain(record: Mapping[str, Any]) -> str:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return the record with flattened keys, or the keys that collide."""
+    """Return a record with flattened keys, or a message on keys that collide."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         inner = _flat(value) if isinstance(value, dict) else {"": value}

@@ -1,4 +1,4 @@
-"""Quotes of a CSV: one that opens in the middle of a table may swallow the rows below it."""
+"""Detect how a CSV file uses quotes; a stray quote may swallow the rows below it."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from flotilla.trainer.data.files.text_values import NUMBER
 ESCAPE = "\\"
 _CHUNK = 4 << 20
 _NEARLY_ALL = 0.9
-# A column whose distinct values are below this share of the first rows has a closed set of values.
+# A column has a fixed set of values if its first rows have a smaller share of distinct values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
-# The message of the module for a quote that ends no value; its others are for one that never ends.
+# Message of the csv module for a quote that does not end a value; others are for unclosed quotes.
 _NOT_AN_END = "expected after"
-# The limit of the module for all readers: a quoted value above this size is taken as unclosed.
+# Maximum size of a quoted value, above which it is unclosed; applies to all users of the module.
 csv.field_size_limit(8 << 20)
 
 
 @dataclass(kw_only=True)
 class QuoteUse:
-    """The use of quotes in a file.
+    """How quotes are used in a file.
 
     Attributes:
         swallows: where a quote swallows the rows below it, and how many; empty if none does.
         is_escaped: whether quotes within quoted values are escaped by a backslash.
         stray: with `is_escaped`, a row with a backslash outside quotes; 0 if there is none.
-        is_literal: whether all rows have equally many values when quotes are ordinary characters.
+        is_literal: whether all rows have equally many values if quotes are ordinary characters.
     """
 
     swallows: str = ""
@@ -45,7 +45,7 @@ class QuoteUse:
 
 @dataclass(frozen=True, kw_only=True)
 class QuoteSearch:
-    """Searches a file for quotes.
+    """Finds out how quotes are used in a file.
 
     Attributes:
         path: path of the file.
@@ -64,7 +64,7 @@ class QuoteSearch:
     rows: Sequence[Sequence[str]]
 
     def use(self) -> QuoteUse:
-        """Return the use of quotes; a file with correct quotes takes one quick pass."""
+        """Return how quotes are used; if they are correct, this takes one fast pass."""
         if not self._has_doubtful():
             return QuoteUse()
         swallows, is_odd = self._first_swallow()
@@ -74,11 +74,10 @@ class QuoteSearch:
 
     @cached_property
     def _typical(self) -> Sequence[frozenset[str] | str]:
-        """Typical values of each column in the correct rows."""
         return [_typical(column) for column in zip(*self.rows, strict=True)]
 
     def _pattern(self, text: str) -> str:
-        """Return a pattern of text after a quote that opens a value."""
+        """Return a pattern for `text` after a quote that opens a value."""
         marks = {"q": re.escape(self.quote), "d": re.escape(self.delimiter)}
         whole = "<q>(?<![^<d>\r\n]<q>)" + text
         return re.sub("<([qd])>", lambda found: marks[found[1]], whole)
@@ -95,8 +94,8 @@ class QuoteSearch:
         return False
 
     def _records(self, **dialect: Any) -> Iterator[tuple[int, list[str], str]]:
-        """Yield the first row of each record, its lines, and what is wrong with its quotes."""
-        # Spaces after a closing quote are no mistake.
+        """Yield the first row of each record, its lines, and the error in its quotes if any."""
+        # Spaces after a closing quote are allowed.
         spaces = re.compile(f"{re.escape(self.quote)} +(?={re.escape(self.delimiter)}|[\r\n]|\\Z)")
         taken: list[str] = []
 
@@ -122,7 +121,7 @@ class QuoteSearch:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Locate the first value that swallows rows, and say whether any is malformed."""
+        """Locate the first value that swallows rows; return also whether any is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)
@@ -143,7 +142,7 @@ class QuoteSearch:
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _escapes(self) -> QuoteUse | None:
-        """Return the use with backslash escapes; None if values are still malformed."""
+        """Return the result for backslash escapes; None if records are still malformed."""
         quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
         stray = 0
         for row, lines, wrong in self._records(escapechar=ESCAPE):
@@ -155,7 +154,7 @@ class QuoteSearch:
         return QuoteUse(is_escaped=True, stray=stray)
 
     def _is_literal(self) -> bool:
-        """Return whether rows have equal lengths without quotes, and no value is within quotes."""
+        """Return whether rows have equal lengths without quotes, and no value is quoted."""
         text = r"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)"
         quoted = re.compile(self._pattern(text))
         widths = set()
@@ -168,7 +167,7 @@ class QuoteSearch:
 
 
 def _typical(values: Sequence[str]) -> frozenset[str] | str:
-    """Return the distinct values of a column or the pattern of its numbers; empty for free text."""
+    """Return a column's distinct values or the pattern of its numbers; empty for free text."""
     if all(re.match(NUMBER, value.strip()) for value in values if value.strip()):
         return NUMBER
     few = frozenset(values)

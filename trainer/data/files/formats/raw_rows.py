@@ -1,4 +1,4 @@
-"""Rows as they are in files, without types: the common result of all readers."""
+"""Rows of a file, before types are known: the common result of all readers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.runtime.errors import UserError
 
-#: Called with the number of a record and the reason why it is broken.
+#: Called with the number of a broken record, and the reason.
 Broken = Callable[[int, str], None]
 END = -1
-#: Each column is an input of the model. This number takes a minute to read, and no model has more.
+#: Maximum number of columns. Reading this many takes a minute, and no model has more inputs.
 MOST_COLUMNS = 10_000
-# In a block with more columns than this, records fill at least this share of the cells.
+# In blocks with more columns than this, records must fill at least this share of the cells.
 _SOME, _FILLED = 1000, 0.02
-#: Decompressed bytes of a file in memory at a time.
+#: Maximum size of the decompressed data of a file in memory, in bytes.
 BLOCK_BYTES = 64 << 20
 _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A range of a file: bytes of text, row groups of Parquet; the whole file up to `END`.
+    """A range of a file: of bytes of text, or of row groups of Parquet; up to the end for `END`.
 
-    For a folder of images it is a range of its files, and `file` is the first one.
+    For a folder of images, it is a range of files, and `file` is the first one.
     """
 
     file: int
@@ -40,13 +40,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some records of a piece.
+    """Records of a piece.
 
     Attributes:
-        table: a column for each column of the file.
+        table: the columns that were read.
         numbers: numbers of the records within the piece.
-        mixed: columns with values of several types, which are texts here.
-        size: bytes of the file that they take; 0 if unknown.
+        mixed: columns with values of several types, which were converted to texts.
+        size: number of bytes of the file that they take; 0 if unknown.
     """
 
     table: pa.Table
@@ -56,7 +56,7 @@ class Rows:
 
 
 def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of some records; raises `UserError`."""
+    """Return the keys of all records; raises `UserError` if there are too many."""
     names = list(dict.fromkeys(name for record in records for name in record))
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
@@ -69,7 +69,7 @@ def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def require_few(count: int, where: str) -> None:
-    """Raise `UserError` above the limit of columns."""
+    """Raise `UserError` if there are more columns than allowed."""
     if count > MOST_COLUMNS:
         raise UserError(
             f"data.source: {where} has {count} columns, and {MOST_COLUMNS} are read at most; "
@@ -94,10 +94,10 @@ class Reader(ABC):
     """Reads one format. A reader holds no open file.
 
     Attributes:
-        parsed: whether a file holds texts alone, so that numbers have to be parsed.
-        varies: whether records differ in their names.
-        lists: whether a single value is a list of one.
-        at_once: about how many records a block holds; 0 limits blocks by bytes.
+        parsed: whether a file has only texts, in which numbers have to be parsed.
+        varies: whether records may have different columns.
+        lists: whether a single value is stored as a list of one.
+        at_once: approximate number of records per block; 0 if blocks are limited only by bytes.
     """
 
     parsed = False
@@ -121,7 +121,7 @@ class Reader(ABC):
 
     @abstractmethod
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return ranges of about `size` bytes, in order, that can be read independently."""
+        """Return ranges of about `size` bytes, in order, which can be read independently."""
 
     @abstractmethod
     def rows(
@@ -130,6 +130,6 @@ class Reader(ABC):
         """Yield the records of a piece; raises `UserError`."""
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the row of a record as an editor shows it, from 1."""
+        """Return the row number of a record as an editor shows it, from 1."""
         del path
         return piece.start + number + 1
