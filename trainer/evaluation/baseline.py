@@ -26,7 +26,7 @@ _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """The first `count` examples, with the model's outputs or with these; see `Examples`."""
+    """The first `count` examples; `outputs`, if set, replaces the outputs of the model."""
 
     examples: Examples
     count: int

@@ -81,7 +81,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
 
 
 def _negate(outputs: Any, names: Collection[str]) -> Any:
-    """Negate the logits of outputs for which the champion has the other positive class."""
+    """Negate the logits of outputs whose positive class is the champion's negative class."""
     if isinstance(outputs, Mapping):
         return {n: _negate(each, {""} if n in names else ()) for n, each in outputs.items()}
     return np.concatenate([-outputs[:, :1], outputs[:, 1:]], axis=1) if names else outputs
@@ -108,7 +108,7 @@ def compare_champion(
 ) -> dict[str, Any]:
     """Return the champion's metrics, and the paired comparison with it.
 
-    `judges` check whether the champion was trained on the test examples.
+    `judges`, if given, check whether the champion was trained on the test examples.
     """
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}

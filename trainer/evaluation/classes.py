@@ -1,13 +1,13 @@
 """Checks that a model still recognizes every class that the champion recognizes.
 
 The champion recognizes a class if its recall is significantly above chance. The model keeps the
-class if its recall is at most the margin lower, according to Tango's interval. Each class is tested
-at the full confidence. Because all classes must be kept, this does not make it easier for a model
-that loses one to pass.
+class if its recall is lower by at most the margin, according to Tango's interval. Each class is
+tested at the full confidence. Because all classes must be kept, testing many classes does not make
+it easier to pass for a model that loses one.
 
-A class is judged only if it has enough examples: of 100 models that are as good as the champion, at
-most 20 may be refused because of any judged class (Bonferroni). Any other class counts as lost only
-if the loss is significant in McNemar's exact test, at a level that is divided among all classes.
+A class is judged only if it has enough examples: of 100 models as good as the champion, the tests
+of all judged classes together may refuse at most 20 (Bonferroni). Any other class counts as lost
+only if the loss is significant in McNemar's exact test, at a level divided among all classes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FEW = 1e-9
 class _Answers(NamedTuple):
     """One entry per label: class, example, whether each model recognizes it, and weight.
 
-    `guessed` is by class the weight of the champion's predictions, and `total` their total weight.
+    `guessed` is the weight that the champion predicts as each class, and `total` the total weight.
     """
 
     classes: Array
@@ -154,7 +154,7 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
-    """Return whether each class can be judged and is lost; the level is divided by `classes`."""
+    """Return whether each class can be judged and is lost, at a level shared by `classes`."""
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
@@ -188,9 +188,9 @@ def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, A
 
 
 def _equal_model_bounds(each: Recalls, confidence: float, classes: int) -> Floats:
-    """Return bounds for models that are as good as the champion, in an unlucky case.
+    """Return the bounds that a model as good as the champion gets in an unlucky case.
 
-    The models are assumed to make half of their errors independently.
+    Both models are assumed to make half of their errors independently.
     """
     # Add two pseudo-examples, one of them recognized, because no recall is certainly 1 (Agresti).
     share = (each.worth * each.champion + 1) / (each.worth + 2)

@@ -47,12 +47,12 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 
 #: Confidence of the test against the constant: 1 of 200 uninformative models passes.
 CONFIDENCE = 0.995
-# Number of permutations. The second-highest value of them is the quantile at this confidence.
+# Number of permutations, whose second-highest value is the quantile at this confidence.
 _SHUFFLES = 399
 # Limits for a permutation: the maximum numbers of examples and of label values, and the minimum
 # number of examples.
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
-# If the mean is higher above the constant, in standard deviations, this is not due to chance.
+# A mean that is this many standard deviations above the constant is not due to chance.
 _FAR = 3
 _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def compare_constant(
         # A metric without a direction has no best value.
         return {"answer": "", "metrics": values, "paired": None}
     if value is not None and mine is not None and math.isclose(value, mine):
-        # The sums may have been added in another order; treat a rounding error as equality.
+        # Sums in another order differ by rounding errors, which are not a real difference.
         value = mine
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
@@ -79,8 +79,7 @@ def compare_constant(
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
-        # If examples are grouped, groups must stay together, and permutations of examples are
-        # invalid.
+        # Grouped examples must stay together, and therefore cannot be permuted.
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
@@ -211,7 +210,7 @@ def compare_shuffled(
     gain = mine - max(constant, float(values.mean()))
     # The sample may be smaller than the split, and chance differences shrink with the size.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # The test statistic of a sample says too little about the whole split.
+    # The test statistic of a sample is not sufficient evidence for the split.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:

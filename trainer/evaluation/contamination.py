@@ -1,7 +1,7 @@
 """Contamination of the test split: how many test examples the model was trained on.
 
-Examples are compared by the hashes of their inputs, which each dataset stores: all hashes if there
-are at most 65,536 distinct ones, else a uniform sample that is the same for all datasets. If a
+Examples are compared by the hashes of their inputs, which each dataset stores. If there are more
+than 65,536 distinct hashes, it stores a uniform sample, which is the same for all datasets. If a
 model was warm-started, it was also trained on the data of its initial weights.
 """
 
@@ -40,7 +40,7 @@ class Judges:
             return None
 
     def remarks(self, checkpoint: str) -> list[str]:
-        """Return remarks on why a checkpoint's metrics on this dataset are too optimistic."""
+        """Return remarks on why a checkpoint's metrics on this dataset may be too good."""
         fields, lines = _read_fields(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
         limit = self.limits.limit("leakage")

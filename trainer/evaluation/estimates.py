@@ -47,7 +47,7 @@ class Metric:
 
     @classmethod
     def make(cls, objective: Objective, examples: Examples, name: str) -> Metric:
-        """Find the state of a metric by the metric's name."""
+        """Create the metric with this name, and find its state."""
         total = np.asarray(sum(objective.sums(part) for part in examples.parts()))
         states = (each for each in objective.states if each.values(total).get(name) is not None)
         return cls(objective, examples, name, next(states, None))

@@ -1,9 +1,9 @@
 """Evaluates a checkpoint on the whole test split.
 
 The evaluation is published as `metrics.json`, `curves.json`, `predictions/*.npy` (`label`,
-`output`, `weight` and `champion_output` in dataset order; with several targets, their names are
-appended) and `worst/*.png` (the examples with the highest losses). Predictions are written to disk
-batch by batch, so that the memory needed does not grow with the number of examples.
+`output`, `weight` and `champion_output` in dataset order, with a file per target if there are
+several) and `worst/*.png` (the examples with the highest losses). Predictions are written to disk
+batch by batch, so that memory use does not grow with the number of examples.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ refused rather than passed.
 
     shares   for fractions of correct answers: Tango's score interval of paired counts (1998,
              Statistics in Medicine 17); at a difference of 0 it is McNemar's test
-    paired   for all other metrics: a t test on the influence of each example on the metric, with
-             differences between both models. For the area under the ROC it is the test of DeLong,
+    paired   for all other metrics: a t test on the differences between both models in the influence
+             of each example on the metric. For the area under the ROC it is the test of DeLong,
              DeLong and Clarke-Pearson (1988, Biometrics 44)
 """
 
@@ -38,7 +38,7 @@ class Compared:
 
 
 class Pairs(NamedTuple):
-    """Numbers of examples, by which of the two models is right."""
+    """The number of examples for each combination of right and wrong predictions."""
 
     both_right: int
     only_challenger_right: int
@@ -91,9 +91,9 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
     """Return Tango's lower bounds of several differences of fractions.
 
     Args:
-        own: the examples that only the challenger gets right, for each difference.
-        other: the examples that only the champion gets right.
-        count: all examples; it may be fractional.
+        own: for each difference, the number of examples that only the challenger gets right.
+        other: the number of examples that only the champion gets right.
+        count: the number of all examples, which may be fractional.
         confidence: the confidence of each bound.
     """
     wanted = special.ndtri(confidence)

@@ -29,7 +29,7 @@ _CHANNELS = (1, 3, 4)
 # Maximum number of values of a column in one part.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Maximum number of distinct strings of a column. Slices list only the most frequent ones.
+# Maximum number of distinct strings of a column. Slices list only the most frequent strings.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
@@ -188,7 +188,7 @@ class Column:
         return max(1, min(MOST_ROWS, _VALUES_AT_ONCE // max(1, math.prod(self._shape))))
 
     def read(self, begin: int, end: int) -> Array:
-        """Return the values of the examples from `begin` up to, not including, `end`."""
+        """Return the values of the examples `begin:end`."""
         # Copy the values, because pages of a memory map would stay in memory.
         found = np.array(np.load(self.path, mmap_mode="r")[begin:end])
         return self._text_values[found] if self._texts else found
@@ -323,7 +323,7 @@ def predict(  # noqa: PLR0913, PLR0917
     champion: Answer | None = None,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
-    """Predict the examples of `labelled_columns`, whose number is finite, and write the outputs.
+    """Predict all batches from `labelled_columns`, which must be finite, and write the outputs.
 
     `count` is called with the number of examples in each batch.
 

@@ -15,12 +15,12 @@ import tensorflow as tf
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# Numbers with more distinct values are divided into quartiles. Of strings with more values, only
-# the most frequent ones have a slice.
+# Numbers with more distinct values are divided into quartiles. If strings have more distinct
+# values, only the most frequent values have a slice.
 MOST_VALUES = 20
 # Maximum number of distinct values to count; values that first occur later get no slice.
 _MOST_COUNTED = 1 << 16
-# Maximum numbers of examples and of outputs in the accumulators: a quarter of a gigabyte.
+# Condense the tallies after this many examples or outputs, which need a quarter of a gigabyte.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
@@ -69,7 +69,7 @@ def _measure(tally: Tally) -> dict[str, Any]:
 
 
 def condensing(examples: Examples, tallies: Sequence[Tally]) -> Iterator[Part]:
-    """Yield the parts of the examples, and call `condense` of the tallies from time to time."""
+    """Yield the parts of the examples, and condense the tallies at regular intervals."""
     rows = numbers = 0
     for part in examples.parts():
         yield part

@@ -1,9 +1,9 @@
 """The decision threshold for the positive class, chosen on the validation split.
 
-The threshold maximizes the weighted F1 of the positive class. If several do, the one closest to 0.5
-is used. It lies midway between two probabilities, so that rounding differences between exported
-forms of the model do not change decisions. It is 0.5 if all probabilities are equal, if one of the
-classes has no examples, or if there are no examples.
+The threshold maximizes the weighted F1 of the positive class. If several thresholds do, the closest
+to 0.5 is used. It lies midway between two probabilities, so that rounding differences between
+exported forms of the model do not change decisions. It is 0.5 if all probabilities are equal, if
+one of the classes has no examples, or if there are no examples.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
 
 
 def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
-    """Return the probability above which F1 is highest; None if all probabilities are equal.
+    """Return the threshold with the highest F1; None if no threshold divides the examples.
 
     Args:
         positive: whether each example is positive.
@@ -110,7 +110,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # Consider the last of equal probabilities, except the lowest, below which there is none.
+    # Consider only the last of equal probabilities. The lowest has no lower neighbor.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None
@@ -123,6 +123,6 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
 
 def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
-    """Return the thresholds of an exported model's outputs; 0.5 if its version stored none."""
+    """Return the thresholds of an exported model's outputs; 0.5 if its manifest has none."""
     said = map_outputs(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

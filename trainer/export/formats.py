@@ -1,6 +1,6 @@
 """The formats of an exported model: how to write each, load it from disk, and call it.
 
-TensorFlow Lite converts a serving function, with floats or 8-bit integers.
+For TensorFlow Lite, a serving function is converted, with floats or 8-bit integers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Format:
         path: the path of the file, relative to the model's folder; empty for the SavedModel, whose
             path `format_path` returns.
         write: writes a model to a path; the last argument is calibration examples by feature.
-        read: returns a predictor for each way to call the model, which must give equal predictions.
+        read: returns a predictor for each way to call the model; all must predict the same.
         tolerance: the largest allowed difference of an answer from the original.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
             worse its main metric may be.

@@ -31,7 +31,7 @@ _MOST_NAMES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The configuration, and the URIs of what the card describes."""
+    """The configuration, and the URIs of the artifacts that the card describes."""
 
     config: Config
     dataset: str
@@ -98,6 +98,6 @@ def template() -> jinja2.Template:
 
 
 def _cell(text: object) -> str:
-    """Escape a text for a table cell, so that it ends no cell and creates no link or tag."""
+    """Escape a text, so that it can neither end its table cell nor create a link or tag."""
     plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)

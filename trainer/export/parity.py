@@ -88,10 +88,10 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     """Write every format to `folder`, load it, and compare its answers with the original's.
 
     Returns:
-        `examples`, their number, and `formats` by name. A format has `max_difference` (see
-        `largest_difference`) and the allowed `tolerance`. A quantized format also has the main
-        `metric`, its `value`, the `original` value for the same number of `examples`, and how much
-        it has `lost`.
+        `examples`, the number of examples, and `formats` by name. A format has `max_difference`
+        (see `largest_difference`) and the allowed `tolerance`. A quantized format also has the main
+        `metric`, its `value`, the `original` value, the number of `examples` for both, and how much
+        the value has `lost`.
 
     Raises:
         UserError: a format cannot be written or loaded, or its answers differ.
@@ -99,7 +99,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # This removes unused rows from the model, so the expected answers were computed before.
+    # Keep only rows in use. The expected answers must be computed before this call.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
@@ -155,8 +155,8 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
 def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
     """Raise `ConfigError` if a model cannot be written in a format and then called.
 
-    Because an untrained model may predict anything, only large differences count, and for TFLite
-    none.
+    An untrained model may predict anything. Therefore only large differences are errors, and none
+    are for TFLite.
     """
     expected = subject.answers(examples)
     for ask in _write_form(name, FORMATS[name], subject, path, examples):
@@ -242,7 +242,7 @@ Fresh = subprocess.Popen[str]
 
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
-    """Start a process, which will load and call the model in `folder`."""
+    """Start a process that will load and call the model in `folder`; kill it at the end."""
     # Isolated mode ignores this folder and PYTHONPATH, so that the process cannot import Flotilla.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(

@@ -28,7 +28,8 @@ _OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
 # An image has two sides, and may have channels: 1 for gray, 3 for RGB, 4 for RGBA.
 _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
-# An embedding table of numbers has a row for each number up to the largest.
+# An embedding table of numbers has a row for each number up to the largest. It may have this many
+# rows, or this multiple of the distinct numbers.
 _FEW_ROWS, _SPARSE = 100_000, 10
 # Patterns of the names of id columns, and words in the names of users' and items' ids.
 _ID = re.compile(
@@ -87,7 +88,7 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
 
 
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
-    """Choose the model for inputs, given the kind of each by name.
+    """Choose the model for inputs, given their kinds by name.
 
     `may_match` says whether the target is a number or one of two classes.
     """

@@ -36,9 +36,10 @@ def mlp(
 
 
 def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
-    """Return a linear layer on `x` [n, units] for each output of the task, by name.
+    """Apply a linear layer to `x` [n, units] for each output of the task.
 
-    `named` is passed to `keras.layers.Dense`.
+    Return a tensor, or a mapping by name if there are several outputs. `named` is passed to
+    `keras.layers.Dense`.
 
     Raises:
         ConfigError: an output has no fixed size.
@@ -139,7 +140,7 @@ class Augmentation(keras.layers.Layer):
     """
 
     def build(self, shape: Any) -> None:
-        """Create the layers, with seeds for their random changes."""
+        """Create the layers, each with its own random seed."""
         layers = keras.layers
         # Continue the edge of an image outwards, because its background may have any color.
         self.steps = [

@@ -1,9 +1,9 @@
 """`.keras` files that consist of Keras's own classes, so that any Keras can read them.
 
-A layer of this package has a method `plain` if Keras's layers and operations compute the same
-function of symbolic tensors. Layers that it creates contain copies of the values; all others are
-shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes of
-this package, as in earlier versions. Keras finds them if their modules have been imported.
+A layer of this package has a method `plain` if Keras's own layers and operations can replace it;
+the method applies them to symbolic tensors. New layers contain copies of the values, and all others
+are shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes
+of this package, as in earlier versions. Keras finds them if their modules have been imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def write(model: keras.Model, path: Path) -> None:
 def read(path: Path) -> keras.Model:
     """Read a model without its loss from a file of this or an earlier version.
 
-    Errors of Keras are not converted.
+    Keras's errors are not converted to `UserError`.
     """
     for place in MODELS.values():
         importlib.import_module(place.partition(":")[0])
@@ -75,7 +75,7 @@ def plain_model(model: keras.Model) -> keras.Model:
         with inputs_by_feature():
             outputs = model._run_through_graph(model._inputs, call_fn=_call)
             return keras.Model(model._inputs_struct, outputs, name=model.name)
-    # A layer may be called twice, or have a value that Keras's layer does not accept.
+    # A layer may be called more than once, or have a value that Keras's layer does not accept.
     except (ValueError, TypeError) as error:
         _log.info("loading the Keras file of the model requires its classes: %s", error)
         return model

@@ -41,7 +41,7 @@ class Normalization(keras.layers.Layer):
             left = (ops.cast(x, "float32") - self.mean.astype("f4")) / self.std.astype("f4")
         return ops.cast(left, self.compute_dtype)
 
-    #: Used in Keras files, which must not need code of this package.
+    #: Replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def _whole(self, x: Any) -> Any:

@@ -41,7 +41,7 @@ _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 def report_bad_input() -> Iterator[None]:
     """Convert a failed assertion in a model's graph, on any machine, to a `UserError`.
 
-    TensorFlow's own message has many repetitions, and the stack traces of all tasks.
+    TensorFlow's own message repeats the assertion, with the stack traces of all tasks.
     """
     try:
         yield
@@ -113,7 +113,6 @@ def _build(
 
 
 def _is_input_clash(error: ValueError, spec: InputSpec) -> bool:
-    """Return whether Keras refuses a layer that has the name of an input."""
     twice = _TWICE.search(str(error))
     several = isinstance(spec.shape, Mapping) and not spec.inputs_apart
     return bool(several and twice and twice[1] in map(layer_name, spec.names))
@@ -197,7 +196,8 @@ def _unreadable(model: keras.Model) -> str:
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
         # A user's layers may raise anything.
         except Exception as error:
-            # The message of Keras contains the specific error after those of the enclosing objects.
+            # Keras's message contains the errors of the enclosing objects before the specific
+            # error.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"

@@ -1,7 +1,7 @@
 """Inputs and outputs of a model, and checks of `model.args`.
 
-The configuration does not know the arguments of each model, so that models check their own
-arguments with these functions.
+The configuration does not know the arguments of each model, so models check them with these
+functions.
 """
 
 from __future__ import annotations
@@ -101,9 +101,8 @@ class InputSpec:
 
     `names` are the input features, and `targets` the features to predict. `in_units` are the
     targets whose outputs are in the units of the label. `classes` has the number of classes of
-    inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` return
-    what has been learned about a feature from the training split; these constants are exported with
-    the model.
+    inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` use the
+    statistics of a feature in the training split, which are exported as constants of the model.
 
     Names may have any characters; `layer_name` converts them to layer names. An input layer has the
     name of its feature, unless that is the name of another layer of the model. In this case
@@ -271,8 +270,8 @@ def _frequent(counts: Mapping[str, int], most: int, least: int = 1) -> list[str]
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     """Return the only Keras input and its value as a float tensor, for built-in models.
 
-    Bytes are scaled to 0..1, and other numbers are only cast. The layers have names that no layer
-    of a user has, because Keras refuses duplicates.
+    Bytes are scaled to 0..1, and other numbers are only cast. The layers have names that a user
+    would not choose, because Keras refuses duplicate names.
 
     Raises:
         ConfigError: the dataset has several inputs, or its input is not numeric.

@@ -2,9 +2,9 @@
 
 A number is encoded by its position between the quantiles of the training examples, and a separate
 layer maps the code to several units (piecewise linear encoding: Gorishniy et al. 2022, "On
-Embeddings for Numerical Features in Tabular Deep Learning"). Thus the effect of a number may rise
-and fall, as in a decision tree, and outliers have a limited effect. Missing numbers are marked.
-Classes and repeated strings have embedding rows. Other strings are bags of words
+Embeddings for Numerical Features in Tabular Deep Learning"). Therefore a unit may rise and fall
+along a column, as in a decision tree, and outliers have a limited effect. Missing numbers are
+marked. Classes and repeated strings have embedding rows. Other strings are bags of words
 (`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
 convolutions, with mean and maximum pooling over its positions; padding is ignored.
 """
@@ -29,10 +29,10 @@ from flotilla.trainer.runtime.errors import ConfigError
 # The rank of a sequence of vectors (length and size), the number of convolution layers, and their
 # kernel size.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# The units for each number, and their maximum for all numbers together.
+# Number of units for each number, and the maximum for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# Takes the inputs, a name and its tensor, and returns arrays [n, units].
+# A function of the inputs, a name and its tensor, which returns arrays [n, units].
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
@@ -88,7 +88,7 @@ def network(  # noqa: PLR0913
     pieces: int,
     of_sequence: OfSequence | None = None,
 ) -> keras.Model:
-    """Return a model of all inputs together; `of_sequence` encodes those that are sequences."""
+    """Return a network on all inputs together; `of_sequence` encodes those with sequences."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)
@@ -142,7 +142,7 @@ class KnownPlaces(keras.layers.Layer):
             last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
         return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
 
-    #: Used in Keras files, which must not need code of this package.
+    #: Replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
@@ -171,7 +171,7 @@ class Places:
         self.bags: list[Any] = []
 
     def of(self, name: str, x: Any) -> list[Any]:
-        """Encode an input for the first layer."""
+        """Return the encoding of an input for the first layer."""
         shape = tuple(x.shape[1:])
         if shape and self._of_sequence:
             return self._of_sequence(self, name, x)

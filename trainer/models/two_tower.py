@@ -10,16 +10,16 @@ popularity of the item and the activity of the user.
 
 `two_tower_ranker` retrieves and ranks: it returns vectors for a search, and the logit of a click.
 Its towers also use attributes, such as the segment of a user; if an id has no row, only they are
-used. The last element of an item's vector is its popularity, and that of a user's vector is 1. The
-model is trained with two losses:
+used. The last element of an item's vector is its popularity; the last element of a user's vector is
+1. The model is trained with two losses:
 
     click        the binary cross entropy of the logit, from the task `recommendation`. The logit
                  is the dot product of both vectors, plus the output of a small network
     retrieval    for each click, a softmax over the items of the whole batch, with the dot products
                  of the vectors as scores. Popular items are sampled more often, which is corrected
                  by subtracting the logarithm of the popularity from the scores. The feature
-                 `popularity` is the number of times an item was shown on the previous day. It is
-                 also an input of the item's tower, which thereby recognizes new items
+                `popularity` is the number of times an item was shown on the previous day. It is
+                 also an input of the item's tower, so that the tower recognizes new items
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 # estimate.
 _NEARLY = 0.95
 # A table of numbers has a row for each number up to the largest. It may have this many rows, or
-# this multiple of the used ones.
+# this multiple of the distinct numbers.
 _MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
@@ -58,19 +58,19 @@ def two_tower(  # noqa: PLR0913
     shards: int = 2,
     unknown: str = "error",
 ) -> keras.Model:
-    """Return a model of the score of two ids, or of the logits `[0, score]` of "no" and "yes".
+    """Return a model whose output is the score of two ids, or `[0, score]` for two classes.
 
     Args:
         spec: two ids as inputs, and one or two logits as output.
-        rows: by input feature, the rows of its table, which is one more than the largest id. If
+        rows: by input feature, the number of rows in its table: its largest id plus 1. If
             neither `rows` nor `tables` is given, table sizes are taken from the training split, ids
             may be strings, and unknown ids share one row.
-        tables: by feature with a growing table, arguments of `EmbeddingTable`: `capacity`, and
+        tables: by feature with a growing table, arguments for `EmbeddingTable`: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Ids in growing
             tables may be any integers or strings.
         dimension: the size of a row, and of a tower's vector.
         hidden_units: the sizes of the ReLU layers in each tower.
-        shards: the number of variables per table, at most one on each parameter server.
+        shards: the number of variables per table, which may be on different servers.
         unknown: how to treat an id outside of its table: "error", or "wrap" for `id mod rows`.
     """
     tables_of = _tables(spec, rows, tables)
@@ -239,7 +239,7 @@ class FoundAndRanked(keras.layers.Layer):
         """Return the logit, the user's vector and the item's vector [n, 1 + 2 size]."""
         return keras.ops.concatenate(list(given), axis=1)
 
-    #: Used in Keras files, which must not need code of this package.
+    #: Replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def get_config(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class FoundAndRanked(keras.layers.Layer):
         return {**super().get_config(), **own}
 
     def loss(self, x: Mapping[str, Any], y: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return the softmax loss, averaged over the clicks of a batch by weight."""
+        """Return the weighted mean of the softmax loss over the clicks of a batch."""
         width = (outputs.shape[-1] - 1) // 2
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
@@ -310,11 +310,11 @@ def two_tower_ranker(  # noqa: PLR0913
     shards: int = 2,
     retrieval: float = 1.0,
 ) -> keras.Model:
-    """Return a model of the logit and both vectors, for the task `recommendation`.
+    """Return a model that outputs the logit and both vectors, for the task `recommendation`.
 
     Args:
         spec: inputs that are ids and attributes of users and items: integers or strings.
-        tables: by id and attribute feature, arguments of `EmbeddingTable`: `capacity`, and
+        tables: by id or attribute feature, arguments for `EmbeddingTable`: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature with the id of the user.
         item: the feature with the id of the item.
@@ -324,7 +324,7 @@ def two_tower_ranker(  # noqa: PLR0913
         dimension: the size of a row, and of a tower's vector without its last element.
         hidden_units: the sizes of the ReLU layers in each tower.
         ranking_units: the sizes of the ReLU layers in the network on both vectors.
-        shards: the number of variables per table, one on each parameter server.
+        shards: the number of variables per table, which may be on different servers.
         retrieval: the weight of the retrieval loss; 0 disables it.
     """
     names = {user: _names("user_attributes", user, user_attributes)}

@@ -57,7 +57,7 @@ def _make_distinct(values: Sequence[str]) -> list[str]:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Converts strings of any shape to integers: 0 for unknown strings, known ones from 1 on.
+    """Converts strings of any shape to integers: 0 if unknown, and from 1 on if known.
 
     Leading and trailing spaces are ignored.
     """

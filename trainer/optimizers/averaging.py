@@ -57,7 +57,7 @@ def _pairs(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
 
 
 def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[str]) -> None:
-    """Set each average among `variables` that was not restored to the value of its variable."""
+    """Set the averages that were not restored to the values of their variables."""
     for average, variable in _map_paths(variables).items():
         if average not in restored:
             with tf.device(variables[average].device):

@@ -51,7 +51,7 @@ class _Kernel(ABC):
 
     @abstractmethod
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
-        """Return the scalars that all variables share in an update."""
+        """Return the scalars of an update, which are the same for all variables."""
 
     @abstractmethod
     def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:

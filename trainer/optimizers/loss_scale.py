@@ -1,8 +1,8 @@
 """The loss scale for float16, which prevents gradients from underflowing to zero or overflowing.
 
 The loss is multiplied by the scale, and its gradient is divided by the scale (Micikevicius et al.
-2018, "Mixed Precision Training", section 3.2). The rule is that of Keras's `LossScaleOptimizer`:
-halve the scale if a gradient is not finite, and double it after `GROWTH` finite gradients.
+2018, "Mixed Precision Training", section 3.2). As in Keras's `LossScaleOptimizer`, the scale is
+halved if a gradient is not finite, and doubled after `GROWTH` finite gradients.
 
 Keras skips a step whose gradient is not finite. Here the gradient is computed again for the same
 batch with half the scale, so that no batch and no step is skipped.
@@ -28,7 +28,7 @@ MOST_HALVINGS = 64
 
 
 class _Value(NamedTuple):
-    """A variable in the form that Keras's have. `join` merges its values on several towers."""
+    """A variable with Keras's attributes; `join` merges its values on several towers."""
 
     value: tf.Variable
     path: str
@@ -53,7 +53,7 @@ class LossScale:
 
     @property
     def variables(self) -> list[_Value]:
-        """The variables, in the order in which they follow a model's state."""
+        """The variables, in the order that `wrap` expects at the end of a model's state."""
         # If a scale is too large for one tower, all must use a lower one.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [

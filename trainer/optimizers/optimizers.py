@@ -57,7 +57,7 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the configured optimizer with its schedule, or the model's; raises `ConfigError`."""
+    """Return the configured or the model's own optimizer; raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
         optimizer = _clone(accept_compiled(training, of_model))
     else:
@@ -220,7 +220,7 @@ class Warmup(Schedule):
     """Rises linearly from `rate / steps` to `rate`, and then follows `after`."""
 
     def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
-        """Store the learning rate and schedule to reach after `steps` global steps."""
+        """Store the length of the warm-up, the learning rate at its end, and what follows."""
         self._after = after
         self._rate = rate
         self._steps = steps
@@ -234,5 +234,5 @@ class Warmup(Schedule):
         return tf.where(done < self._steps, rising, after)
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments, which Keras requires of every schedule."""
+        """Return the arguments, as Keras requires of every schedule."""
         return {"after": self._after, "rate": self._rate, "steps": self._steps}

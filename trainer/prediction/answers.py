@@ -33,7 +33,7 @@ Columns = dict[str, pa.Array]
 
 
 def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
-    """Return the columns for the predictions of a batch; `lengths` are those of its examples."""
+    """Return the columns for the predictions of a batch, with examples of these lengths."""
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}

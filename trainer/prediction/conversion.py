@@ -25,7 +25,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 
 @dataclass(frozen=True)
 class Converted:
-    """The values of an input by row, which rows have an invalid value, and the reason by row."""
+    """The values of an input, and for each row whether its value is invalid, and why."""
 
     values: Sequence[Any] | NDArray[Any]
     bad: NDArray[np.bool_]

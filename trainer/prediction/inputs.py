@@ -267,7 +267,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the requested batch size, or the default, but at most 64 MiB of inputs."""
+    """Return the requested batch size, or the default one, limited to 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
@@ -278,7 +278,7 @@ class SplitExamples(Examples):
     """The examples of one split of a dataset."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """Open the given dataset, or the one on which the model was trained.
+        """Open the given dataset, or the dataset on which the model was trained.
 
         Raises:
             UserError: the dataset is missing, or has no such split or input.

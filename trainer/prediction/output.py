@@ -41,7 +41,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, table: pa.Table) -> None:
-        """Append rows; raises `UserError` if their types differ from those of earlier rows."""
+        """Append rows; raises `UserError` if their types differ from earlier rows."""
 
     def close(self) -> None:
         """Write buffered rows, but leave the file open."""

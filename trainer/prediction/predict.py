@@ -1,9 +1,8 @@
 """Predicts data of any size with an exported model, and writes one row per example.
 
-The memory needed does not grow with the number of rows, because files are read and rows written
-batch by batch. Prediction runs in a separate process, so that only this process imports TensorFlow.
-Request, events and summary are passed in files, so that TensorFlow's messages do not mix with the
-rows.
+Memory use does not grow with the number of rows, because files are read and rows written batch by
+batch. Prediction runs in a separate process, so that only this process imports TensorFlow. Request,
+events and summary are passed in files, so that TensorFlow's messages do not mix with the rows.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: In place of an output path: write rows to standard output.
+#: The value of `output` that writes rows to standard output.
 STANDARD_OUTPUT = "-"
-#: In `columns`: all columns of the files.
+#: The value of `columns` that copies all columns of the files.
 ALL = "*"
 
 
@@ -22,7 +22,7 @@ class Request:
         output: absolute path, or `STANDARD_OUTPUT`.
         form: format of the output: csv, jsonl or parquet.
         columns: columns of the data to copy to the output; `ALL` for all.
-        batch_size: number of examples per batch; 0 to use that of the model's evaluation.
+        batch_size: number of examples per batch; 0 for the batch size of the model's evaluation.
         skip_bad: whether to skip unreadable rows.
     """
 

@@ -1,4 +1,4 @@
-"""The page of a sweep: the objective by each searched key, and a table of the trials."""
+"""The page of a sweep: charts of the objective by searched key, and a table of the trials."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _shade(trials: Sequence[Trial], objective: Objective) -> dict[int, int]:
 
 
 def _find_ends(trials: Sequence[Trial], objective: Objective) -> list[float]:
-    """Return the worst and the best value."""
     values = [each.last.value for each in trials if each.last and math.isfinite(each.last.value)]
     return sorted(values, key=objective.rank, reverse=True)[:: max(len(values) - 1, 1)]
 

@@ -148,7 +148,7 @@ def _choose_value(value: Any, usual: Any) -> Any:
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of all different trials; raises `ConfigError`."""
+    """Return the settings of all trials, without duplicates; raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -189,7 +189,7 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return trials for each value or range end, with the first values of all other keys."""
+    """Return a trial for each value or range end, with the first values of the other keys."""
     ends = {
         key: [format_setting(values, each) for each in _ends(values)]
         for key, values in space.keys.items()

@@ -38,7 +38,7 @@ from flotilla.trainer.sweeps.sweep import (
 FILE = "sweep.journal"
 #: The state file of earlier versions, which cannot be resumed.
 OLD_FILE = "sweep.json"
-# Maximum number of initial trials that TPE samples at random; a quarter of all trials if lower.
+# Maximum number of initial trials that TPE samples at random; otherwise a quarter of all trials.
 _MOST_RANDOM = 10
 _PLAN, _END, _TRIAL = "plan", "end", "trial"
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -48,7 +48,7 @@ class Study:
     """A running sweep. All methods raise `UserError` if the journal cannot be written."""
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
-        """Create the planned sweep, or continue the one in the folder; raises `ConfigError`."""
+        """Create the planned sweep, or continue the sweep in the folder; raises `ConfigError`."""
         self.folder, self.workdir, self._path = folder, folder.parent, folder / FILE
         self._lock = _lock(folder)
         try:
@@ -193,8 +193,7 @@ def read(folder: Path) -> Sweep:
 
 
 def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    # The direction is that of the sweep's objective, because the trials' main metric is not known
-    # yet.
+    # The direction of the trials' main metric is not known yet; `Study._sign` corrects for it.
     is_higher = plan.objective.better == "higher"
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)

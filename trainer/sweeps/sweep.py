@@ -144,7 +144,7 @@ class Sweep:
 
     @property
     def compared_by(self) -> Objective:
-        """The objective; if it has no metric, that of the trials. Raises `ConfigError`."""
+        """The objective, or the trials' objective if no metric is set; raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
@@ -179,7 +179,7 @@ class Sweep:
         return config.model_copy(update={"training": training})
 
     def add_result(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
-        """Return the trial with the result on a rung, which is taken from its metrics.
+        """Return the trial with its result on a rung, which is read from its metrics.
 
         `main` is the metric that selected the trial's checkpoint; None if it is unknown. Raises
         `ConfigError` if the metric was not measured.
@@ -256,7 +256,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or that of the trials if it has no metric; raises `ConfigError`."""
+    """Return the objective, or the trials' objective if it has no metric; raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -324,7 +324,7 @@ def count_on_rung(rung: int, trials: int) -> int:
 
 
 def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
-    """Return the trials that finished a rung, best first; ties are in numerical order."""
+    """Return the trials that finished a rung, best first; ties are ordered by number."""
     found = [(result.value, each) for each in trials if (result := each.get_result(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 

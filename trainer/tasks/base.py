@@ -1,13 +1,13 @@
 """The interface of a learning task.
 
-A task defines the loss, the metrics, the meaning of a model's outputs, and their report. Each
-subclass is one kind of task; the other packages work with any of them.
+A task defines the loss, the metrics, the meaning of a model's outputs, and what a report shows.
+Each kind of task is a subclass; other packages only use this interface.
 
-A model's results have three forms, each computed from the one before:
+A model's results have three forms, each computed from the previous form:
 
-    outputs      what the model returns: logits of a classifier, numbers of a regression;
-                 of a model whose loss takes probabilities, the logits of what it returns
-    predictions  what metrics take: probabilities, or the numbers
+    outputs      what the model returns: logits for a classifier, numbers for a regression. If the
+                 model returns probabilities, their logits
+    predictions  what metrics accept: probabilities, or the numbers
     answers      what an exported model returns: named columns
 """
 
@@ -86,15 +86,15 @@ class Examples(Protocol):
         """Yield all examples in parts that fit into memory. It may be called repeatedly."""
 
 
-#: Maps an order of the labels to a metric and the test statistic of a permutation test.
+#: Maps a permutation of the labels to a metric and the statistic of a permutation test.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """A prediction that ignores the inputs: a description, and the outputs for one example.
+    """A prediction that ignores the inputs.
 
-    If `make` is set, it computes the outputs of a part from columns and training statistics
-    instead.
+    `answer` describes it, and `outputs` are those for one example. If `make` is set, it computes
+    the outputs of a part instead, from columns and training statistics.
     """
 
     answer: str
@@ -169,7 +169,7 @@ class Tally:
         """Add the examples of a part."""
 
     def condense(self) -> None:
-        """Free memory, if many examples have been added."""
+        """Reduce memory use, if many examples have been added."""
 
     def result(self) -> dict[str, Any]:
         """Return `metrics` and `intervals` by name, and possibly other keys of `Task.details`."""
@@ -228,7 +228,7 @@ class Task(ABC):
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Store the target; a subclass may accept `task.args`, and raise `ConfigError`."""
+        """Store the target; subclasses may check it, and accept `task.args`."""
         self.target = target
 
     @property
@@ -261,12 +261,12 @@ class Task(ABC):
 
     @property
     def unit(self) -> str:
-        """The column that groups dependent examples, such as those of a query; "" if none."""
+        """The column that groups dependent examples, such as queries for a ranking; "" if none."""
         return ""
 
     @abstractmethod
     def loss(self) -> keras.losses.Loss:
-        """Return the loss, a function of labels and outputs."""
+        """Return the Keras loss, which compares labels with outputs."""
 
     def loss_labels(self, labels: Any) -> Any:
         """Convert labels to the units of the outputs, for a loss that the user chose."""
@@ -357,8 +357,8 @@ class Task(ABC):
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the results of an evaluation other than its metrics, as plain data.
 
-        If it returns `metrics` or `intervals`, they are added to those of `metrics()`. The report
-        draws `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
+        Entries `metrics` and `intervals` are added to the results of `metrics()`. The report draws
+        `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
         `flotilla.trainer.tasks.classification`), and for any task:
 
             tables   [{"title", "columns": [text], "rows": [[value]]}]
@@ -370,7 +370,7 @@ class Task(ABC):
     def tally(self) -> Tally:
         """Return an empty accumulator for an evaluation, or for one of its slices.
 
-        The metrics of a built-in task's accumulator replace those of `metrics`.
+        For a built-in task, its metrics are used instead of `metrics`.
         """
         return Tally()
 
@@ -394,8 +394,8 @@ class Task(ABC):
     def example_values(self, metric: str, part: Part) -> Floats | None:
         """Return values [n] whose mean is the metric; None if there are none.
 
-        Without them, the metric's state is computed for each example, which takes a hundred times
-        as long.
+        Without them, the metric's state is computed for each example, which is a hundred times
+        slower.
         """
         del metric, part
         return None
@@ -435,7 +435,7 @@ class Task(ABC):
         self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
-        """Check that the last layer returns what the loss expects, logits or probabilities."""
+        """Check that the last layer returns logits or probabilities, as the loss expects."""
         if not self.link:
             return
         if self.from_probabilities and activation in {"linear", "dense"}:

@@ -40,7 +40,7 @@ from flotilla.trainer.tasks.exact.tallies import BinaryTally
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
-# If the fraction of positives in training is lower, the area under the ROC tells little.
+# Below this fraction of positives in training, the area under the ROC is uninformative.
 _RARE = 0.1
 
 
@@ -56,7 +56,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the class names of a target, by default those of 0 and 1; () if unknown."""
+    """Return the class names of a target, by default of 0 and 1; () if they are unknown."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -168,9 +168,10 @@ class BinaryClassification(Sigmoid):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Return a test of an area; the average precision is tested by its mean log rank.
+        """Return a permutation test of an area.
 
-        Otherwise a single positive example that happens to rank first would dominate the test.
+        The average precision is tested by the mean log rank of the positive examples. Otherwise a
+        single one that happens to rank first would dominate the test.
         """
         if metric not in Areas._fields:
             return None
@@ -186,7 +187,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Require one logit per example; for two, tell how to train such a model."""
+        """Require one logit per example; if there are two, explain how to train such a model."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, and {self.name} of {self.target} takes one "

@@ -1,4 +1,4 @@
-"""Classification with several classes, of which each example has one; the label is its number."""
+"""Classification with one of several classes per example; the label is the class number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Classification(Softmax):
             raise ConfigError(f"it needs one whole number per example, the class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # With so few classes, every class is among the top ones.
+            # With so few classes, every class is a top class.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 

@@ -2,8 +2,8 @@
 
 The arguments of `model.compile(...)` are used, except that the strategy decides how many steps run
 in one call and whether they are compiled with XLA. Keras creates the losses and metrics with
-variables at the first batch; here they have no variables. The state of a metric is a range of a
-vector of sums over examples, which `State` describes.
+variables at the first batch; here they have no variables. Instead, `State` describes which range of
+a vector of sums over examples is the state of a metric.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Term(NamedTuple):
 class Measured(NamedTuple):
     """A metric of the output at `path`.
 
-    If `plain`, it receives what the model returns instead of the task's predictions. If `weighted`,
-    it uses example weights. If `own`, it belongs to the task.
+    If `plain` is set, it receives what the model returns instead of the task's predictions. If
+    `weighted` is set, it uses example weights. If `own` is set, it belongs to the task.
     """
 
     path: tuple[Any, ...]
@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state of a metric or of the loss: numbers `begin` to `end` of a vector of sums.
+    """The range `begin:end` of a vector of sums, which is the state of a metric or the loss.
 
     For the loss `measured` is None, and the state is the number of examples and the sum of their
     losses.
@@ -84,14 +84,14 @@ class State:
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
     def next_state(self, measured: Measured) -> State:
-        """Return the state of another metric, stored after this one in the vector."""
+        """Return the state of another metric, which follows this one in the vector."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))
         name = measured.name
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of the metric, which may be several, by name; None if undefined."""
+        """Return the values of the metric by name; there may be several. None if undefined."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}

@@ -17,7 +17,7 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# If the rarest class has less than this fraction of an equal share, accuracy hardly measures it.
+# If the rarest class is less frequent than this fraction of 1 / classes, accuracy ignores it.
 _RARE = 0.2
 #: Logit for a probability of 0 or 1.
 SURE = 20.0
@@ -52,7 +52,7 @@ class Softmax(Task):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
-        """Return the loss of equal probabilities."""
+        """Return the loss if all classes have the same probability."""
         return math.log(max(2, self.num_classes))
 
     def predictions(self, outputs: Any) -> Any:
@@ -91,7 +91,7 @@ class Sigmoid(Task):
         return keras.losses.BinaryCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
-        """Return the loss of probabilities of 1/2."""
+        """Return the loss if all probabilities are 1/2."""
         return math.log(2)
 
     def predictions(self, outputs: Any) -> Any:

@@ -48,7 +48,6 @@ def rows(values: Any) -> tf.Tensor:
 
 class _RowMetric:
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Add a batch."""
         update = super().update_state  # type: ignore[misc]
         return update(rows(y_true), rows(y_pred), sample_weight=sample_weight)
 
@@ -70,12 +69,12 @@ class F1(_RowMetric, keras.metrics.F1Score):
     """Keras's F1 score at a probability threshold."""
 
     def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:
-        """Set the averaging over classes; `micro` counts all classes together."""
+        """Create the metric; the average `micro` counts all classes together."""
         super().__init__(average=average, threshold=threshold, name=name)
 
 
 class SubsetAccuracy(keras.metrics.MeanMetricWrapper):
-    """Fraction of examples whose labels are all predicted correctly, at a threshold of 0.5."""
+    """The fraction of examples whose labels are all predicted correctly (threshold 0.5)."""
 
     def __init__(self) -> None:
         """Create the metric."""
@@ -203,9 +202,9 @@ class Areas(keras.Metric):
 
     Both are computed from histograms of the logits of true and false labels, which resolve small
     probabilities; Keras uses bins of equal width in the probability. Labels in the same bin count
-    as tied, so that the error is at most half of their share. One column has 4096 bins of width
-    0.006, many columns have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A column whose
-    labels are all equal has no area. If no column has one, both metrics are NaN.
+    as tied, which causes an error of at most half of their fraction. One column has 4096 bins of
+    width 0.006, many columns have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A column
+    whose labels are all equal has no area. If no column has one, both metrics are NaN.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
@@ -257,7 +256,7 @@ def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
 
 
 def _scores() -> Any:
-    # Import late, because this loads pandas, takes half a second, and training does not need it.
+    # This import loads pandas and takes half a second, and training does not need it.
     from sklearn import metrics  # noqa: PLC0415
 
     return metrics
@@ -289,7 +288,7 @@ def losses(labels: Labels, logits: Floats) -> Floats:
 
 
 def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
-    """Return for each example whether its class is among the `TOP` most likely ones."""
+    """Return whether the class of each example is among the `TOP` most likely classes."""
     own = logits[np.arange(len(labels)), labels][:, np.newaxis]
     # As in scikit-learn, of two classes with equal logits the later one ranks first.
     later = np.arange(logits.shape[1]) > labels[:, np.newaxis]

@@ -3,8 +3,8 @@
     label     a mapping by target name
     outputs   a mapping by target name, in the form of each task
     loss      the weighted sum of the losses
-    metrics   those of each task, as `<output>_<metric>`
-    answers   those of each task, as `<output>_<column>`
+    metrics   the metrics of each task, as `<output>_<metric>`
+    answers   the answers of each task, as `<output>_<column>`
 
 `task.outputs.<label>.weight` balances the outputs, because losses in different units, such as a
 squared income and a cross entropy, are not comparable.
@@ -172,7 +172,7 @@ class MultiOutput(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return an accumulator that combines those of the tasks."""
+        """Return an accumulator that combines the accumulators of the tasks."""
         return _OutputTally({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:

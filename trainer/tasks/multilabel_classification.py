@@ -107,7 +107,7 @@ class MultilabelClassification(Sigmoid):
         return MultilabelTally(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the class frequencies, all classes, the set with the best F1, and the mode."""
+        """Return class frequencies, all classes, the best set for F1, and the most frequent row."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
         # The micro F1 of always predicting the j most frequent classes is 2 hits / (all + j).

@@ -47,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Look these names up by class: for the name, Keras would create an object, and that starts
-    # TensorFlow's threads. Tasks are forked from a process that has imported this module.
+    # List the classes of these names here. To look up a name, Keras would create an object, which
+    # starts TensorFlow's threads, but tasks are forked from a process that imports this module.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -60,7 +60,7 @@ def _metrics() -> Iterator[tuple[str, Any]]:
         yield from ((each, kind) for each in (name, name.upper()))
 
 
-#: By name: the functions and classes of Keras losses, and the classes of Keras metrics.
+#: The functions and classes of Keras losses, and the classes of Keras metrics, by name.
 LOSSES, METRICS = dict(_losses()), dict(_metrics())
 _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 

@@ -59,7 +59,7 @@ from flotilla.trainer.tasks.task_loss import (
 
 # AutoGraph is slow, and these modules do not need it: they have no loops or branches over tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Number of untraced calls. From the next call on, tracing saves time.
+# Number of calls before the function is traced. If there are more, tracing saves time.
 _UNTRACED = 8
 # Symbolic labels and outputs, for metrics that are created only to check their names.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
@@ -83,7 +83,7 @@ class Objective:
 
         Args:
             task: the task, which also provides the defaults.
-            loss: name of a loss that replaces those of the task and of the compiled model.
+            loss: name of a loss that replaces the losses of the task and the compiled model.
             metrics: names of additional metrics for every output.
             outputs: loss and metrics of single outputs, by output name.
             weights: class weights for training, by output name as in `Task.parts`.
@@ -114,7 +114,7 @@ class Objective:
 
     def _forget(self) -> None:
         """Remove all metrics; they are created again for the next model."""
-        #: Positions in a vector from `totals`: of the loss, then of each metric.
+        #: The ranges of a vector from `totals`: first the loss, then each metric.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
         tasks = (self.task, *self.task.parts.values())
@@ -203,7 +203,7 @@ class Objective:
         return self.compiled.optimizer if self.compiled else None
 
     def attach(self, model: keras.Model) -> keras.Model:
-        """Use this loss in a model, and return the model."""
+        """Set this loss as the loss of a model, and return the model."""
         attach(model, self._loss)
         return model
 
@@ -230,7 +230,7 @@ class Objective:
         return terms
 
     def _bind_task(self, term: Term, last: Any) -> Term:
-        """Assign the task of the output to a loss of the compiled model."""
+        """Return a loss of the compiled model, with the task of its output."""
         part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
@@ -274,7 +274,7 @@ class Objective:
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """The name and direction of the main metric, as a record stores them."""
+        """The main metric and the directions of all metrics, for a record."""
         return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
@@ -291,8 +291,7 @@ class Objective:
             given = cast_outputs(model(inputs, training=False))
             loss = None
             if has_own(model, "compute_loss"):
-                # Discard what the model's own method assigns to variables, because this is not
-                # training.
+                # The model's method may assign variables, which must not change here.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._summed(labels, self.task.outputs(given), weights, loss)
@@ -319,7 +318,7 @@ class Objective:
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics computed from `totals`, without undefined ones."""
+        """Return the metrics computed from `totals`, without undefined metrics."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
@@ -350,8 +349,7 @@ class Objective:
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
-            # Trace once per metric, because tracing for every part would take longer than
-            # computing.
+            # Trace once per metric. Tracing each part would be slower than the computation.
             self._traced_alone[state.name] = tf.function(
                 partial(self._alone, state.measured), reduce_retracing=True
             )
@@ -371,7 +369,7 @@ class Objective:
         return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
     def is_exact(self, measured: Measured) -> bool:
-        """Return whether an evaluation takes a metric from the task's tally instead."""
+        """Return whether an evaluation uses the task's tally instead of this metric."""
         return measured.own and measured.path in self._exact
 
     def tally(self) -> Measuring:
@@ -478,7 +476,7 @@ def _label(target: Target) -> keras.KerasTensor:
 
 
 class Measuring(Tally):
-    """Accumulates examples; the task computes exact metrics, and Keras states give the others."""
+    """Accumulates the exact metrics of a task's tally, and the Keras states of other metrics."""
 
     def __init__(self, objective: Objective) -> None:
         """Create an empty accumulator."""
@@ -494,7 +492,7 @@ class Measuring(Tally):
         self._task.add(part)
 
     def condense(self) -> None:
-        """Free memory, if many examples have been added."""
+        """Reduce memory use, if many examples have been added."""
         self._task.condense()
 
     def result(self) -> dict[str, Any]:

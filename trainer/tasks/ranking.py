@@ -4,9 +4,9 @@
               second class, because it is not always the rarer one
     outputs   scores [n, 1]: logits of "taken"
     loss      binary cross entropy of single examples, so that scores are calibrated
-    metrics   those of `binary_classification`. If `data.group` identifies queries (a search, a
-              page, a user), an evaluation adds ndcg, mrr and query_auc: averages over the queries
-              with a taken item and, for query_auc, an item that was not taken
+    metrics   as in `binary_classification`. If `data.group` identifies queries (a search, a page,
+              a user), an evaluation adds ndcg, mrr and query_auc: averages over the queries with
+              a taken item and, for query_auc, an item that was not taken
     answers   `logit` and `probability`
 
 A query is identified by a number or a string, and its weight is the mean weight of its examples. If
@@ -122,7 +122,7 @@ class QueryTally(Tally):
         self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
 
     def condense(self) -> None:
-        """Free memory of the metrics of examples."""
+        """Reduce the memory that the metrics of examples use."""
         self._examples.condense()
 
     def values(self) -> dict[str, Queries]:
@@ -170,7 +170,7 @@ def measure_queries(
     # By number of taken items, the highest possible gain of a query.
     best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(order)) + 2))])
     gained = np.bincount(ties.query, ties.hits / ties.sizes * ties.discounts, count)
-    # The area is computed from the ranks of taken items; tied items share their mean rank.
+    # Compute the area from the ranks of taken items. Tied items have the same mean rank.
     behind = every[ties.query] - 1 - (ties.ranks + (ties.sizes - 1) / 2)
     pairs = np.bincount(ties.query, ties.hits * behind, count) - taken * (taken - 1) / 2
     weigh = heavy / np.maximum(every, 1)

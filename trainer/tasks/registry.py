@@ -85,7 +85,7 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 
 
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with the positive class of each binary target in second place.
+    """Return the dataset with the positive class of each binary target as class 1.
 
     Only this function decides which class is positive; all other code treats class 1 as positive.
 
@@ -101,7 +101,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
                 f"{key}.positive: {kind} of {target.name!r} has no positive class: leave the key "
                 f"empty{_KEPT}"
             )
-        # Targets that do not have two classes are refused by the task.
+        # The task itself refuses a target that does not have two classes.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -229,7 +229,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Return whether some input has the positions of the label, such as a sequence or an image."""
+    """Return whether an input, such as a sequence or an image, has the label's positions."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
@@ -278,8 +278,8 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
 def find_target(dataset: DatasetSpec, name: str) -> Target:
     """Return the description of a target.
 
-    If the dataset does not declare the number of classes of an integer label, use the number of
-    classes counted.
+    If the dataset does not declare the number of classes of an integer label, use the number that
+    preparation has counted.
     """
     feature = dataset.features[name]
     counts = dataset.target_counts.get(name, {})

@@ -43,8 +43,7 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# Number of values in memory for an exact median. If an example has many values, keep at least
-# `_LEAST` examples.
+# The median is computed from a sample with this many values, but at least this many examples.
 _HELD, _LEAST = 1 << 22, 100_000
 
 

@@ -175,7 +175,7 @@ class SequenceLabelling(Softmax):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the first labels and predictions, and the fraction of correct ones."""
+        """Return the first labels and predictions, and the fraction of correct predictions."""
         true, found = label.ravel(), output.argmax(axis=-1).ravel()
         known = true >= 0
         return {

@@ -35,7 +35,7 @@ class TaskLoss:
     variables: tuple[()] = ()
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        """Store the terms of the loss, which are added."""
+        """Store the terms, whose sum is the loss."""
         self.terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
@@ -52,14 +52,14 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value at an output's path; a value above it applies to all outputs."""
+    """Return the value for an output; a value that is not nested applies to all outputs."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
 
 
 def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Add an axis, so that the loss is computed per label, if weights are given per label."""
+    """Add an axis if labels have their own weights, so that each also has its own loss."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
@@ -100,7 +100,7 @@ def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Arr
 
     Raises:
         ConfigError: the task has no classes, a class is unknown, or a class has no examples. The
-            message begins with `key`.
+            message starts with `key`.
     """
     if not given:
         return None

@@ -77,7 +77,7 @@ def read_model(path: Path, layout: str) -> Callee:
 
 
 class Signature(keras.layers.Layer):
-    """A layer that calls the signature of a SavedModel, with tensors by argument and by output."""
+    """A layer that calls a SavedModel's signature with tensors by argument name."""
 
     def __init__(self, loaded: Any, function: Any) -> None:
         """Store a loaded SavedModel, to keep its variables alive, and the signature to call."""

@@ -44,7 +44,7 @@ def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
 
 
 def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[str, str]:
-    """Return the feature for each argument; raises `UserError` if there is none."""
+    """Return the feature for each argument; raises `UserError` if one has none."""
     if len(takes) == len(spec.inputs) == 1:
         found = dict(zip(takes, spec.inputs, strict=True))
     else:

@@ -27,7 +27,7 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.objective import Objective
 
-# The field that only manifests of programs' checkpoints have.
+# The manifest field that marks the checkpoint of a program.
 PROGRAM = "program"
 
 

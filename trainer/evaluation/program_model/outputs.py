@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Task
 
 AUTO, PROBABILITIES, LOGITS, NUMBERS = "auto", "probabilities", "logits", "numbers"
-# What the values of an output with this name are; empty if the name does not tell.
+# How to interpret the values of an output with this name; empty to infer it from the values.
 _NAMED = {
     "logits": LOGITS,
     "logit": LOGITS,
@@ -55,7 +55,7 @@ class Output:
     swap: bool = False
 
     def convert(self, value: Any) -> Any:
-        """Convert a batch of the output, real or symbolic, to what the task expects."""
+        """Convert a batch of the output, real or symbolic, to the form that the task expects."""
         value = keras.ops.cast(value, "float32")
         wanted, link = self.part.output_shape, self.part.link
         is_pair = wanted == (1,) and bool(link) and tuple(value.shape)[1:] == (_TWO,)
@@ -98,7 +98,7 @@ def match_outputs(
 
 
 def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on how `program.outputs: auto` interpreted the outputs, if needed."""
+    """Return a list with a sentence on how `auto` interpreted the outputs, or an empty list."""
     taken = described.get("program", {}).get("outputs", {}).values()
     found = {PROBABILITIES, LOGITS}.intersection(taken)
     if said != AUTO or not found:

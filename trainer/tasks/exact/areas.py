@@ -8,8 +8,7 @@ Both agree with scikit-learn, and depend only on the order of the scores. A cons
 `auc` of 0.5, and an average precision equal to the fraction of true examples.
 
 Standard errors are computed from the influence of each example, which is the derivative with
-respect to its weight. For `auc` this gives the variance of DeLong, DeLong and Clarke-Pearson
-(1988).
+respect to its weight. For `auc` this is the variance of DeLong, DeLong and Clarke-Pearson (1988).
 """
 
 from __future__ import annotations
@@ -130,13 +129,13 @@ class Ranked(NamedTuple):
 
     @property
     def correction(self) -> float:
-        """The small-sample correction of standard errors, by the size of the rarer kind."""
+        """The small-sample correction of standard errors, based on the rarer kind of examples."""
         count = min(self.counts)
         return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas for examples [n], without those of weight 0."""
+    """Return both areas for examples [n]; examples of weight 0 are ignored."""
     return rank_scores(labels, scores, weights).areas()
 
 
@@ -226,7 +225,7 @@ class Scores:
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """If there are many examples, replace them by fewer scores."""
+        """Replace the examples by fewer scores, if there are many."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -273,7 +272,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true; empty if all are or none is, to save sorting."""
+        """Return which examples are true; if all or none are, return [] to save sorting."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())

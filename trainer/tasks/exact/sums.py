@@ -62,7 +62,7 @@ class Moments:
 
 
 class Groups:
-    """Sums over groups of examples; the examples are assigned to the groups in turn."""
+    """Sums over groups of examples, which are assigned to the groups one after another."""
 
     def __init__(self, size: int) -> None:
         """Create empty sums for examples of `size` numbers, of which the first is the weight."""
@@ -102,7 +102,7 @@ class Calibration:
         self._sums = np.zeros((4, BINS))
 
     def add(self, true: Any, sure: Floats, weights: Floats) -> None:
-        """Add probabilities [n], and whether what they predict is true [n]."""
+        """Add probabilities [n], and whether the predicted events are true [n]."""
         place = np.minimum((sure * BINS).astype(np.int64), BINS - 1)
         each = (weights, weights * sure, weights * true, weights**2)
         self._sums += [np.bincount(place, one, BINS) for one in each]

@@ -48,7 +48,7 @@ class BinaryTally(Tally):
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
-        """Free memory, if many examples have been added."""
+        """Reduce memory use, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class ClassTally(Tally):
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator; `labels` are the class names."""
         self._labels, count = labels, len(labels)
-        # By class, the sums of weights and of squared weights: of hits, labels and predictions.
+        # By class, sums of weights and of squared weights, for hits, labels and predictions.
         self._counts = np.zeros((2, 3, count))
         self._means, self._calibration = Moments(), Calibration()
         self._scores = Scores(count, metrics.log_softmax)
@@ -135,11 +135,11 @@ class ClassTally(Tally):
         self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
-        """Free memory, if many examples have been added."""
+        """Reduce memory use, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
-        """Return all metrics, and those of each class."""
+        """Return all metrics, overall and by class."""
         (loss, others, accuracy, top), errors = self._means.result()
         count, areas = self._means.count, self._scores.result()
         log_loss = intervals.above_zero(loss, errors[0], count, others)
@@ -173,8 +173,8 @@ class ClassTally(Tally):
 def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     """Return the intervals of averages over classes.
 
-    `counts` [2, 3, classes] are sums of weights and of squared weights: of hits, labels and
-    predictions. The variance of an average gives the number of examples to use in Wilson's interval
+    `counts` [2, 3, classes] are sums of weights and of squared weights, for hits, labels and
+    predictions. The variance of an average determines the number of examples in Wilson's interval
     (Kott and Carr 1997). F1 has a larger variance, because one error lowers the F1 of two classes.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
@@ -231,11 +231,11 @@ class MultilabelTally(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def condense(self) -> None:
-        """Free memory, if many examples have been added."""
+        """Reduce memory use, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
-        """Return all metrics, and those of each class."""
+        """Return all metrics, overall and by class."""
         total, areas = self._groups.total, self._scores.result()
         values, errors = _measure_labels(total).tolist(), self._groups.errors(_measure_labels)
         names = ("binary_accuracy", "subset_accuracy", *(f"micro_{each}" for each in _MICRO))
@@ -319,7 +319,7 @@ class PositionTally(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def result(self) -> dict[str, Any]:
-        """Return all metrics, and those of each class."""
+        """Return all metrics, overall and by class."""
         names = ("accuracy", "macro_f1", "example_accuracy")
         found: dict[str, Any] = dict(
             zip(names, _measure_places(self._groups.total).tolist(), strict=True)

@@ -1,15 +1,15 @@
-"""Recall at k: the fraction of the items taken by a user that are among the k retrieved ones.
+"""Recall at k: the fraction of a user's taken items that are among the k retrieved items.
 
     candidates   all items of the evaluated examples, or of the slice; the same for every user
     relevant     the distinct items that the user took
-    vectors      of a user or an item, those of its first example
+    vectors      a user or an item has the vector of its first example
     score        the dot product of both vectors
     retrieved    an item with fewer than k higher-scored candidates. Items whose scores are tied at
                  rank k count with the probability that a random order retrieves them, so that
                  constant scores are as good as a random order
     recall       retrieved relevant items / relevant items of a user, averaged over the users with
                  a relevant item
-    weight       of a user, the mean weight of the user's examples
+    weight       a user has the mean weight of the user's examples
 
 The search is exact: it scores all pairs, one block of users at a time. If there are fewer than k
 candidates, or no relevant items, recall at k is undefined.
@@ -97,7 +97,7 @@ class Search:
         return found
 
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
-        """Return by number the recall of each user who took an item [users].
+        """Return the recalls [users] at each number, for the users who took an item.
 
         Numbers greater than the number of candidates are left out. About `at_once` scores are in
         memory at the same time.

@@ -4,12 +4,12 @@
     outputs   [n, 1 + 2 size]: the logit of "taken", the user's vector, the item's vector
     loss      binary cross entropy of the logit; a model may add a loss for its vectors, as
               `flotilla.trainer.models.two_tower` does
-    metrics   those of `ranking`; an evaluation and its slices add `recall_at_<k>` (see
+    metrics   as in `ranking`; an evaluation and its slices add `recall_at_<k>` (see
               `flotilla.trainer.tasks.retrieval.recall`)
     answers   `logit`, `probability`, `user_vector`, `item_vector`: to retrieve items for a user,
               find the largest dot products with the user's vector
 
-`data.group` is the feature that identifies users, and `task.args.item` the one that identifies
+`data.group` is the feature that identifies users, and `task.args.item` the feature that identifies
 items.
 """
 
@@ -173,7 +173,7 @@ class Recommendation(Ranking):
         return _SearchTally(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
-        """Add the examples of a part to a search, except those of weight 0."""
+        """Add the examples of a part to a search; examples of weight 0 are ignored."""
         size, weights = _size(part.outputs), example_weights(part)
         if not weights.all():
             part, weights = select_rows(part, weights > 0), weights[weights > 0]
@@ -201,7 +201,7 @@ class _SearchTally(Tally):
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()
         recalls = self._task.recalls(self._search)
-        # An undefined metric is None.
+        # Metrics that are undefined stay None.
         found["metrics"] |= dict.fromkeys(self._task.recall_names)
         for name, each in recalls.items():
             if len(each.values):
