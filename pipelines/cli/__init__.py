@@ -1,1 +1,1 @@
-"""The command line: only this code prints and sets exit codes."""
+"""The command line. Only this package prints and sets exit codes."""

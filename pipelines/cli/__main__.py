@@ -1,7 +1,7 @@
-"""The console script `flotilla`: reports an interrupt in one line, even during imports.
+"""The console script `flotilla`, which reports an interrupt in one line, even during imports.
 
-The closing of a terminal (SIGHUP) acts as SIGTERM on every command. Temporary files of a command
-and of its processes are removed however it ends.
+Closing the terminal (SIGHUP) has the same effect as SIGTERM. However the command ends, the
+temporary files of its process and child processes are removed.
 """
 
 import atexit
@@ -14,8 +14,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# The same value is in `flotilla.pipelines.cli.exit`, which cannot be imported during another
-# import.
+# The same value is defined in `flotilla.pipelines.cli.exit`, which must not be imported in a signal
+# handler that runs during another import.
 INTERRUPTED = 130
 _OWN: list[tuple[int, str]] = []
 ANSWER = (
@@ -25,8 +25,8 @@ ANSWER = (
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # An exception during an import could surface as a different one. A run that has started has its
-    # own handlers.
+    # An exception raised during an import could surface as a different exception, so exit directly.
+    # Once a run has started, its own handlers replace this one.
     try:
         os.write(2, b"flotilla: interrupted\n")
         if "--json" in sys.argv:
@@ -39,8 +39,8 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 def _catch() -> None:
     handlers = {signal.SIGINT: _end, signal.SIGTERM: _end, signal.SIGHUP: _hang_up}
     for number, handler in handlers.items():
-        # A process that ignores these signals (`nohup`, background job of a shell) continues to
-        # ignore them.
+        # If the process was started with these signals ignored (`nohup`, a background job of a
+        # shell), keep ignoring them.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -50,8 +50,9 @@ def _hang_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def _own_temporary() -> None:
-    """Give this process and its children a separate temporary folder."""
-    # Without a folder there is nothing to remove; code that needs one reports the error.
+    """Give this process and its children their own temporary folder."""
+    # If no folder can be created, there is nothing to remove. Code that needs one reports the
+    # error.
     with suppress(OSError):
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="flotilla-")
         _OWN.append((os.getpid(), tempfile.tempdir))
@@ -59,14 +60,14 @@ def _own_temporary() -> None:
 
 
 def _remove_temporary() -> None:
-    # A forked child inherits the exit handlers.
+    # A forked child inherits the exit handlers, and must not remove its parent's folder.
     for process, folder in _OWN:
         if process == os.getpid():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> NoReturn:
-    """Handle interrupts, then load the slow modules and run the command line."""
+    """Install the signal handlers, then load the slow modules and run the command line."""
     _require_utf8()
     _catch()
     _open_closed_streams()
@@ -78,7 +79,10 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Discard output to a closed stream (`>&-`), whose descriptor a file would otherwise get."""
+    """Redirect a closed standard stream (`>&-`) to the null device.
+
+    Otherwise the next file to be opened would get its descriptor.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -89,10 +93,10 @@ def _open_closed_streams() -> None:
 
 
 def _require_utf8() -> None:
-    """Restart with UTF-8 for file names and texts if the locale has another encoding.
+    """Restart with UTF-8 for file names and text if the locale has another encoding.
 
-    Working folders, columns and classes may have any name, and all processes must read it in the
-    same way.
+    Folder, column and class names may contain any characters, and all processes must read them in
+    the same way.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"

@@ -1,4 +1,4 @@
-"""The command line `flotilla`: parses arguments and calls the commands of the table."""
+"""The command line `flotilla`, which parses arguments and calls the commands of the table."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ app = typer.Typer(
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
     cls=Group,
     context_settings=HELP_OPTIONS,
-    # Typer's options guess the shell from the process tree; `completion` expects its name.
+    # Typer's own completion options guess the shell from the process tree. The command `completion`
+    # takes the shell's name instead.
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-# A removed option.
+# A removed option of `submit` and `schedule`.
 PARAMETER = "--parameter"
 # Removed commands and their replacements.
 REMOVED = {
@@ -75,7 +76,7 @@ def call(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
-        # `flotilla` itself has no other option.
+        # Typer would reject `--json` here, because `flotilla` itself has no such option.
         arguments = ["--version"]
     if wrong := _argument_with_credentials(arguments) or _refuse_removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)
@@ -93,25 +94,26 @@ def call(arguments: list[str]) -> int:
         words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except UserError as error:
-        # Typer writes the version while it parses the command line.
+        # Typer prints the version while it parses the command line, so this error can occur here.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
-        # Typer prints help itself.
+        # Typer prints help texts itself, so a full disk is reported here.
         if error.errno != errno.ENOSPC:
             raise
         discard(sys.stdout)
         return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
     except SystemExit as ended:
-        # The code of a completion tells fish whether to complete the names of files.
+        # The exit code of a completion tells fish whether to complete file names.
         code = ended.code if VARIABLE in os.environ else DONE
-        # Otherwise the reader of the help text has closed the stream.
+        # Without a completion, typer exits only when the reader of a help text has closed the
+        # stream.
         if VARIABLE not in os.environ:
             discard(sys.stdout)
     return int(code or DONE)
 
 
 def _argument_with_credentials(arguments: list[str]) -> str:
-    """Return a line that refuses an argument with credentials, or an empty text."""
+    """Return the message that rejects an argument with credentials, or an empty string."""
     for argument, before in zip(arguments, ["", *arguments], strict=False):
         if why := find_credentials(argument):
             name, equals, _ = argument.partition("=")
@@ -125,7 +127,7 @@ def _argument_with_credentials(arguments: list[str]) -> str:
 
 
 def _refuse_removed(arguments: list[str]) -> str:
-    """Return a line that refuses a removed command or option, or an empty text."""
+    """Return the message that rejects a removed command or option, or an empty string."""
     command = next((each for each in arguments if not each.startswith("-")), "")
     if remedy := REMOVED.get(command):
         return f"{command}: removed in 0.2: {remedy}"

@@ -1,6 +1,6 @@
-"""The table of commands: the function, the help panel, the examples and the JSON of each.
+"""The table of commands: each command's function, help panel, examples and JSON keys.
 
-A command is a function in the file of its concept, and an option is a parameter of the function.
+A command is a function in the module of its topic. Its parameters are the command's options.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _SCHEDULED = "--json adds `schedule`."
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command: its function, its panel in the help, examples, and what it adds to `--json`."""
+    """A command: its function, its help panel, its examples and its keys in `--json`."""
 
     call: Callable[..., None]
     examples: tuple[str, str]
@@ -333,7 +333,7 @@ COMMANDS = {
 
 
 class _PlainFlags:
-    """A command or group whose help leaves out the type of a flag, which takes no value."""
+    """A command or group whose help shows no type for flags, because they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, including the help option."""
@@ -354,13 +354,13 @@ class _Explained(_PlainFlags, TyperCommand):
     examples: tuple[str, ...] = ()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, then the examples without a frame and without line breaks."""
+        """Print the help, then the examples without a frame or line wrapping."""
         super().format_help(ctx, formatter)
         write("".join([" Examples:\n\n", *(f"   {each}\n" for each in self.examples)]))
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add every command of the table to the command line."""
+    """Add all commands of the table to the command line."""
     groups = {name: typer.Typer(help=text, cls=Group) for name, text in _GROUPS.items()}
     for words, row in COMMANDS.items():
         group, _, name = words.rpartition(" ")

@@ -1,4 +1,4 @@
-"""Tables of runs, local and on a KFP instance, and the console that shows them."""
+"""Tables of local and remote runs, and the console that prints them."""
 
 from __future__ import annotations
 
@@ -42,55 +42,62 @@ _COLOURS = {
 
 
 class Terminal(Console):
-    """A console whose reader may close it.
+    """A console that survives a reader that closes the stream.
 
     The run then continues and ends with its usual exit code. All text is escaped, so that it cannot
-    control the terminal, contain markup or start a line.
+    control the terminal, contain markup or start a new line.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
-        """Print text unchanged: `package.module:x:` is a name and not an emoji."""
+        """Turn off markup and emoji, so that `package.module:x:` is printed unchanged."""
         super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print lines of any length without wrapping, so that their content can be copied."""
+        """Print lines without wrapping them, so that their content can be copied."""
         super().print(*objects, **{"soft_wrap": True, **options})
 
     @property
     def can_redraw(self) -> bool:
-        """Return whether lines can be redrawn in place: not in a file, and not with TERM=dumb."""
+        """Return whether lines can be redrawn in place, which a file and TERM=dumb do not allow."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape all text with `escape_controls`; printed and live output both use this method."""
+        """Escape all text with `escape_controls`.
+
+        Both printed and live output pass through here.
+        """
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
-        """Discard further output; rich itself would end the process, and the run with it."""
+        """Discard further output.
+
+        The inherited method would exit the process, and so end the run.
+        """
         discard(self.file)
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError:
-            # A failure of the display never ends a run; a lost answer is reported.
+            # A run never fails because its display fails. A failure to write the result is
+            # reported.
             if self.file is not sys.stderr:
                 raise
             discard(self.file)
 
 
 def mark(status: str) -> Text:
-    """Return the status of a step or a run with its colour."""
-    # A newer version may have other statuses.
+    """Return the status of a step or a run in its colour."""
+    # A record of a newer version may have an unknown status.
     return Text(status, _COLOURS.get(status, ""))
 
 
 def closing_table(result: RunResult) -> Table:
-    """Return the table of the stages by step: status, duration and key metrics."""
+    """Return the table of a run's stages, with step, status, duration and key metrics."""
     rows: list[Row] = [
         {
             "step": name_step_of(each.step),
@@ -110,14 +117,14 @@ def show_result(console: Console, result: RunResult) -> None:
     where = [
         (step.step, text)
         for step in result.steps
-        # The report is the last line.
+        # The URI of the report is printed later, as the last line.
         if step.step != EXIT_STEP.name and (text := display_path(step.uri))
     ]
     if where:
         console.print()
     width = max((len(name) for name, _ in where), default=0)
     for name, text in where:
-        # URIs are copied by users, so they are never truncated or folded.
+        # Never truncate or wrap URIs, because users copy them.
         console.print(f"{name:<{width}}  {text}")
 
 
@@ -125,9 +132,10 @@ _GOOD, _BAD = ("blessed", "done", "trained"), ("refused", "failed")
 
 
 def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) -> None:
-    """Print how a run ended, in sentences that are wrapped on a terminal, and the report.
+    """Print how a run ended and the path of its report.
 
-    If the failure was already printed (`is_said`), the headline is left out.
+    The text is wrapped on a terminal. If the failure was already printed (`is_said`), the headline
+    is left out.
     """
     room = console.width if console.file.isatty() else sys.maxsize
     for line in verdict_lines(result)[1 if is_said else 0 :]:
@@ -138,7 +146,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
-    """Return how a run ended, with colour: its headline, its notes and the reasons of a refusal."""
+    """Return the coloured lines on how a run ended: headline, reasons for a refusal, and notes."""
     notes = result.notes
     colour = "red" if result.status in _BAD else "yellow"
     if result.status in _GOOD and not notes:
@@ -152,7 +160,10 @@ def verdict_lines(result: RunResult) -> list[Text]:
 
 
 def display_path(uri: str) -> str:
-    """Return a path, if any, relative to the current folder if it is below that folder."""
+    """Return the path of a local URI, relative to the current folder if it is below it.
+
+    Return any other URI unchanged.
+    """
     path = storage.local_path(uri) if uri else None
     if path is None:
         return uri
@@ -174,7 +185,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Text:
     return found
 
 
-# States that Flotilla and KFP name differently.
+# States that have different names in Flotilla and KFP.
 _STATUS = {
     "PENDING": "waiting",
     "RUNTIME_STATE_UNSPECIFIED": "waiting",
@@ -184,7 +195,7 @@ _STATUS = {
 
 
 def steps_table(run: RemoteRun) -> Table:
-    """Return the table of the steps of a run on a KFP instance: state, duration and stage."""
+    """Return the table of the steps of a KFP run, with state, duration and current stage."""
     rows: list[Row] = []
     for each in run.steps:
         at = run.doing.get(each.name) if each.state == "RUNNING" else None
@@ -202,7 +213,7 @@ def steps_table(run: RemoteRun) -> Table:
 
 
 def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
-    """Return the table of the runs of an instance."""
+    """Return the table of the runs on a KFP instance."""
     rows: list[Row] = []
     for run in runs:
         ended = run.finished if run.created else None
@@ -220,7 +231,7 @@ def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
 
 
 def runs_table(runs: Iterable[RunResult]) -> Table:
-    """Return the table of the runs of this machine."""
+    """Return the table of the runs on this machine."""
     rows: list[Row] = []
     for run in runs:
         moment, seconds = measure_duration(run)
@@ -235,8 +246,8 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
                 "constant": describe_constant(run.measured),
             }
         )
-    # The columns to drop in a narrow terminal: the name of a run contains the model and the date,
-    # and the metric matters most.
+    # The columns that a narrow terminal drops. The run's id already contains the model and the
+    # date, and the metric matters most, so it stays.
     spare = ("constant", "model", "began UTC", "duration")
     return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 
@@ -256,7 +267,7 @@ def _far(run: RunResult) -> str:
 
 
 def word(state: str) -> Text:
-    """Return Flotilla's word for a KFP state, with its colour."""
+    """Return Flotilla's name for a KFP state, in its colour."""
     return mark(_STATUS.get(state, state.lower()))
 
 
@@ -266,7 +277,7 @@ def stamp(moment: datetime | None) -> str:
 
 
 def step_line(step: Step, at: StepRecord | None) -> Text:
-    """Return the line of a step on a KFP instance, with its current stage."""
+    """Return the line that shows a step of a KFP run, with its current stage."""
     if step.state == "RUNNING":
         stage = f": {at.step}" if at and at.step != step.name else ""
         return Text(f"{step.name}{stage} ...")

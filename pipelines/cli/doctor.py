@@ -1,4 +1,4 @@
-"""`flotilla check` and `doctor`: find mistakes before a run starts."""
+"""`flotilla check` and `flotilla doctor`, which find mistakes before a run starts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The end of a command: its answer as JSON if requested, its exit code, its one error.
+"""How a command ends: its JSON result if requested, its exit code, and its error message.
 
-`pipelines/runs/outcome.py` composes the line of a failed run from the events of the failed step.
+`pipelines/runs/outcome.py` composes the message of a failed run from the events of the failed step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a command: the keys that scripts rely on, and `more` keys of the command.
+    """The result of a command: the keys that scripts rely on, and the command's own keys in `more`.
 
     Attributes:
-        status: see `docs/reference/command-line.md`.
-        metrics: of the test split, if a model was evaluated.
-        message: the reason of a failure or refusal, in one line, or empty.
-        text: the document on standard output if JSON was not requested.
+        status: one of the statuses in `docs/reference/command-line.md`.
+        metrics: metrics of the test split, if a model was evaluated.
+        message: the reason for a failure or refusal in one line, or an empty string.
+        text: the document that is printed to standard output if JSON was not requested.
     """
 
     status: str = "done"
@@ -50,7 +50,7 @@ class Answer:
     text: str = ""
 
     def json(self) -> str:
-        """Return the JSON object, on one line."""
+        """Return the JSON object as a single line."""
         from flotilla.trainer.runtime.json_records import finite
 
         keys = ("status", "run_id", "metrics", "artifacts", "message")
@@ -59,27 +59,27 @@ class Answer:
 
 
 def failure(message: str, code: int, run_id: str = "") -> Answer:
-    """Return the answer of a command that failed or was interrupted."""
+    """Return the result of a command that failed or was interrupted."""
     status = "interrupted" if code == INTERRUPTED else "failed"
     return Answer(status=status, code=code, run_id=run_id, message=message)
 
 
 class DetachedError(RunInterruptedError):
-    """The user stopped watching a run that continues; `run_id` is empty if it is not yet known."""
+    """The user stopped watching a run that continues. `run_id` is empty if it is not yet known."""
 
     def __init__(self, message: str, run_id: str) -> None:
-        """Store the line and the run."""
+        """Store the message and the run's id."""
         super().__init__(message)
         self.run_id = run_id
 
 
 def answers(command: Callable[..., Answer]) -> Callable[..., None]:
-    """Add the option `--json` to a command, and end the process with its answer."""
+    """Wrap a command: add the option `--json`, print the result, and exit with its code."""
 
     def called(**named: Any) -> None:
         as_json = named.pop("as_json")
         try:
-            # If a program reads the output, text for people goes to standard error.
+            # If a program reads standard output, print text for people to standard error.
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = command(**named)
             finish(answer, as_json=as_json)
@@ -111,7 +111,7 @@ def copy_signature(
     more: list[inspect.Parameter],
     without: str = "",
 ) -> Callable[..., None]:
-    """Give `called` the name, help and parameters of `command`, and more parameters for typer."""
+    """Give `called` the name, help and parameters of `command`, and add parameters for typer."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters
     parameters = [each.replace(annotation=hints[name]) for name, each in own.items()]
@@ -123,7 +123,7 @@ def copy_signature(
 
 
 def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
-    """Print an error in one line, and as JSON if requested; return `code`."""
+    """Print an error in one line, and also as JSON if requested. Return `code`."""
     say(f"flotilla: {message}")
     if as_json:
         with suppress(UserError):
@@ -137,7 +137,7 @@ def warn(text: str) -> None:
 
 
 def finish(answer: Answer, *, as_json: bool) -> None:
-    """Write the last output of a command to standard output: its JSON object or its document."""
+    """Write the result of a command to standard output as its JSON object or its document."""
     if as_json:
         print_json(answer)
     else:
@@ -145,21 +145,21 @@ def finish(answer: Answer, *, as_json: bool) -> None:
 
 
 def print_json(answer: Answer) -> None:
-    """Write an answer as the last line of standard output."""
+    """Write a result as the last line of standard output."""
     write(f"{answer.json()}\n")
 
 
 def write(text: str) -> None:
-    """Write text to standard output; raises a `UserError` if that fails."""
+    """Write text to standard output. Raises a `UserError` if that fails."""
     if text:
-        # Python would also write an empty text, which fails on a full disk.
+        # Skip an empty text, because even writing it fails on a full disk.
         with output():
             sys.stdout.write(printable(text))
 
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Write to standard output in this block; raises a `UserError` if that fails."""
+    """Flush standard output after the block. Raises a `UserError` if a write in the block fails."""
     try:
         yield
         sys.stdout.flush()
@@ -174,7 +174,7 @@ def output() -> Iterator[None]:
 
 @contextmanager
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise a `DetachedError` immediately on SIGINT or SIGTERM in this block; the run continues."""
+    """Raise a `DetachedError` on SIGINT or SIGTERM in this block, while the run continues."""
     try:
         with handle_interrupts(_interrupt):
             yield

@@ -1,4 +1,4 @@
-"""Commands for a KFP instance: `flotilla compile`, `upload`, `submit`, `schedule`."""
+"""Commands for a KFP instance, such as `flotilla compile`, `upload`, `submit` and `schedule`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def upload(
         str, typer.Option(help="The name of the pipeline. Default: the name in the compiled file.")
     ] = "",
 ) -> Answer:
-    """Upload the pipeline; the same content is uploaded once."""
+    """Upload the pipeline. Identical content is uploaded only once."""
     from flotilla.pipelines.compile import image_remark
     from flotilla.pipelines.runs.upload import find_default
     from flotilla.pipelines.runs.upload import upload as upload_package
@@ -91,7 +91,7 @@ def upload(
 def _package_to_upload(
     file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
 ) -> Package:
-    """Return the pipeline in a compiled `file`, or Flotilla's pipeline with a configuration."""
+    """Return the compiled pipeline in `file`, or else compile Flotilla's pipeline."""
     from flotilla.pipelines.compile import is_compiled, load_package, own_package
     from flotilla.pipelines.runs.local import form_configuration
 
@@ -120,7 +120,7 @@ def _say(version: Version) -> None:
 
 
 def _pages(**pages: str) -> dict[str, str]:
-    """Return the pages with a known address."""
+    """Return only the pages whose address is known."""
     return {name: page for name, page in pages.items() if page}
 
 
@@ -160,7 +160,7 @@ def submit(
 
 
 def _publish_code(submission: Submission, folder: Path | None) -> Submission:
-    """Publish the user's modules for the run, and report it."""
+    """Publish the user's modules for the run, and print what was published."""
     from flotilla.pipelines.runs.submission import add_code
 
     if folder is None:
@@ -231,7 +231,7 @@ def schedule(
     at_once: AtOnce = 1,
     code: Code = None,
 ) -> Answer:
-    """Schedule regular runs on a KFP instance. Each name has one schedule."""
+    """Schedule recurring runs on a KFP instance, or change the schedule of that name."""
     from flotilla.pipelines.runs import schedule as scheduling
     from flotilla.pipelines.runs.local import configuration
     from flotilla.pipelines.runs.submission import Submission
@@ -285,7 +285,7 @@ def reschedule(
         ),
     ] = "",
 ) -> Answer:
-    """Recreate a schedule, with its time and configuration, for the newest pipeline version."""
+    """Recreate a schedule for the newest pipeline version, with its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))

@@ -1,4 +1,4 @@
-"""The live view of a local run: redrawn on a terminal, otherwise lines at intervals."""
+"""The live view of a run: redrawn in place on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# The prefix of an error line that the user can fix, and that ends the run.
+# The prefix of a user error, which is the last line of a failed run.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
-# Parts of the progress of work: per cent and time left.
+# The minimum parts of a progress line: percentage and remaining time.
 _FEWEST = 2
 
 
 class LiveView:
-    """The progress of a command on standard error; use it as a context manager.
+    """The progress of a command on standard error, used as a context manager.
 
-    On a terminal the view is redrawn in place, otherwise lines are written at intervals.
+    On a terminal the view is redrawn in place. Otherwise lines are written at intervals.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class LiveView:
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
+        """Start drawing."""
         if self._console.can_redraw:
             self._live = Live(
                 console=self._console,
@@ -88,7 +88,7 @@ class LiveView:
             self._live.stop()
 
     def say(self, text: str | Text) -> None:
-        """Show a permanent line; on a terminal it is wrapped between words."""
+        """Show a permanent line, which is wrapped between words on a terminal."""
         room = self._console.width if self._console.can_redraw else sys.maxsize
         self._console.print(Group(*wrap_text(escape_controls(text), room)))
 
@@ -97,14 +97,14 @@ class LiveView:
 
 
 class Steps(LiveView):
-    """Shows the steps of one run of a KFP instance while it is running."""
+    """Shows the steps of a KFP run while it is running."""
 
     def __init__(self) -> None:
-        """Initialize the view before the first query of the run."""
+        """Initialize the view before the run is first queried."""
         super().__init__()
         self._run: RemoteRun | None = None
         self._seen: dict[str, Text] = {}
-        # The time of the last progress line of each step.
+        # The time of each step's last progress line.
         self._said_at: dict[str, float] = {}
 
     def show(self, run: RemoteRun) -> None:
@@ -122,7 +122,7 @@ class Steps(LiveView):
             self._show_progress(step.name)
 
     def _show_progress(self, step: str) -> None:
-        """Print the progress of a step, or what it waits for, from its record every 30 seconds."""
+        """Print the progress in the step's record, at most every 30 seconds."""
         at = self._run.doing.get(step) if self._run else None
         now = time.monotonic()
         if at and at.metrics and now - self._said_at.get(step, 0.0) >= LOG_SECONDS:
@@ -137,13 +137,13 @@ class Steps(LiveView):
 
 
 class Display(LiveView):
-    """Follows the events of one run."""
+    """Shows the events of one run."""
 
     def __init__(self, command: str = "") -> None:
-        """Begin with `command` if the process has no steps."""
+        """Create the view. Pass `command` for a process that has no steps."""
         super().__init__()
         self._step: StepBegin | None = StepBegin(step=command) if command else None
-        # The stages that have ended, in this order.
+        # The names of the stages that have ended, in order.
         self._ended: list[str] = []
         self._progress_seen: Progress | None = None
         self._validation: Validation | None = None
@@ -177,7 +177,7 @@ class Display(LiveView):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
-        """Write the lines that a live view would show."""
+        """Print a line only where there is no live view, because a live view shows the same."""
         if not self._console.can_redraw:
             self.say(text)
 
@@ -187,8 +187,8 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # This stage runs in parallel with the next stages, and its errors count as errors of
-            # the first stage.
+            # A dry run checks the configuration in parallel with later stages, and reports its
+            # error as that of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)
@@ -245,7 +245,7 @@ class Display(LiveView):
         )
 
     def _describe_pause(self) -> str:
-        """Describe the current state while no step runs: KFP takes seconds to start one."""
+        """Describe the current state between steps, because KFP takes seconds to start one."""
         if EXIT_STEP.name in self._ended[-1:]:
             return "ending"
         if self._is_stopping:
@@ -253,26 +253,26 @@ class Display(LiveView):
         return "starting the next step" if self._ended else "starting"
 
     def _bar_width(self, name: str) -> int:
-        # The space for the spinner, the counts and the remaining time.
+        # Leave space for the spinner, the counts and the remaining time.
         return max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # At the end of training and in a long validation, the time left would remain zero.
+        # At the end of training and in a long validation, the estimate would stay at zero.
         return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            # A user's own program may say no loss.
+            # A user's own program may report no loss.
             loss = f"    loss {round_value(progress.loss)}" if progress.loss else ""
             parts = [f"training{loss}", speed, format_epoch(progress)]
             lines.append("  ".join(filter(None, parts)))
         if found := self._validation:
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"
-            # The metrics that fit; the main metric comes first.
+            # Keep the metrics that fit. The main metric comes first.
             while (
                 len(values) > 1 and _line_width("  validation", *values, end) > self._console.width
             ):
@@ -291,7 +291,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
     if event.share < 0:
         return _one_line(what, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
-    # The rate is dropped first; the time left and per cent are dropped last.
+    # Drop the rate first; the remaining time and the percentage are dropped last.
     spare = [each for each in parts[1:] if "/s" in each or each == event.detail]
     room = width - len(what) - _SHORTEST_BAR - 3
     while len("  ".join(parts)) > room and spare:
@@ -303,7 +303,10 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return how a task ended, with its last lines unless the end of the run shows them."""
+    """Return how a task ended, with its last output lines.
+
+    If the last line is a user error, leave the lines out, because the end of the run shows it.
+    """
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]
@@ -319,19 +322,19 @@ def _one_line(*cells: RenderableType) -> Table:
 
 
 class SweepDisplay(LiveView):
-    """Follows a sweep as a whole, and its active trials."""
+    """Shows a sweep as a whole, and its active trials."""
 
     def __init__(self, sweep: Sweep) -> None:
-        """Store the sweep, new or resumed."""
+        """Store a new or resumed sweep."""
         super().__init__()
         self._sweep = sweep
-        # The state of the run and the completed share of the rung, for each active trial.
+        # For each active trial: its state as text, and the completed share of its rung.
         self._running: dict[int, tuple[str, float]] = {}
         self._began, self._before = time.time(), sweep.share({})
         self._said_at, self._what = self._began, "sweep"
 
     def trial(self, trial: Trial, line: str) -> None:
-        """Show a line about a trial that has begun or ended."""
+        """Show a line about a trial that has started or ended."""
         known = self._sweep.trials
         now = tuple(trial if each.number == trial.number else each for each in known)
         self._sweep = replace(self._sweep, trials=now)
@@ -339,7 +342,7 @@ class SweepDisplay(LiveView):
         self.say(line)
 
     def __call__(self, trial: Trial, event: Event) -> None:
-        """Handle an event of a trial's run, in any thread."""
+        """Handle an event of a trial's run. May be called from any thread."""
         words, share = self._running.get(trial.number, ("", 0.0))
         match event:
             case Interrupted():
@@ -359,7 +362,7 @@ class SweepDisplay(LiveView):
             self.say(line_of_work(self._work()))
 
     def _work(self) -> WorkProgress:
-        """Return the progress of the sweep, as for any other work."""
+        """Return the progress of the sweep in the form of any other work."""
         from flotilla.trainer.sweeps.sweep import find_best
 
         trials = self._sweep.trials
@@ -380,7 +383,7 @@ class SweepDisplay(LiveView):
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            # The first seconds, before training starts, do not show the rate.
+            # In the first seconds, before training starts, the rate is not meaningful.
             seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )

@@ -1,4 +1,4 @@
-"""`flotilla models`, `checkpoint` and `predict`: trained and registered models, and their use."""
+"""`flotilla models`, `checkpoint` and `predict`, the commands for trained and registered models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.checkpoints.contents import Contents
     from flotilla.trainer.promotion.registry import Promotion
 
-# The columns that a narrow terminal drops first; the metric matters most.
+# The columns that a narrow terminal drops first. The metric matters most, so it stays.
 _SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[
@@ -138,7 +138,7 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line)
-        # A text of several lines would be joined to one.
+        # Print line by line, because the console joins a text of several lines into one.
         for program in [*python.values()][:1]:
             for line in ("", "In Python:", "", *program.split("\n")):
                 terminal.print(line)

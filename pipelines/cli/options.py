@@ -49,9 +49,9 @@ Assignments = Annotated[
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the path of an option; an empty text or a URI is a usage error."""
+    """Return the path given by an option. An empty string or a URI is a usage error."""
     text = str(given)
-    # An unset shell variable is an empty text, which would mean the current folder.
+    # An unset shell variable gives an empty string, which would mean the current folder.
     if not text.strip():
         raise typer.BadParameter("it is empty: give a path, or leave the option out")
     if "://" in text:
@@ -209,7 +209,10 @@ _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
 def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
-    """Replace the parameter `instance` by options for an instance; `own` overrides some of them."""
+    """Replace the parameter `instance` by options for a KFP instance.
+
+    `own` overrides some of these options.
+    """
     options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:
@@ -222,12 +225,12 @@ def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..
 
 
 def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `target` by options, passed as the fields of a `Submission`."""
+    """Replace the parameter `target` by options that become fields of a `Submission`."""
     return _group_options(command, "target", _TARGET, dict)
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` by options for the steps' pods, or by `only` some of them."""
+    """Replace the parameter `pods` by options for the steps' pods, or by those named in `only`."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
@@ -256,7 +259,7 @@ def _group_options(
     options: Mapping[str, Any],
     made: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Replace a parameter of a command by options, and make its value from them."""
+    """Replace a parameter of a command by options, and let `made` compute its value from them."""
 
     def called(**named: Any) -> Any:
         value = made(**{name: named.pop(name) for name in options})

@@ -1,4 +1,4 @@
-"""`flotilla gc`: removes orphans of dead writers and, on request, old unreferenced data."""
+"""`flotilla gc`, which removes files of interrupted writes and, on request, old data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gc(
         bool, typer.Option("--yes", help="Remove without asking for confirmation.")
     ] = False,
 ) -> Answer:
-    """Remove the remains of dead writers below the storage root, and old runs and versions."""
+    """Remove files left below the storage root by interrupted writes, and old runs and versions."""
     from flotilla.pipelines.retention.plan import policy
     from flotilla.pipelines.retention.removal import collect
     from flotilla.pipelines.runs.local import configuration, find_root
@@ -118,7 +118,7 @@ def _apply_retention(
 
 
 def _ask(plan: Plan) -> None:
-    """Raise a `ConfigError` unless a person at a terminal agrees."""
+    """Raise a `ConfigError` unless a user at a terminal confirms."""
     if not sys.stdin.isatty():
         raise ConfigError("nothing was removed: add --yes to remove, or --dry-run to list")
     try:

@@ -1,4 +1,4 @@
-"""`flotilla run`, `prepare`, `train`, `replay`, `init`, `configs`: pipelines on this machine."""
+"""`flotilla run`, `prepare`, `train`, `replay`, `init` and `configs`: pipelines on this machine."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _run(
 
 
 def bundle_lines(bundle: Bundle) -> list[str]:
-    """Return the lines about a bundle of the user's modules."""
+    """Return the lines that describe a bundle of the user's modules."""
     files = f"{bundle.files} file{'s' if bundle.files > 1 else ''}"
     return [
         f"code: {files}, {bundle.bytes / 1000:.1f} kB, kept at {bundle.uri}",
@@ -158,9 +158,9 @@ _LOG_OF_TASK = re.compile(r" \((\S+), log .*\)$")
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     lines = []
     if result.message and result.status != "refused":
-        # The message of training itself begins with "interrupted at global step ...".
+        # The message of an interrupted training already begins with "interrupted".
         is_said = result.message.startswith(result.status)
-        # The log has a separate line for a failed task.
+        # Leave out the task's log, which is printed in a separate line.
         message = _LOG_OF_TASK.sub(r" (\1)", result.message)
         lines.append(message if is_said else f"{result.status}: {message}")
     if result.status == "failed":
@@ -171,14 +171,14 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return the line of the user's code, the log with its traceback, and how to debug it."""
+    """Return the failing line of the user's code, the log file, and a command to debug it."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)
     if failure is None:
         return [f"all output is in {run.folder / 'pipeline.log'}"]
     if result.exit_code == USAGE and not failure.frame:
-        # A mistake of the user is reported in one line.
+        # A user error needs no more than its message.
         return []
     place = [] if options.workdir == RUNS else ["--workdir", str(options.workdir)]
     replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
@@ -190,21 +190,21 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
 
 
 def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
-    """Return how to resume a run that has not finished, if possible."""
+    """Return the command that resumes a run, or an empty string if the run cannot be resumed."""
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:
-        # The settings for a resume exist only after training has begun.
+        # Settings of a resumed run are not recorded until training starts, so repeat them.
         resume += [each for text in options.settings for each in ("--set", text)]
         resume += [str(options.config)] if isinstance(options.config, str | Path) else []
         resume += [each for column in options.label for each in ("--label", column)]
     if options.dataset:
         resume += ["--dataset", options.dataset]
     if options.code:
-        # The option passes the current modules; without it, the run uses the modules of its first
-        # start.
+        # Repeat the option to use the current modules. Without it, the run uses the modules it was
+        # first started with.
         resume += ["--code", str(options.code)]
-    # An interrupted preparation published nothing to resume from.
+    # An interrupted preparation has published nothing to resume from.
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"
     if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
@@ -320,12 +320,12 @@ def init(
         ),
     ] = None,
 ) -> Answer:
-    """Write the configuration that `run` would propose for files, without running it."""
+    """Write the configuration that `run` would use for the data, without starting a run."""
     from flotilla.trainer.preflight.proposal import propose
 
     labels = label or _ask_label(source, assignments or [])
     proposal = propose(source, labels, assignments or ())
-    # Report an error in --set at once.
+    # Resolve the configuration first, to report an error in --set early.
     config = proposal.config
     path = output or Path(proposal.file_name)
     text = proposal.text(path.parent)
@@ -342,7 +342,7 @@ def init(
 
 
 def _ask_label(source: str, settings: list[str]) -> list[str]:
-    """Return the label that a person at the terminal enters; empty without a terminal."""
+    """Return the label that the user enters at the terminal, or nothing without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or "--json" in sys.argv:
         return []
     from flotilla.trainer.preflight.proposal import list_columns

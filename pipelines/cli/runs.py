@@ -1,4 +1,4 @@
-"""`flotilla runs`, `status`, `logs`, `open`, `compare`, `cancel`: runs here and elsewhere."""
+"""`flotilla runs`, `status`, `logs`, `open`, `compare` and `cancel`, for local and remote runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flotilla.pipelines.runs.run_log.view import LogLine
 
 
-# The longest name of a stage.
+# The length of the longest stage name.
 _LABEL = max(len(stage.name) for stage in STAGES)
 
 
@@ -114,7 +114,7 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
             artifacts={"run": found.page} if found.page else {},
             more={"steps": found.states},
         )
-    # The command itself succeeded.
+    # The code is 0 because the command itself succeeded.
     return replace(make_answer(found), code=0)
 
 
@@ -182,14 +182,14 @@ def _continues(run: str, workdir: Path, instance: Instance) -> tuple[str, str]:
 
 
 def continues(run_id: str, cancel: str) -> tuple[str, str]:
-    """Return the line for a user who stops watching a run, and the run."""
+    """Return the message for a user who stops watching a run, and the run's id."""
     return f"interrupted; the run {run_id} continues; cancel it with: {cancel}", run_id
 
 
 @answers
 @add_instance_options
 def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
-    """Cancel a run, on a KFP instance or on this machine; it ends with a last checkpoint."""
+    """Cancel a run, on a KFP instance or on this machine. Training saves a last checkpoint."""
     from flotilla.pipelines.runs import control
 
     found = control.cancel(run, workdir=workdir, instance=instance)
@@ -203,7 +203,7 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Open the report of a run, or the KFP page of a remote run, in the browser.
 
-    The address is also printed; without a browser, it is only printed.
+    The address is also printed. Without a browser, it is only printed.
     """
     from flotilla.pipelines.links import open_page
     from flotilla.pipelines.runs import control
@@ -252,7 +252,7 @@ def _comparison_table(found: Comparison) -> Table:
 
     lines = []
     for group, rows in found.groups.items():
-        # Training and the test split both have a loss.
+        # Name the group, because both training and the test split have a loss.
         before = f"{group}: " if group in ("test", "training") else ""
         after = f": {spell_metric(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():
@@ -275,7 +275,7 @@ def _comparison_table(found: Comparison) -> Table:
 
 
 def _format_row(row: list[Any], intervals: list[Any] | None) -> list[str]:
-    """Return the values of a metric, each with its difference from the first."""
+    """Return a metric's values, each with its difference from the first value."""
     from flotilla.trainer.report.headline import difference
     from flotilla.trainer.report.wording import like, round_value
 

@@ -1,4 +1,4 @@
-"""`flotilla sweep`: trains trials of a configuration, and promotes the best."""
+"""`flotilla sweep`, which trains trials of a configuration and promotes the best."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of all tables: fitted to a terminal, complete in a file or a pipe.
+"""The format of all tables: fitted to the width of a terminal, complete in a file or a pipe.
 
 Cells are never truncated or wrapped within a word, so that ids and URIs can be copied.
 """
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flotilla.trainer.runtime.masking import join_lines
 
-# The gap between two columns, which programs can distinguish from the space between words.
+# The gap between two columns, wide enough for programs to tell it from a space between words.
 _GAP = 2
 _NOTHING = "-"
 Row = Mapping[str, str | Text]
@@ -23,15 +23,15 @@ _Columns = Mapping[str, Sequence[Text]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of cells below column heads; texts are shown unchanged.
+    """Rows of cells below column heads. Text is shown unchanged.
 
     Attributes:
-        spare: columns that are dropped for lack of room, in this order.
-        right: columns of numbers.
+        spare: columns that are dropped, in this order, if the terminal is too narrow.
+        right: right-aligned columns.
         words: columns whose cells are sentences, which may wrap.
-        once: columns whose value is only shown where it changes.
+        once: columns whose value is shown only when it changes.
         short: shorter heads for a narrow terminal, explained above the table.
-        has_heads: whether the first line has the heads.
+        has_heads: whether the first line contains the heads.
     """
 
     rows: Sequence[Row]
@@ -47,7 +47,7 @@ class Table:
         yield from self.lines(options.max_width if console.file.isatty() else None)
 
     def lines(self, width: int | None) -> list[Text]:
-        """Return the lines of the table for a terminal of this width; None means unlimited."""
+        """Return the lines of the table for a terminal of this width. None means no limit."""
         if not self.rows:
             return []
         columns = {title: self._column(title, width) for title in self.rows[0]}
@@ -64,7 +64,7 @@ class Table:
         lines: list[Text] = []
         for number, titles in enumerate(blocks):
             lines += [Text()] if lines else []
-            # Below the first block, a row is shown only if it has a value.
+            # In later blocks, show a row only if it has a value there.
             adding = [row for row in self.rows if not number or any(row[t] for t in titles[1:])]
             table = replace(self, rows=adding)
             part = {title: table._column(title, width) for title in titles}
@@ -72,7 +72,7 @@ class Table:
         return lines
 
     def _shorten_heads(self, width: int) -> list[Text]:
-        """Return the lines of the table with short heads, below their explanations."""
+        """Return the lines of the table with short heads, preceded by their explanations."""
         rows = [{self.short.get(title, title): row[title] for title in row} for row in self.rows]
         right = [self.short.get(title, title) for title in self.right]
         table = replace(self, rows=rows, right=right, short={}).lines(width)
@@ -90,13 +90,13 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # The characters that rich keeps next to a text.
+        # The alignment characters by which rich justifies a text.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]
 
     def _narrow(self, columns: _Columns, rooms: Mapping[str, int], width: int) -> dict[str, int]:
-        """Return the column widths; columns of words shrink to their longest word if needed."""
+        """Return the column widths. Columns of words shrink to their longest word if needed."""
         found = {title: rooms[title] for title in columns}
         least = {
             title: max(word.cell_len for each in columns[title] for word in each.split(" "))
@@ -126,7 +126,7 @@ class Table:
 
 
 def escape_controls(text: str | Text) -> Text:
-    """Escape a text for a terminal: on one line, without control characters."""
+    """Return a text on one line without control characters, safe for a terminal."""
     given = text if isinstance(text, Text) else Text(text)
     line = join_lines(given.plain)
     if line == given.plain:
@@ -147,7 +147,7 @@ def _total_width(rooms: Iterable[int]) -> int:
 
 
 def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
-    """Yield the columns of each block that fits the width; each begins with the first column."""
+    """Yield the columns of each block that fits the width. Each block repeats the first column."""
     first, *others = rooms
     block = [first]
     for title in others:
@@ -159,7 +159,7 @@ def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
 
 
 def wrap_text(cell: Text, room: int) -> list[Text]:
-    """Wrap a text into lines between words."""
+    """Wrap a text between words."""
     lines: list[Text] = []
     for word in cell.split(" "):
         if lines and lines[-1].cell_len + 1 + word.cell_len <= room:

@@ -1,1 +1,1 @@
-"""The completion of command lines by a shell."""
+"""Shell completion of command lines."""

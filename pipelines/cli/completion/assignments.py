@@ -1,4 +1,4 @@
-"""Completion of `--set SECTION.KEY=VALUE`: the keys of the configuration and their values."""
+"""Completion of `--set SECTION.KEY=VALUE`: configuration keys and their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @never_fail
 def complete_assignments(incomplete: str) -> Found:
-    """Offer the sections and keys below the last point, or the values of a key after its `=`."""
+    """Offer the sections and keys after the last dot, or the values of a key after its `=`."""
     key, equals, _ = incomplete.partition("=")
     path, _, last = key.rpartition(".")
     fields = _section(path).model_fields
@@ -42,11 +42,11 @@ def _section(path: str) -> type[BaseModel]:
 
 
 def _inner(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section of a key; None for any other key, such as a list of sections."""
+    """Return the section that a key holds. Any other key, even a list of sections, gives None."""
     from pydantic import BaseModel
 
     kinds = [each for each in _kinds(field.annotation) if isinstance(each, type)]
-    # A mapping is written with its type, which is not a class.
+    # Skip parametrized types such as a mapping, because they are not classes.
     return next((each for each in kinds if issubclass(each, BaseModel)), None)
 
 
@@ -78,7 +78,7 @@ def _values(key: str, field: FieldInfo) -> list[str]:
 
 
 def _names(key: str) -> tuple[str, ...]:
-    """Return the names of a key that also accepts a name in the user's code."""
+    """Return the built-in names for a key that also accepts a name in the user's code."""
     from flotilla.trainer.config.base import AUTO
     from flotilla.trainer.config.model import MODELS
     from flotilla.trainer.config.optimizer import OF_MODEL, OPTIMIZERS

@@ -1,6 +1,6 @@
 """Candidates for the completion of a command line: runs, models, versions and steps.
 
-A completion looks only on this machine and never fails; it leaves out unreadable records.
+Completion reads only local files and never fails. It skips unreadable records.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _RUNS = "runs"
 
 
 def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Return a completion that offers nothing instead of raising an error."""
+    """Wrap a completion function so that it offers nothing instead of raising an error."""
 
     @wraps(complete)
     def called(*given: Given.args, **named: Given.kwargs) -> Found:
         try:
             return complete(*given, **named)
-        # A traceback would be written into the line that the user is typing.
+        # A traceback would be printed into the line that the user is typing.
         except Exception:
             return []
 
@@ -33,7 +33,7 @@ def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
 
 @never_fail
 def complete_runs(context: typer.Context) -> Found:
-    """Offer the runs below --workdir, newest first, without those already on the command line."""
+    """Offer the runs below --workdir, newest first, except those already on the command line."""
     from flotilla.pipelines.runs.local_status import run_ids
 
     named = context.params.get("runs") or ()
@@ -66,7 +66,7 @@ def complete_versions(context: typer.Context) -> Found:
 
 @never_fail
 def complete_model_versions(context: typer.Context, incomplete: str) -> Found:
-    """Offer the registered models, or after NAME@ the versions of that model."""
+    """Offer the registered models, or the versions of a model after `NAME@`."""
     name, at, _ = incomplete.partition("@")
     if not at:
         return complete_models(context)
@@ -75,7 +75,7 @@ def complete_model_versions(context: typer.Context, incomplete: str) -> Found:
 
 @never_fail
 def complete_steps() -> Found:
-    """Offer the steps of a pipeline, and the stages of each."""
+    """Offer the steps of a pipeline and their stages."""
     from flotilla.components.table import STEPS
 
     rows = [row for row in STEPS if not row.is_exit_step]
@@ -112,7 +112,7 @@ def _workdir(context: typer.Context) -> Path:
 
 
 def _root(context: typer.Context) -> str:
-    """Return the storage root; raises an error unless it is on this machine."""
+    """Return the storage root. Raises a `ValueError` if it is not on this machine."""
     from flotilla.pipelines.models import choose_root
     from flotilla.trainer import storage
 

@@ -1,4 +1,4 @@
-"""`flotilla completion`: the script by which a shell requests completions from this program."""
+"""`flotilla completion`, which prints the script that a shell needs for completion."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typer.completion import get_completion_script  # type: ignore[attr-defined]
 from flotilla.pipelines.cli.exit import Answer, answers
 
 VARIABLE = "_FLOTILLA_COMPLETE"
-# Typer's script passes the words as bash divides them: at spaces, but also at `=`, `:` and `@`,
-# which `--set section.key=value` and `MODEL@VERSION` contain. Bash also replaces only what follows
-# the last of them.
+# Bash splits words at spaces, but also at `=`, `:` and `@`, which `--set section.key=value` and
+# `MODEL@VERSION` contain. Typer's script passes these pieces, and bash replaces only the text after
+# the last of them. This script passes the whole line and removes the prefix that bash keeps.
 _BASH = f"""
 _flotilla_completion() {{
     local line="${{COMP_LINE:0:COMP_POINT}}" breaks="${{COMP_WORDBREAKS//[^=:@]/}}" word before=""
@@ -52,7 +52,7 @@ def completion(
 
 
 def rejoin_words(environment: MutableMapping[str, str]) -> None:
-    """Replace the words of bash by the words of the line up to the cursor, if the line is known."""
+    """Replace bash's words by the words of the command line up to the cursor, if it is known."""
     line = environment.get("COMP_LINE", "")
     if not line:
         return
@@ -64,7 +64,7 @@ def rejoin_words(environment: MutableMapping[str, str]) -> None:
 
 
 def _split(line: str) -> list[str]:
-    """Return the words of a line, whose last quote may be open."""
+    """Return the words of a line. A quote in the last word may be unclosed."""
     reader = shlex.shlex(line, posix=True)
     reader.whitespace_split, reader.commenters = True, ""
     words: list[str] = []
