@@ -1,1 +1,1 @@
-"""The pipeline, and the command line around it."""
+"""The pipelines and the command line."""

@@ -1,4 +1,4 @@
-"""Compares runs, and the settings in which their configurations differ."""
+"""Compares runs: their results, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """A comparison of runs: one value per run for each group and name, None if the run has none.
+    """A comparison of runs.
 
-    `best` has the runs with the best main metric; it is empty if their tasks use different main
-    metrics. `intervals` belong to the group `test`.
+    Attributes:
+        groups: by group and name, one value for each run, or None if the run has no such value.
+        best: the runs with the best main metric, or none if the runs have different main metrics.
+        intervals: confidence intervals of the metrics in the group `test`.
     """
 
     runs: tuple[str, ...]
@@ -37,7 +39,7 @@ class Comparison:
     intervals: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return the runs, and which one is the best."""
+        """Return the names of the runs and of the best ones."""
         best = f"best {', '.join(self.best)}" if self.best else ""
         return notebook.short("Comparison", ", ".join(self.runs), best)
 
@@ -52,7 +54,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Comparison:
-    """Return verdict, metrics, progress, cost and settings of runs; raises `ConfigError`.
+    """Return the verdicts, metrics, progress, costs and settings of runs. Raises `ConfigError`.
 
     Example:
         slow, fast = (flotilla.run(training={"steps": steps}) for steps in (2000, 200))

@@ -1,7 +1,6 @@
-"""Compiles the pipeline to one YAML file, and each component to a separate file.
+"""Compiles the pipeline to one YAML file, and each component to its own file.
 
-The file holds two documents: the pipeline spec, and the platform spec with the settings of its
-pods.
+The pipeline's file has two documents: the pipeline spec, and the platform spec with pod settings.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def compile_all(
     pods: StepPods = NO_SETTINGS,
     config: Config | None = None,
 ) -> dict[str, str]:
-    """Write the pipeline, for `image`, and its components; raises `ConfigError` or `UserError`."""
+    """Write the pipeline and its components for `image`. Raises `ConfigError` or `UserError`."""
     check_image(image)
     if components is not None:
-        # All outputs are checked before the first file, so that no incomplete set is written.
+        # Create the folder before any file is written, so that an error leaves no incomplete set.
         _make_folder(components, components)
     compile_pipeline(output, image or IMAGE, pods, config)
     if components is None:
@@ -54,26 +53,29 @@ def compile_pipeline(
     pods: StepPods = NO_SETTINGS,
     config: Config | None = None,
 ) -> None:
-    """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
+    """Write the IR YAML of the whole pipeline to `output`. Raises `UserError` if that fails."""
     write_pipeline(output, cluster_pipeline(image, pods, config))
 
 
 def write_pipeline(output: Path, pipeline: object) -> None:
-    """Write the IR YAML of a pipeline to `output`; raises `UserError` if that fails."""
+    """Write the IR YAML of a pipeline to `output`. Raises `UserError` if that fails."""
     _write(output, _compile(pipeline))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
-    """Write one YAML file for each component below `folder`; raises `UserError` if that fails."""
+    """Write one YAML file for each component below `folder`. Raises `UserError` if that fails."""
     for component in COMPONENTS:
-        # The name is quoted, since YAML reads some names, such as `12:30`, as a number.
+        # Quote the name, because YAML reads some names, such as `12:30`, as numbers.
         quoted = f"image: {json.dumps(image)}"
         text = _compile(component).replace(f"image: {IMAGE}", quoted)
         _write(folder / f"{component.name}.yaml", text)
 
 
 def image_remark(image: str) -> str:
-    """Return the warning that a cluster cannot pull the default image; empty for other images."""
+    """Return the warning that no cluster can pull the default image.
+
+    For any other image, return an empty string.
+    """
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
@@ -86,11 +88,12 @@ def _text_of_pipeline(image: str, pods: StepPods, config: Config | None) -> str:
 
 def _compile(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        # The compiler accepts no other suffix.
+        # The compiler requires this suffix.
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
         text = path.read_text(encoding="utf-8")
-    # KFP's comment with the sections of a default, in an order that differs between processes.
+    # Remove KFP's comment with the default of a mapping, because its order differs between
+    # processes.
     return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
@@ -109,19 +112,19 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-# Characters of a digest and of a commit in a version name: enough to be unique.
+# Numbers of characters of a digest and of a commit in a version name, enough to be unique.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 # PyYAML's C loader, if installed, is seven times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
 _DEFAULT_MAPPING = re.compile(rf"^(#\s+{SETTINGS}: dict) \[Default: .*\]$", re.MULTILINE)
-# A top-level key of the compiled YAML that does not occur in a configuration.
+# Top-level keys of compiled YAML that do not occur in a configuration.
 _OF_PIPELINE = re.compile(r"(pipelineInfo|deploymentSpec|schemaVersion):")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A compiled pipeline; `spec` is the first document of the YAML `text`."""
+    """A compiled pipeline. `spec` is the first document of the YAML `text`."""
 
     name: str
     text: str
@@ -134,19 +137,19 @@ class Package:
 
     @property
     def image(self) -> str:
-        """The default of the run parameter `image`; empty if there is none."""
+        """The default of the run parameter `image`, or an empty string if there is none."""
         return str(read_defaults(self.spec).get("image", ""))
 
     @contextmanager
     def write_temporary(self) -> Iterator[str]:
-        """Write the YAML to a temporary file for the KFP client; yield its path."""
+        """Write the YAML to a temporary file for the KFP client, and yield its path."""
         with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
             path = Path(folder, "pipeline.yaml")
             path.write_text(self.text, encoding="utf-8")
             yield str(path)
 
     def version(self) -> str:
-        """Return the name of the version: digest of the content, and commit of the code."""
+        """Return the version name, which consists of the content's digest and the code's commit."""
         commit, _, dirty = lineage.commit().partition("-")
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
@@ -154,13 +157,13 @@ class Package:
 def own_package(
     image: str = "", pods: StepPods = NO_SETTINGS, config: Config | None = None
 ) -> Package:
-    """Compile and return Flotilla's pipeline; raises `ConfigError`."""
+    """Compile Flotilla's pipeline. Raises `ConfigError`."""
     check_image(image)
     return _package(_text_of_pipeline(image or IMAGE, pods, config), "the pipeline")
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the compiled pipeline in `file`; raises `ConfigError`."""
+    """Return the compiled pipeline in `file`. Raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
@@ -177,7 +180,7 @@ def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> P
 
 
 def is_compiled(file: Path) -> bool:
-    """Return whether a file is a compiled pipeline, not a configuration."""
+    """Return whether a file is a compiled pipeline and not a configuration."""
     try:
         with file.open(encoding="utf-8") as lines:
             return any(_OF_PIPELINE.match(line) for line in lines)
@@ -186,7 +189,7 @@ def is_compiled(file: Path) -> bool:
 
 
 def read_mark(spec: Mapping[str, Any] | None) -> str:
-    """Return the mark of the Flotilla version that compiled a pipeline; empty if there is none."""
+    """Return the mark of the Flotilla version that compiled a pipeline, or an empty string."""
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():
@@ -196,13 +199,13 @@ def read_mark(spec: Mapping[str, Any] | None) -> str:
 
 
 def list_parameters(spec: Mapping[str, Any] | None) -> set[str] | None:
-    """Return the names of the run parameters; None if the spec is not a pipeline."""
+    """Return the names of the run parameters, or None if the spec is not a pipeline."""
     declared = _inputs(spec)
     return None if declared is None else set(declared)
 
 
 def read_defaults(spec: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the run parameters that have a default, with the default."""
+    """Return the default of each run parameter that has one."""
     declared = _inputs(spec) or {}
     return {
         name: each["defaultValue"]

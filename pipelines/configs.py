@@ -1,4 +1,4 @@
-"""The example configurations and the example table in the package."""
+"""The example configurations and the example table that the package contains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# A table has no comment that describes it.
+# Descriptions of the tables, which cannot contain a comment.
 _TABLES = {
     "tumors.csv": "569 tumours by 30 measures of their cells; the column to predict is diagnosis."
 }
@@ -17,14 +17,14 @@ _TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A file of the package, and its description in a sentence."""
+    """An example file of the package, with a description of one sentence."""
 
     name: str
     description: str
 
 
 def list_examples() -> tuple[Example, ...]:
-    """Return the example files of the package, configurations first."""
+    """Return the package's example files, configurations first."""
     found = sorted(files("flotilla").joinpath("configs").iterdir(), key=lambda each: each.name)
     configurations = [
         Example(name=each.name, description=_first_sentence(each.read_text(encoding="utf-8")))
@@ -36,10 +36,10 @@ def list_examples() -> tuple[Example, ...]:
 
 
 def copy_example(name: str, folder: str | Path = ".") -> Path:
-    """Copy an example by name, with or without extension, into a folder; return its path.
+    """Copy an example into a folder, and return its path. The extension may be omitted.
 
     Raises:
-        ConfigError: there is no such example, or the folder has a file of this name.
+        ConfigError: there is no such example, or the folder already has a file of that name.
     """
     every = [each.name for each in list_examples()]
     names = {key: each for each in every for key in (each, Path(each).stem)}
@@ -49,7 +49,7 @@ def copy_example(name: str, folder: str | Path = ".") -> Path:
     path = Path(folder, names[name])
     content = files("flotilla").joinpath("configs", path.name).read_bytes()
     try:
-        # The file is opened exclusively, so that a user's file is never overwritten.
+        # Open the file exclusively, so that a user's file is never overwritten.
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         raise ConfigError(f"{path} exists; rename or remove it first") from None

@@ -1,7 +1,7 @@
-"""Runs the steps of a local run as forked processes instead of new ones.
+"""Runs the steps of a local run in forked processes.
 
 KFP's runner starts a Python process for each step, which imports KFP and TensorFlow again. Here a
-fork server imports them once for a run; if it cannot fork, the runner starts processes as usual.
+fork server imports them once per run. If it cannot fork, the runner starts processes as usual.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
 
 _OF_STEPS = {step.name: step.loads for step in STEPS}
-# The modules, in the order in which a run needs them.
+# The modules to import, in the order in which a run needs them.
 _LATER = (
-    # The agent of a program does not wait for TensorFlow.
+    # The agent of a program is first, because it does not need TensorFlow.
     MODULES["program"],
     "tensorflow",
     *dict.fromkeys(MODULES.values()),
@@ -44,7 +44,10 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Addresses:
-    """Addresses of the two servers of a run; `tensorflow` is empty if no server has imported it."""
+    """The addresses of a run's two fork servers, without and with TensorFlow.
+
+    `tensorflow` is empty if no server imports TensorFlow.
+    """
 
     steps: str
     tensorflow: str
@@ -52,13 +55,14 @@ class _Addresses:
 
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
-    """Start a fork server for this block, if possible; yield the patch that makes KFP fork."""
+    """Start a fork server for this block if possible, and yield a patch that makes KFP use it."""
     asked = os.environ.pop(forked.VARIABLE, "")
     if asked == forked.NONE or not _is_possible():
         yield lambda: None
         return
     steps = [f"flotilla.components.{step.name}" for step in STEPS]
-    # A forked copy of a process that has initialized a GPU cannot use the GPU.
+    # If there are GPUs, do not import TensorFlow in the server, because a process that was forked
+    # after a GPU was initialized cannot use the GPU.
     later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
@@ -75,7 +79,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
 
 
 def _is_possible() -> bool:
-    # A debugger or tracer of this process would not follow a forked copy.
+    # A debugger or tracer of this process would not follow a forked process.
     return sys.platform == "linux" and _has_descriptors_of_processes() and sys.gettrace() is None
 
 
@@ -133,7 +137,8 @@ def _server(
 
 def _environment() -> dict[str, str]:
     return {
-        # Tasks have the same environment; TensorFlow reads some variables on import.
+        # TensorFlow reads some variables on import, so give the server the environment of the
+        # tasks.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
         **os.environ,
@@ -146,7 +151,7 @@ def _environment() -> dict[str, str]:
 def _run_forked(
     addresses: _Addresses, full_command: Sequence[str], env_vars: Mapping[str, str]
 ) -> int | None:
-    """Run a step in a forked process; return its exit code, None if it could not be forked."""
+    """Run a step in a forked process. Return its exit code, or None if it could not be forked."""
     step = kfp_internals.parse_command(full_command)
     if step is None or step.name not in _OF_STEPS:
         return None
@@ -170,7 +175,7 @@ def _run_forked(
     with open(reader, encoding="utf-8", errors="replace") as lines:
         if process is None:
             return None
-        # The runner has patched it to indent the output of a step.
+        # Use `print`, which the runner has patched to indent the output of a step.
         for line in lines:
             builtins.print(line, end="")  # noqa: T201
     builtins.print("\n")  # noqa: T201

@@ -1,4 +1,4 @@
-"""The page of a run: a hyperlink in a terminal, and opened in the browser."""
+"""Links to the page of a run: hyperlinks in a terminal, and pages opened in the browser."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-# Terminals that show hyperlinks (OSC 8), by the variables that they set.
+# Terminals that support hyperlinks (OSC 8), recognized by the variables that they set.
 _PROGRAMS = ("ghostty", "Hyper", "iTerm.app", "rio", "terminology", "vscode", "WezTerm", "zed")
 _TERMS = ("alacritty", "contour", "foot", "wezterm", "xterm-ghostty", "xterm-kitty")
 _VARIABLES = ("DOMTERM", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION")
-# Versions of VTE from 0.50 on.
+# Numbers of the VTE versions from 0.50 on.
 _VTE = re.compile(r"[5-9]\d{3}|\d{5,}")
 _STDOUT, _STDERR = 1, 2
 
 
 def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a stream is a terminal that is known to show hyperlinks."""
+    """Return whether a stream is a terminal that is known to support hyperlinks."""
     term = environment.get("TERM", "")
     if not stream.isatty() or environment.get("NO_COLOR") or term in ("", "dumb"):
         return False
     if forced := environment.get("FORCE_HYPERLINK"):
         return forced != "0"
-    # Multiplexers pass links on if they are configured for it; otherwise they drop or print them.
+    # A terminal multiplexer drops or prints hyperlinks, unless it is configured to pass them on.
     if term.startswith(("screen", "tmux")):
         return False
     vte = environment.get("VTE_VERSION", "")
@@ -41,15 +41,15 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
 
 
 def link_address(path: Path) -> str:
-    """Return the address of a file for a hyperlink, with the name of this machine.
+    """Return the address of a file for a hyperlink, including the name of this machine.
 
-    A terminal that is connected by SSH would otherwise look for the file on the local machine.
+    Without the name, a terminal that is connected by SSH would look for a local file.
     """
     return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
 
 
 def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Open a page in the user's browser; return whether there is a browser."""
+    """Open a page in the user's browser. Return whether that succeeded."""
     has_choice = bool(environment.get("BROWSER"))
     is_elsewhere = "SSH_CONNECTION" in environment and "DISPLAY" not in environment
     if is_elsewhere and not has_choice:
@@ -58,7 +58,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
         browser = webbrowser.get()
     except webbrowser.Error:
         return False
-    # This is a browser in the terminal, started as a child of Python.
+    # A generic browser is a text browser that would run in this terminal.
     is_of_terminal = type(browser) is webbrowser.GenericBrowser
     if is_of_terminal and not has_choice:
         return False
@@ -68,7 +68,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Let child programs write to standard error, since standard output is a document."""
+    """Let child programs write to standard error, because standard output is for the result."""
     before = os.dup(_STDOUT)
     try:
         os.dup2(_STDERR, _STDOUT)

@@ -1,4 +1,4 @@
-"""The model registry: lists versions, shows the champion, promotes and rolls back."""
+"""The model registry: lists and shows versions, promotes a version, and rolls back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelVersion:
-    """One registered version of a model; its verdict is `promoted` if it was ever the champion.
+    """A registered version of a model.
 
-    `problem` is the reason why the champion of the model is unknown, or empty.
+    The verdict is `promoted` if the version has ever been the champion. `problem` tells why the
+    champion of the model is unknown, or is empty.
     """
 
     name: str
@@ -51,7 +52,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelDetails:
-    """One version with its URI and lineage, and every promotion of its model, oldest first."""
+    """One version with its URI and lineage, and all promotions of its model, oldest first."""
 
     version: ModelVersion
     uri: str
@@ -72,7 +73,7 @@ class ModelDetails:
 
 
 def choose_root(root: str, workdir: str | Path) -> str:
-    """Return the given storage root, or the root of the local runs; raises `ConfigError`."""
+    """Return the given storage root, or the root of the local runs. Raises `ConfigError`."""
     if root:
         require_uri("--root", root)
     return root or storage.uri_of(workdir)
@@ -81,9 +82,9 @@ def choose_root(root: str, workdir: str | Path) -> str:
 def list_models(
     name: str = "", *, workdir: str | Path = "runs", root: str = ""
 ) -> tuple[ModelVersion, ...]:
-    """Return every version of one model or of all models; raises `UserError`.
+    """Return all versions of one model or of all models. Raises `UserError`.
 
-    An unknown champion of one model does not hide the other models.
+    If the champion of one model cannot be determined, the other models are still listed.
 
     Example:
         for each in flotilla.models.list("digits"):
@@ -112,7 +113,7 @@ def _list_versions(root: str, name: str) -> tuple[ModelVersion, ...]:
 def show(
     name: str, version: int = 0, *, workdir: str | Path = "runs", root: str = ""
 ) -> ModelDetails:
-    """Return one version, or the champion for number 0; raises `ConfigError`.
+    """Return one version, or the champion if `version` is 0. Raises `ConfigError`.
 
     Example:
         flotilla.models.show("digits").uri
@@ -133,7 +134,7 @@ def show(
 
 
 def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
-    """Make a version the champion, and notify the trackers; raises `UserError`.
+    """Make a version the champion, and notify the trackers. Raises `UserError`.
 
     Example:
         flotilla.models.promote("digits", 3)
@@ -146,7 +147,7 @@ def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str 
 
 
 def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
-    """Make the previous champion the champion again; raises `UserError`.
+    """Make the previous champion the champion again. Raises `UserError`.
 
     Example:
         flotilla.models.rollback("digits").version
@@ -157,18 +158,18 @@ def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Prom
 
 
 def _announce(root: str, name: str, made: Promotion) -> Promotion:
-    # The version's `registry.hub` is not used: a token must not be sent to an address from a
-    # bucket.
+    # Ignore the version's `registry.hub`, because a token must not be sent to an address that was
+    # read from a bucket.
     try:
         registration.announce(root, name, made.version, hub="")
     except UserError as error:
-        # The promotion itself has succeeded.
+        # Only log the error, because the promotion itself has succeeded.
         log.warning("no tracker knows of it: %s", error)
     return made
 
 
 def require_known(root: str, name: str) -> str:
-    """Return the name of a registered model; raises `ConfigError` for an unknown one."""
+    """Return the name of a registered model. Raises `ConfigError` for an unknown one."""
     found = registry.names(root)
     if name not in found:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")
@@ -177,7 +178,7 @@ def require_known(root: str, name: str) -> str:
 
 
 def _version(name: str, version: registry.Version, made: Sequence[Promotion]) -> ModelVersion:
-    # The registry has checked the types of these values.
+    # The registry has already checked the types of these values.
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
     metrics = lineage.get("metrics", {})
@@ -190,7 +191,7 @@ def _version(name: str, version: registry.Version, made: Sequence[Promotion]) ->
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
-        # A version that was registered before these fields existed has only its metrics.
+        # A version that was registered before this field existed has only its metrics.
         measured=lineage.get("measured")
         or {"metric": main.name, "value": metrics.get(main.name), "better": main.better},
         global_step=fields.get("global_step", 0),

@@ -1,4 +1,4 @@
-"""The notebook display of a result: a heading and a small table, escaped and masked."""
+"""How a notebook displays a result: a heading and a small table, escaped and masked."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from flotilla.trainer.report.wording import format_value, round_value
 from flotilla.trainer.runtime.masking import join_lines
 
-# A notebook shows the first rows of a long table.
+# Maximum number of rows that a notebook shows.
 _MOST_ROWS = 100
 
 
 def short(name: str, *words: object, **metrics: object) -> str:
-    """Return the one-line text for a prompt: `RunResult(digits-1 blessed, accuracy=0.97)`."""
+    """Return a one-line text such as `RunResult(digits-1 blessed, accuracy=0.97)`."""
     said = " ".join(str(each) for each in words if each not in ("", None))
     values = [f"{key}={round_value(value)}" for key, value in metrics.items() if value is not None]
     return join_lines(f"{name}({', '.join(filter(None, [said, *values]))})")
 
 
 def card(heading: str, facts: Mapping[str, object]) -> str:
-    """Return a heading and the known facts, one per line."""
+    """Return a heading and the non-empty facts, one per line."""
     rows = [(name, value) for name, value in facts.items() if value not in ("", None, (), {}, [])]
     return table(heading, ("", ""), rows)
 
 
 def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a heading and a table; of a long table, the first rows and the number of others."""
+    """Return a heading and a table. Of a long table, only the first rows are shown."""
     found = [[_cell(value) for value in row] for row in rows]
     left = len(found) - _MOST_ROWS
     lines = [f"<p><b>{_escape(heading)}</b></p><table>"]

@@ -1,4 +1,4 @@
-"""Predictions of an exported model: finds the model, and runs the prediction process."""
+"""Predictions of an exported model: finds the model, and runs the process that predicts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flotilla.trainer.storage.uri import require_uri
 FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 STANDARD_OUTPUT = "-"
 _VERSION = re.compile(r"(?P<name>.+)@(?P<number>[1-9][0-9]{0,8})")
-# Seconds that an interrupted process may take to end.
+# Maximum time for an interrupted process to end, in seconds.
 _GRACE = 5.0
 _POLL = 0.1
 EVENTS, _SUMMARY = "events.jsonl", "summary.json"
@@ -44,13 +44,13 @@ class Prediction:
 
     Attributes:
         model: URI of the model.
-        output: the written file, `-` for standard output, empty for none.
-        rows: number of answered rows.
+        output: path of the output file, `-` for standard output, or empty for none.
+        rows: number of predicted rows.
         skipped: number of unreadable rows.
-        unsound: number of rows with a non-finite answer.
-        seconds: from the first row read to the last row written.
-        closed: whether the reader closed standard output before the end.
-        predictions: the answers in the order of the input, if no output was given.
+        unsound: number of rows with a non-finite prediction.
+        seconds: time from the first row read to the last row written.
+        closed: whether the reader closed standard output before all rows were written.
+        predictions: the predicted rows in the order of the input, if no output was given.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def rows_per_second(self) -> float:
-        """Return the rows written per second, without the time to load the model."""
+        """Return the number of rows written per second. Loading the model is not counted."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -93,22 +93,26 @@ def predict(
     root: str = "",
     on_event: Callable[[Event], None] | None = None,
 ) -> Prediction:
-    """Predict classes, probabilities or numbers for data of any size; raises `UserError`.
+    """Predict classes, probabilities or numbers for data of any size.
 
     Args:
         model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
-        inputs: files, folders, patterns or URIs: CSV, JSONL, Parquet, images; or rows: a list of
+        inputs: files, folders, patterns or URIs of CSV, JSONL, Parquet or images, or a list of
             mappings, or a data frame.
-        output: a .csv, .jsonl or .parquet file; `-`: standard output; empty: only the result.
-        to: the format of the output, if its name does not imply it.
+        output: a .csv, .jsonl or .parquet file, or `-` for standard output. If empty, the rows are
+            only returned.
+        to: the format of the output, if the file name does not imply it.
         format: the format of the inputs, if their names do not imply it.
-        split: of the model's dataset, if there are no inputs.
-        columns: input columns to copy to the rows, as a list or comma-separated; `*` for all.
-        batch_size: examples per batch; 0 means the batch size of the evaluation.
+        split: a split of the model's dataset, if there are no inputs.
+        columns: input columns to copy to the output, as a list or comma-separated; `*` for all.
+        batch_size: number of examples in a batch; 0 means the batch size of the evaluation.
         skip_bad: whether to skip unreadable rows.
         workdir: the folder of local runs.
-        root: the storage root of the registry; `workdir` when empty.
-        on_event: called with each event of the process, about its work or the data.
+        root: the storage root of the registry; by default the workdir.
+        on_event: called with each event of the prediction process.
+
+    Raises:
+        UserError: the model or an input cannot be used, or the prediction failed.
 
     Example:
         answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
@@ -131,7 +135,7 @@ def predict(
 
 @contextmanager
 def _place(output: str) -> Iterator[str]:
-    """Yield the given output, or else a temporary file."""
+    """Yield the given output, or the path of a temporary file."""
     if output:
         yield output
         return
@@ -154,8 +158,8 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
 
 @contextmanager
 def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths and URIs of the inputs; write rows to a temporary file."""
-    # This is a data frame.
+    """Yield the paths and URIs of the inputs. Rows in memory are written to a temporary file."""
+    # Only a data frame has this method.
     rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
     if isinstance(rows, str | os.PathLike):
         yield (os.fspath(rows),)
@@ -169,7 +173,7 @@ def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON; missing values of a data frame are NaN."""
+    """Return a row as JSON. NaN becomes null, because a data frame stores missing values as NaN."""
     known = {
         str(name): None if isinstance(value, float) and math.isnan(value) else value
         for name, value in row.items()
@@ -187,7 +191,7 @@ def _check_inputs(given: tuple[str, ...], split: str) -> None:
 
 
 def model_uri(model: str, root: str) -> str:
-    """Return the URI of a model: from a URI, a folder or `NAME[@VERSION]`; raises `ConfigError`."""
+    """Return the URI of a model given by URI, folder or `NAME[@VERSION]`. Raises `ConfigError`."""
     if "://" in model:
         require_uri("MODEL", model)
         return model.rstrip("/") if "?" not in model else model
@@ -207,7 +211,7 @@ def model_uri(model: str, root: str) -> str:
 
 
 def choose_format(output: str, said: str) -> str:
-    """Return the output format, as given or by the file extension; raises `ConfigError`."""
+    """Return the given output format, or that of the file extension. Raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs an output file; add -o FILE")
@@ -222,7 +226,7 @@ def choose_format(output: str, said: str) -> str:
 
 
 def check_output(output: str, inputs: tuple[str, ...]) -> None:
-    """Refuse an output that is a folder or one of the inputs; raises `ConfigError`."""
+    """Reject an output that is a folder or one of the inputs. Raises `ConfigError`."""
     if "://" in output:
         raise ConfigError(f"-o: {output!r} is not a path on this machine: write a file and copy it")
     path = Path(output)
@@ -235,10 +239,10 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
 
 
 def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
-    """Answer a JSON `Request` in a separate process, which writes rows to standard output.
+    """Process a `Request` in a child process, which writes the predicted rows.
 
-    `on_event` is called with each event of that process, about its work or the data. Raises
-    `UserError`, and `RunInterruptedError` at a signal; no partial output remains.
+    `on_event` is called with each event of that process. Raises `UserError`, or
+    `RunInterruptedError` on a signal. No partial output remains.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
         folder = Path(name)
@@ -277,15 +281,15 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # A separate session: an interrupt reaches the process once, from here, not from the
-        # terminal.
+        # Use a separate session, so that an interrupt reaches the process once, from here and not
+        # also from the terminal.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )
 
 
 def _remove_part(child: subprocess.Popen[bytes], output: str) -> None:
-    """Remove the partial output of a process that was ended."""
+    """Remove the partial output of a process that was stopped."""
     if output != STANDARD_OUTPUT:
         path = Path(output)
         with suppress(OSError):

@@ -1,6 +1,7 @@
-"""Settings from Python: mappings, nested or with dotted keys, as `section.key=value` texts.
+"""Converts settings given in Python to the `section.key=value` texts of `--set`.
 
-The texts are those of `--set`, so that one parser checks them, and a resumed run repeats them.
+A mapping may be nested or have dotted keys. One parser checks all texts, and a resumed run repeats
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flotilla.trainer.config.load import is_section, parse_value
 from flotilla.trainer.runtime.errors import ConfigError
 
 Settings = Mapping[str, Any] | Sequence[str]
-# Characters that JSON keeps in a text, and YAML reads as line breaks or refuses.
+# Characters that JSON does not escape, but YAML reads as line breaks or rejects.
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
@@ -38,7 +39,7 @@ class Sections(TypedDict, total=False):
 def make_assignments(
     settings: Settings = (), sections: Mapping[str, Any] | None = None
 ) -> tuple[str, ...]:
-    """Return settings as `section.key=value` texts, then sections; raises `ConfigError`."""
+    """Return the texts of `settings`, then those of `sections`. Raises `ConfigError`."""
     if isinstance(settings, Mapping):
         texts = [*_texts(settings)]
     elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
@@ -52,7 +53,10 @@ def make_assignments(
 
 
 def format_search(search: Settings) -> Iterator[str]:
-    """Yield the texts of a search: a list is values to try, a text is passed unchanged."""
+    """Yield the texts of a search.
+
+    A list contains the values to try; a string is kept unchanged.
+    """
     if not isinstance(search, Mapping):
         yield from make_assignments(search)
         return
@@ -66,14 +70,14 @@ def format_search(search: Settings) -> Iterator[str]:
 
 
 def value_text(key: str, value: Any) -> str:
-    """Format a value for `--set KEY=`; raises `ConfigError` if it is not plain data."""
+    """Format a value for `--set KEY=`. Raises `ConfigError` if it is not plain data."""
     if isinstance(value, str | os.PathLike):
         text = str(os.fspath(value))
         try:
             if parse_value(text, key) == text:
                 return text
         except ConfigError:
-            # Without quotes, the text is not valid YAML.
+            # The text is not valid YAML without quotes.
             pass
         value = text
     try:
@@ -84,7 +88,7 @@ def value_text(key: str, value: Any) -> str:
 
 
 def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield a text for each key; sections are merged by key, other values are replaced."""
+    """Yield a text for each key. Sections are merged key by key, and other values are replaced."""
     for name, value in tree.items():
         path = (*above, *str(name).split("."))
         if isinstance(value, Mapping) and is_section(path):
@@ -95,7 +99,7 @@ def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str
 
 
 def plain(value: Any) -> Any:
-    """Return the JSON equivalent of a path, or of a NumPy number or array."""
+    """Return the JSON equivalent of a path, a mapping, or a NumPy number or array."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

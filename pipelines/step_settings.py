@@ -1,6 +1,6 @@
-"""The settings of each step on a cluster: image, resources, secret, deadline, retries and pods.
+"""The settings of each step on a cluster, such as image, resources, deadline and retries.
 
-The image is a run parameter; the other settings are compiled into the pods, see
+The image is a run parameter. The other settings are compiled into the pipeline; see
 `docs/decisions/0009-pipeline.md`.
 """
 
@@ -33,7 +33,10 @@ def check_image(name: str) -> None:
 
 
 def check_target(pipeline_root: str, service_account: str) -> None:
-    """Raise a `ConfigError` for a root that KFP's driver refuses; empty is the default root."""
+    """Raise a `ConfigError` for a pipeline root or service account that KFP would reject.
+
+    An empty root is the default root.
+    """
     try:
         if pipeline_root and find_scheme(pipeline_root) == "file":
             raise ConfigError(
@@ -51,13 +54,13 @@ def check_target(pipeline_root: str, service_account: str) -> None:
 
 
 _DAY = 24 * 3600
-#: Deadline of the whole run, longer than the deadlines of all its steps together.
+#: Deadline of the whole run in seconds, longer than the deadlines of all its steps together.
 RUN_SECONDS = 35 * _DAY
-#: Seconds for which the pods of an ended run and their logs are retained.
+#: Time for which the pods of a finished run and their logs are kept, in seconds.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
-# KFP replaces this text by the run id everywhere in a compiled pipeline, before it creates pods.
-# KFP's own placeholders do not work in labels, which are read at that time only.
+# KFP replaces this text by the run id in the whole compiled pipeline before it creates pods. KFP's
+# own placeholders do not work in labels, because labels are read only at that time.
 _RUN_ID = "{{workflow.uid}}"
 
 
@@ -68,18 +71,18 @@ def configuration() -> dsl.PipelineConfig:
     )
 
 
-# KFP names the volume like its claim, which excludes dots.
+# KFP gives a volume the name of its claim, and the name of a volume must not contain dots.
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATH = re.compile(r"(/[^/:\s{}]+)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# KFP's folders in the pod of a step, and folders without which Python does not start.
+# Folders that KFP uses in the pod of a step, and folders that Python needs to start.
 _TAKEN = (
     "/kfp-launcher", "/gcs", "/s3", "/minio", "/.local", "/.cache", "/.config",
     "/bin", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr",
 )  # fmt: skip
 _OWN_VARIABLES = ("KFP_", "FLOTILLA_RUN", "TF_CONFIG")
 _OWN_LABELS = (names.APP, "pipelines.kubeflow.org/", "pipeline/", "workflows.argoproj.io/")
-#: The folder for a step's temporary files.
+#: The volume and the folder for the temporary files of a step.
 SCRATCH, SCRATCH_FOLDER = "scratch", "/tmp"
 
 
@@ -116,18 +119,18 @@ def _variable(pair: tuple[str, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPods:
-    """Settings of the pods of the steps.
+    """The settings of the steps' pods.
 
     Attributes:
-        cpu, memory: quantities for each step that works; with `cluster.launcher: local` the whole
+        cpu, memory: quantities for each working step. With `cluster.launcher: local`, the whole
             training cluster shares those of its step.
-        gpus: for the steps that compute with the model.
-        node_selector, tolerations: for the steps that work, in Kubernetes' format.
-        store_secret: secret with the keys of the object store; optional in the cluster.
+        gpus: number of GPUs for the steps that run the model.
+        node_selector, tolerations: for the working steps, in the format of Kubernetes.
+        store_secret: name of the secret with the keys of the object store. It may be missing.
         pull_secrets: names of the image pull secrets.
-        mounts: mount path by persistent volume claim, for the step that prepares data.
-        scratch: size limit of the folder for temporary files, a quantity; empty: no limit.
-        variables: environment variables; no secrets, since the pipeline shows them.
+        mounts: mount path of each persistent volume claim, for the step that prepares data.
+        scratch: size limit of the folder for temporary files, or empty for no limit.
+        variables: environment variables. They must not be secrets, because the pipeline shows them.
     """
 
     cpu: str = "1"
@@ -143,7 +146,7 @@ class StepPods:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse settings that the pod of a step cannot have; raises `ConfigError`."""
+        """Reject settings that the pod of a step cannot have. Raises `ConfigError`."""
         checked: tuple[tuple[str, Callable[[Any], object], Iterable[Any]], ...] = (
             ("--cpu", pod_fields.quantity, [self.cpu]),
             ("--memory", pod_fields.memory, [self.memory]),
@@ -168,20 +171,20 @@ class StepPods:
             raise ConfigError(f"--mount {max(folders, key=folders.count)} is given twice")
 
     def apply(self, task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-        """Configure a task of the pipeline by its row of the table; `given` are run parameters."""
+        """Configure a task of the pipeline by its table row and the run parameters `given`."""
         task.set_container_image(given["image"])
         self._set_resources(task, step)
         self._set_pod(task, step)
         kubernetes.set_timeout(task, step.deadline_seconds)
-        # KFP itself sets the other requirements of the Pod Security Standard `restricted`.
+        # KFP itself meets the other requirements of the Pod Security Standard `restricted`.
         kubernetes.set_security_context(task, run_as_non_root=True)
         if step.retries:
             task.set_retry(
                 step.retries,
                 backoff_duration="60s",
                 backoff_factor=2.0,
-                # KFP's limit spans the start of the first attempt to the end of the last: its
-                # default of one hour would allow no second attempt of a longer step.
+                # This limit includes the first attempt. With KFP's default of one hour, a longer
+                # step would never be retried.
                 backoff_max_duration=f"{RUN_SECONDS}s",
             )
 
@@ -190,7 +193,7 @@ class StepPods:
             task.set_cpu_request("100m").set_cpu_limit("1")
             task.set_memory_request("512Mi").set_memory_limit("2Gi")
             return
-        # Request and limit are equal, since unreserved resources may be missing when they are
+        # Request and limit are equal, because unreserved resources may be missing when they are
         # needed.
         task.set_cpu_request(self.cpu).set_cpu_limit(self.cpu)
         task.set_memory_request(self.memory).set_memory_limit(self.memory)
@@ -207,8 +210,8 @@ class StepPods:
             kubernetes.add_pod_label(task, key, value)
         for name, value in self.variables.items():
             task.set_env_variable(name, value)
-        # A light step runs on the nodes of KFP's pods, so that the exit step reports even if other
-        # nodes are full.
+        # Light steps run on the same nodes as KFP's pods, so that the exit step can report even if
+        # the selected nodes are full.
         if not step.is_light:
             self._place(task)
         if step.name == PREPARE:
@@ -221,7 +224,7 @@ class StepPods:
         if self.tolerations:
             kubernetes.add_toleration_json(task, list(map(dict, self.tolerations)))
         if self.scratch:
-            # The root directory is world-writable, since KFP cannot give a new volume to the
+            # An emptyDir is world-writable. KFP cannot make another new volume writable for the
             # image's user.
             kubernetes.empty_dir_mount(task, SCRATCH, SCRATCH_FOLDER, size_limit=self.scratch)
 
@@ -239,9 +242,10 @@ def step_pods(
     variables: Sequence[str] = (),
     **texts: str,
 ) -> StepPods:
-    """Return the settings from `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`; raises `ConfigError`.
+    """Create the settings from the texts of options. Raises `ConfigError`.
 
-    A toleration is YAML or JSON; `texts` are further fields, passed unchanged.
+    The forms are `KEY=VALUE`, `NAME=VALUE` and `CLAIM:FOLDER`, and YAML or JSON for a toleration.
+    `texts` are the other fields, passed unchanged.
     """
     return StepPods(
         node_selector=_pairs("--node-selector", node_selector, "=", "KEY=VALUE"),

@@ -1,6 +1,6 @@
-"""The wiring of the pipeline; `flotilla.components.table` has the properties of each step.
+"""The wiring of the pipeline. The properties of each step are in `flotilla.components.table`.
 
-The run parameters are the fields of the form, see `flotilla.trainer.config.form`, and the image.
+The run parameters are the image and the fields of the form; see `flotilla.trainer.config.form`.
 """
 
 import inspect
@@ -25,7 +25,7 @@ from flotilla.trainer.config.schema import Config
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
 #: The run parameter that is not a configuration key.
 IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
-# Prefix of the URI where a run publishes.
+# The form field before which the image is listed.
 _BEFORE = "storage_root"
 
 
@@ -47,7 +47,7 @@ def _fields() -> Iterator[Field]:
 def make_signature(
     image: str = IMAGE, defaults: Mapping[str, Any] | None = None
 ) -> inspect.Signature:
-    """Return the run parameters; `defaults` are values of fields, as `to_form` returns them."""
+    """Return the run parameters. `defaults` are field values as returned by `to_form`."""
     given = {**{each.name: each.default for each in FIELDS}, "image": image, **(defaults or {})}
     return inspect.Signature(
         [
@@ -66,51 +66,55 @@ SIGNATURE = make_signature()
 
 
 class Wiring:
-    """The steps of one pipeline, configured for the place where it runs."""
+    """The steps of one pipeline, each configured for the place where it runs."""
 
     def __init__(self, place: Place, values: tuple[Any, ...], secret: str = "") -> None:
-        """Store the values of the run parameters; `place` configures a task with them.
+        """Store the values of the run parameters. `place` configures each task with them.
 
-        `secret` is the name of the secret with the keys of the object store, for the training job.
+        `secret` names the secret with the keys of the object store, for the training job.
         """
         self.given = SIGNATURE.bind(*values).arguments
         self._place, self._secret = place, secret
 
     def step(self, component: Any, **inputs: Any) -> Any:
-        """Add the step of a row of the table; raises `LookupError` if there is none."""
+        """Add the step of a component.
+
+        Raises `LookupError` if the component is not in the table.
+        """
         row = find_step(component.name)
         task = component(**inputs)
         self._place(task, row, self.given)
-        # Only the dataset is cached by its key; the other steps depend on more than their inputs.
+        # Disable KFP's cache, because the result of a step depends on more than its inputs.
+        # Datasets are cached by their own key.
         task.set_caching_options(False)
         return task
 
     def prepare(self, **more: Any) -> Any:
-        """Prepare the dataset; return the outputs of that step."""
+        """Add the step that prepares the dataset, and return its task."""
         given = {each.name: self.given[each.name] for each in FIELDS}
         run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
         return self.step(prepare_data, **given, kfp_run_id=run_id, **more)
 
     @contextmanager
     def ready(self, **more: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Prepare the dataset; if the run trains, yield the inputs of the next steps.
+        """Prepare the dataset. If the run trains, yield the inputs of the next steps.
 
-        These are the common inputs of all steps, and the dataset.
+        These are the common inputs of all steps, and the inputs with the dataset.
         """
         prepared = self.prepare(**more)
         with dsl.If(prepared.outputs["Output"] == READY, name=READY):
             yield common_inputs(prepared), flows(prepared, "dataset", uri="dataset_uri")
 
     def train(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
-        """Train; return the final checkpoint as the inputs of the next steps."""
+        """Add the training step. Return its final checkpoint as inputs of the next steps."""
         return flows(self.step(train_model, **run, **dataset, **self.pod_settings()), "checkpoint")
 
     def pod_settings(self) -> dict[str, Any]:
-        """Return the run's settings for the pods of a training job."""
+        """Return the image and the secret for the pods of a training job."""
         return {"image": self.given["image"], "store_secret": self._secret}
 
     def add_exit_step(self, component: Any, **more: Any) -> Any:
-        """Add the exit step, which always runs last, with the parameters to end the jobs."""
+        """Add the exit step, which always runs last, with the inputs that it needs to end jobs."""
         return self.step(
             component,
             root=self.given["storage_root"],
@@ -121,12 +125,12 @@ class Wiring:
 
 
 def common_inputs(prepared: Any) -> dict[str, Any]:
-    """Return the common inputs of all steps after the first one."""
+    """Return the inputs that all steps after the first one have in common."""
     return {key: prepared.outputs[key] for key in ("config", "root", "run_id")}
 
 
 def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
-    """Return the outputs of a step as inputs of others: its URI and its descriptor."""
+    """Return an output of a step as inputs of other steps: its URI and its descriptor."""
     made = {output: uri, f"{output}_descriptor": output}
     return {name: task.outputs[key] for name, key in made.items()}
 
@@ -141,7 +145,7 @@ def training(wiring: Wiring) -> None:
 
 
 def promote(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
-    """Evaluate a checkpoint; export and register it if the gate passes."""
+    """Evaluate a checkpoint, then export and register it if it passes the gate."""
     gate = wiring.step(evaluate_model, **run, **made)
     blessed = find_maker("decision").accepts
     with dsl.If(gate.outputs["Output"] == blessed, name=blessed):
@@ -167,11 +171,11 @@ def training_on(wiring: Wiring, dataset: Any) -> None:
 
 
 def _leave_unchanged(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
-    """Leave a task unchanged, since a local step is a process."""
+    """Leave a task unchanged, because a local step has no pod."""
 
 
 def local_pipeline(wire: Any, name: str, *more: inspect.Parameter) -> Any:
-    """Return a pipeline for KFP's local runner; `more` are its further parameters."""
+    """Return a pipeline for KFP's local runner. `more` are additional parameters."""
     signature = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *more])
     return dsl.pipeline(_call_wiring(wire, _leave_unchanged, signature), name=name)
 
@@ -181,7 +185,7 @@ def cluster_pipeline(
 ) -> Any:
     """Return the whole pipeline for a KFP instance.
 
-    `image` and the values of `config` are the defaults of its form.
+    `image` and the values of `config` become the defaults of its form.
     """
     signature = make_signature(image, to_form(config) if config else {})
     return pipeline_on_cluster(training, "flotilla-training", signature, pods)
@@ -203,7 +207,7 @@ def pipeline_on_cluster(
 
 
 def _offer_choices(spec: Any) -> None:
-    """Add the allowed values of a run parameter, so that the KFP form shows a drop-down."""
+    """Add the allowed values of each run parameter, so that the KFP form shows a drop-down list."""
     declared = spec.root.input_definitions.parameters
     for field in FIELDS:
         for choice in field.choices:
@@ -211,7 +215,10 @@ def _offer_choices(spec: Any) -> None:
 
 
 def _name_artifacts(spec: Any) -> None:
-    """Name the inputs of a group of steps after the outputs they come from, for the graph."""
+    """Name the inputs of each group of steps after the outputs that they come from.
+
+    KFP's graph shows these names.
+    """
     _name_below(spec, spec.root.dag)
 
 
@@ -223,7 +230,7 @@ def _name_below(spec: Any, dag: Any) -> None:
         taken = task.inputs.artifacts
         for channel in list(taken):
             given = taken[channel]
-            # In a nested group it has the name from the outer group.
+            # In a nested group, the input already has its name from the outer group.
             name = given.task_output_artifact.output_artifact_key or given.component_input_artifact
             for artifacts in (taken, group.input_definitions.artifacts):
                 artifacts[name].CopyFrom(artifacts.pop(channel))

@@ -47,11 +47,11 @@ from flotilla.trainer.tracking.hub import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"
-# Webhooks may take up to 10 s each.
+# Each admission webhook may take up to 10 s.
 ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
-# Connecting, failing and removing take seconds each.
+# Connecting, failing and removing the test file take several seconds each.
 STORAGE_SECONDS = 16.0
 # This check downloads the champion.
 SIGNATURE_SECONDS = 60.0
@@ -59,12 +59,12 @@ SIGNATURE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The options of the doctor.
+    """The options of `flotilla doctor`.
 
     Attributes:
         config: the configuration, or the error in it.
-        kubernetes: whether to examine the cluster with any launcher.
-        service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
+        kubernetes: whether to examine the cluster, whatever the launcher is.
+        service_account: `[NAMESPACE:]NAME` for runs started from the KFP UI, or empty.
     """
 
     config: Config | UserError
@@ -149,7 +149,7 @@ def _machine_checks(config: Config, workdir: Path) -> Iterator[Check]:
 
 
 def _tracker_checks(config: Config) -> Iterator[Check]:
-    """Check that the configured trackers answer; a run continues without them."""
+    """Check that the configured trackers respond. A run continues without them."""
     found: dict[str, Callable[[], str]] = {}
     if addresses.is_tracked():
         found["MLflow"] = mlflow_run.health
@@ -198,10 +198,10 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
     name, choice = config.cluster.launcher, None
     one: Engine | None = engine(name) if name in ENGINES else None
     if one is None:
-        # The list of checks depends on the engine, so the cluster is queried first.
+        # Query the cluster now, because the list of checks depends on its engine.
         one, choice = clusters.chosen(cluster, config)
     unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
-    # The steps use the option's namespace, even if all tasks use another one.
+    # The steps use the image of the option, even if all tasks use another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: clusters.answers(cluster, config), show=clusters.SHOW)
@@ -235,7 +235,7 @@ def _engine_checks(
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)
         yield _cluster_check(title, look, "kubectl get nodes")
-    # The secret of the store is optional, and so are its keys: only objects in the configuration
+    # The secret of the store and its keys are optional. Only objects that the configuration names
     # are required.
     objects = named_objects.list_named_objects(
         clusters.plan(one, config, PodDefaults(store_secret=""))
@@ -248,7 +248,7 @@ def _engine_checks(
             titles.append(title)
             yield _present(cluster, each, some, title)
     yield from _step_checks(options)
-    # Another check reports a missing object.
+    # Skip this check if an object is missing, because another check already reports it.
     yield Check(
         name="admission",
         look=lambda: permissions.admits(cluster, job),
@@ -259,7 +259,7 @@ def _engine_checks(
 
 
 def _step_checks(options: DoctorOptions) -> Iterator[Check]:
-    """Check the objects that the steps' pods refer to, in a namespace other than the job's."""
+    """Check the secrets and claims of the steps' pods, whose namespace may not be the job's."""
     cluster = Cluster.connected(options.namespace)
     for kind, given in (
         (named_objects.LOGINS, options.pods.pull_secrets),
@@ -303,13 +303,13 @@ def _permission_checks(
 
 
 def show_instance(instance: Instance) -> str:
-    """Return the command that shows the instance's response."""
+    """Return the command that shows the response of the instance."""
     given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
     return "" if "@" in given else f"curl --include {given}{_HEALTH}"
 
 
 def instance_answers(instance: Instance) -> Finding:
-    """Check the instance given by options or the environment; raises `UserError`."""
+    """Check the instance given by options or the environment. Raises `UserError`."""
     if not is_named(instance.endpoint):
         message = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
         return Finding("skipped", message)

@@ -1,4 +1,4 @@
-"""Checks the cluster of the job: its API, namespace and engine, and their versions.
+"""Checks of the cluster that runs the job: its API, namespace and engine, and their versions.
 
 `docs/reference/versions.md` lists the versions with which Flotilla was tested.
 """
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program that Flotilla depends on: its `oldest` supported version and `seen` versions."""
+    """A program that Flotilla depends on, with its oldest supported and its tested versions."""
 
     name: str
     oldest: str = ""
@@ -45,7 +45,7 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
-# Before 0.9, pods do not have the label with the uid of their JobSet.
+# Before 0.9, pods lack the label with the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
@@ -55,7 +55,7 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a part of this version; too old a version is a warning."""
+    """Return the finding for a version of a part. An unsupported old version gives a warning."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)
@@ -79,11 +79,11 @@ NODES = "/api/v1/nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The API of this machine's or pod's configuration, with short timeouts.
+    """The Kubernetes API that this machine or pod is configured for, with short timeouts.
 
     Attributes:
         namespace: the namespace of the job.
-        is_named: whether the namespace was given, not taken from the context.
+        is_named: whether the namespace was given explicitly, not taken from the context.
     """
 
     api: Api
@@ -93,7 +93,7 @@ class Cluster:
 
     @classmethod
     def connected(cls, namespace: str) -> Cluster:
-        """Connect without a request. Raises `UserError` if no API is configured."""
+        """Create a client without sending a request. Raises `UserError` if no API is configured."""
         connection = connect()
         name = namespace or connection.namespace
         return cls(
@@ -120,14 +120,14 @@ class Role:
 
     @property
     def resources(self) -> Tree:
-        """Return the resources of its container."""
+        """Return the resources of the pod's first container."""
         found: Tree = self.pod["containers"][0].get("resources", {})
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """The job that a run would create; its name is a placeholder."""
+    """The job that a run would create. Its name is a placeholder."""
 
     engine: Engine
     tree: Tree
@@ -140,7 +140,7 @@ class PlannedJob:
 
 
 def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> PlannedJob:
-    """Return the job that a run of `config` would make."""
+    """Return the job that a run of `config` would create."""
     tree = document(of, config, defaults)
     templates = zip(replicas(config).items(), of.templates(tree), strict=True)
     roles = [Role(name=name, count=count, template=each) for (name, count), each in templates]
@@ -148,7 +148,7 @@ def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Planne
 
 
 def answers(cluster: Cluster, config: Config | None = None) -> Finding:
-    """Check that the API answers, knows the caller, and has what the pods of `config` need."""
+    """Check that the API responds, accepts the caller, and supports the pods of `config`."""
     host, who = cluster.host, "kubectl auth whoami"
     try:
         answer = cluster.api.request("GET", "/version")
@@ -184,7 +184,7 @@ def namespace(cluster: Cluster) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """The controller of an engine's jobs; `marks` are parts of its name or image."""
+    """The controller of an engine's jobs. Its name or image contains one of the `marks`."""
 
     part: Part
     install: str
@@ -208,14 +208,14 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
             "https://github.com/kubernetes-sigs/jobset/releases/"
             f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
-        # Releases before 0.11 share only the image with it.
+        # The deployment's name differs before release 0.11, so the image is compared too.
         marks=("jobset-controller", "jobset/jobset"),
     ),
 }
 
 
 def check_served(cluster: Cluster, of: Engine) -> Finding:
-    """Check that the API serves the job version that the launcher writes."""
+    """Check that the API serves the job version that the launcher creates."""
     named = f"{of.kind.resource.plural}.{of.kind.resource.api_version}"
     if cluster.api.serves(of.kind.resource):
         return Finding("ok", f"{named} is served")
@@ -224,7 +224,7 @@ def check_served(cluster: Cluster, of: Engine) -> Finding:
 
 
 def controller(cluster: Cluster, of: Engine) -> Finding:
-    """Find the deployment of the controller, which may be missing even if its kind is served."""
+    """Check the controller's deployment, which may be missing even if its job kind is served."""
     known = CONTROLLERS[of.name]
     try:
         every = cluster.api.read("/apis/apps/v1/deployments")["items"]
@@ -283,7 +283,7 @@ IS_HERE = Finding(
 
 
 def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
-    """Return the engine that `auto` selects on this cluster, if any, and a finding."""
+    """Return the engine that `auto` selects on this cluster, or None, and the finding."""
     absent: list[str] = []
     for name in ENGINES:
         one = engine(name)
@@ -302,7 +302,7 @@ def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
 
 
 def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
-    """Return the selected engine, the reason, and the settings that it does not support."""
+    """Report the selected engine with the reason, or the settings that it does not support."""
     launcher = config.cluster.launcher
     but = f", and no {' and no '.join(absent)}" if absent else ""
     message = f"auto takes {one.name}: the cluster serves {one.kind.kind}s{but}"

@@ -1,4 +1,4 @@
-"""Finds inconsistent keys of a configuration, without TensorFlow."""
+"""Checks for contradictions in a configuration, and for data that do not fit the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
-    """Check the keys against each other; `elsewhere` means that the steps may run in pods."""
+    """Check the keys against each other. `elsewhere` means that the steps may run in pods."""
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir
@@ -69,7 +69,7 @@ _OTHERS = "flotilla doctor --set model.name=NAME --set data.dataset=NAME"
 
 
 def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = False) -> Finding:
-    """Check the source, and try the model on its first rows, without a download or a GPU."""
+    """Check the source, and try the model on its first rows, without a full download or a GPU."""
     if find_spec("tensorflow") is None:
         return Finding("skipped", "TensorFlow is not installed here")
     try:

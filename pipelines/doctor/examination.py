@@ -1,4 +1,4 @@
-"""A check and its finding; all checks run in parallel, each with a deadline."""
+"""A check and its finding. All checks run in parallel, each with a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding (`ok`, `warn`: a run may succeed, `fail` or `skipped`), and a remedy."""
+    """The result of a check: its state, a message, and a command that fixes or explains it.
+
+    The state `warn` means that a run may still succeed.
+    """
 
     state: State
     message: str
@@ -32,9 +35,9 @@ class Check:
     """One check.
 
     Attributes:
-        look: performs the check; a `UserError` or an error of the Kubernetes API is also a finding.
-        needs: names of the checks that have to succeed first.
-        trace: the object that the check creates and removes.
+        look: runs the check. A `UserError` or an error of the Kubernetes API becomes a finding.
+        needs: names of the checks that must succeed first.
+        trace: the test object that the check creates and removes.
         show: the command that shows more if the check does not finish.
     """
 
@@ -46,9 +49,9 @@ class Check:
     show: str = ""
 
 
-# The seconds to remove the traces of checks that were interrupted or did not finish.
+# Maximum time to remove the test objects of interrupted or late checks, in seconds.
 TIDY_SECONDS = 8.0
-# The part of these seconds in which the check itself may remove its traces.
+# The part of that time in which the check may still remove its own object, in seconds.
 ENDING_SECONDS = 2.0
 OnFinding = Callable[[Check, Finding], None]
 
@@ -56,8 +59,8 @@ OnFinding = Callable[[Check, Finding], None]
 def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ...]:
     """Run all checks and return their findings, in order.
 
-    `on_finding` is called with each check in that order, in which prerequisites come first. Raises
-    `RunInterruptedError` at a signal; traces of the checks are removed.
+    `on_finding` is called with each check and its finding in the same order. On a signal, raises
+    `RunInterruptedError` after the test objects of the checks are removed.
     """
     found: dict[str, Finding] = {}
     reported = 0
@@ -91,7 +94,7 @@ def _lacking(check: Check, found: dict[str, Finding]) -> list[str]:
 
 
 class _Look:
-    """One check in its own thread, which is abandoned when it is late."""
+    """Runs one check in its own thread, which is abandoned at the deadline."""
 
     def __init__(self, check: Check) -> None:
         self.check = check
@@ -120,7 +123,7 @@ class _Look:
         return self._finding or Finding("fail", late, self.check.show)
 
     def tidy(self, until: float) -> str:
-        """Remove the traces of the check; return what could not be removed."""
+        """Remove the test object of the check. Return its URI if it could not be removed."""
         trace = self.check.trace
         if trace is None:
             return ""
@@ -129,7 +132,7 @@ class _Look:
             return ""
         self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
-            # The check hangs in another request, but this one may succeed.
+            # The check hangs in another request, but a new request may succeed.
             second = threading.Thread(target=_remove_trace, args=(trace,), daemon=True)
             second.start()
             second.join(max(0.0, until - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Requirements of local runs on this machine, checked without heavy imports."""
+"""Checks of this machine for local runs, without slow imports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flotilla.trainer.cluster import loopback as ports
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.uri import speaks_s3
 
-# Below the first limit, a run of the example dataset does not finish; below the second, the disk is
-# soon full.
+# Below the first limit, a run of the example dataset cannot finish. Below the second, the disk will
+# soon be full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
 # NCCL fails with the 64 MiB that a container has by default.
 SHARED_MEMORY = Path("/dev/shm")
@@ -45,7 +45,7 @@ def _is_there(name: str) -> bool:
 
 
 def disk(workdir: Path) -> Finding:
-    """Check the free space below the workdir, or where it would be created."""
+    """Check the free space below the workdir, or below its nearest existing parent."""
     folder = next(
         each for each in (workdir.absolute(), *workdir.absolute().parents) if each.exists()
     )
@@ -58,7 +58,7 @@ def disk(workdir: Path) -> Finding:
 
 
 def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
-    """Check that local tasks, and no other machine, can reach a port of 127.0.0.1."""
+    """Check that local tasks can reach a port of 127.0.0.1, and that other machines cannot."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5).close()
@@ -71,7 +71,7 @@ def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
 
 
 def gpus(config: Config) -> Finding:
-    """Check that this machine has the GPUs for the local workers."""
+    """Check that this machine has enough GPUs for the local workers."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
     if asked > has:
         message = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
@@ -80,7 +80,7 @@ def gpus(config: Config) -> Finding:
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
-    """Check the shared memory with which NCCL connects the GPUs of one machine."""
+    """Check the shared memory through which NCCL connects the GPUs of one machine."""
     if not folder.is_dir():
         return Finding("fail", f"there is no {folder}", f"mount -t tmpfs tmpfs {folder}")
     total = shutil.disk_usage(folder).total

@@ -1,4 +1,4 @@
-"""Checks that the objects a job refers to exist: secrets, config maps, claims, classes, images."""
+"""Checks that the objects a job refers to exist, such as secrets, claims, queues and images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.pipelines.doctor.examination import Finding
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
 QUEUES = "localqueues"
-# The name of each kind in the report.
+# The title of each kind in the report.
 KINDS = {
     SECRETS: "secrets",
     LOGINS: "image pull secrets",
@@ -32,7 +32,7 @@ KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Named:
-    """An object that a job refers to, and the key that it reads (empty: all)."""
+    """An object that a job refers to. If `key` is not empty, the job reads that key."""
 
     kind: str
     name: str
@@ -40,7 +40,7 @@ class Named:
 
 
 def list_named_objects(job: PlannedJob) -> frozenset[Named]:
-    """Return all objects that the pods of a job or its pod group refer to."""
+    """Return all objects that a job's pods, pod group or queue label refer to."""
     group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
     found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()
     if queue := job.tree["metadata"].get("labels", {}).get(names.KUEUE):
@@ -88,7 +88,7 @@ def _volume_objects(volume: Tree) -> Iterator[Named]:
 
 
 def present(cluster: Cluster, kind: str, objects: frozenset[Named]) -> Finding:
-    """Check that all objects of one kind exist, with the keys that the job reads."""
+    """Check that all objects of one kind exist and have the keys that the job reads."""
     where = cluster.namespace
     by_name: dict[str, set[str]] = {}
     for each in sorted(objects):
@@ -128,7 +128,7 @@ def _root(where: str, kind: str) -> str:
     return f"/api/v1/namespaces/{where}/{SECRETS if kind == LOGINS else kind}"
 
 
-# The command that creates an object of each kind.
+# For each kind, the command that creates an object, or shows more.
 _REMEDIES = {
     SECRETS: "kubectl create secret generic {name} --namespace {namespace} {literals}",
     LOGINS: (
@@ -143,7 +143,7 @@ _REMEDIES = {
     ),
     ACCOUNTS: "kubectl create serviceaccount {name} --namespace {namespace}",
     CLASSES: "kubectl create priorityclass {name} --value=1000",
-    # A missing Kueue installation has the same effect.
+    # The queue also appears to be missing if Kueue is not installed, so only list the queues.
     QUEUES: "kubectl get localqueues --namespace {namespace}",
 }
 
@@ -160,15 +160,15 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
 def image_names(job: PlannedJob) -> set[str]:
-    """Return the images of all roles of a job; the text is empty for a role without an image."""
+    """Return the images of all roles of a job. A role without an image adds an empty string."""
     every = [[*each.pod.get("initContainers", []), *each.pod["containers"]] for each in job.roles]
     return {container.get("image", "") for containers in every for container in containers}
 
 
 def judge_images(images: Iterable[str]) -> Finding:
-    """Check that every node can pull the images.
+    """Check that every image name contains a registry, so that all nodes can pull it.
 
-    An empty text means that no image is configured.
+    An empty string means that no image is configured.
     """
     names = sorted(images)
     if "" in names:

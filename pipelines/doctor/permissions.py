@@ -1,4 +1,4 @@
-"""Checks the permissions of launcher and guard, and the admission of the job and its pods."""
+"""Checks of permissions, and of the admission of the job and its pods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Account:
 
     @property
     def user(self) -> str:
-        """Return its user name in the API."""
+        """Return the user name of the account in the API."""
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
@@ -74,25 +74,25 @@ def _judge_permissions(
     return Finding("fail" if fatal else "warn", message, format_grant(where, user, role))
 
 
-# The account of a single-team KFP instance. The account of a profile is `default-editor`.
+# The account of a single-team KFP instance. A profile uses `default-editor` instead.
 USUAL = "pipeline-runner"
 
 
 def parse_account(text: str, namespace: str) -> Account:
-    """Return the account of `[NAMESPACE:]NAME`, or the default one if it is empty."""
+    """Return the account given as `[NAMESPACE:]NAME`, or the default account for an empty text."""
     place, _, name = text.rpartition(":")
     return Account(place or namespace, name or USUAL)
 
 
 def check_name(text: str) -> None:
-    """Raise a `ConfigError` unless the text is a `[NAMESPACE:]NAME`."""
+    """Raise a `ConfigError` unless the text has the form `[NAMESPACE:]NAME`."""
     parts = text.split(":")
     if text and (len(parts) > 2 or not all(part and part == quote(part, "") for part in parts)):  # noqa: PLR2004
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
 
 
 def check_ui_account(cluster: Cluster, account: Account) -> Finding:
-    """Check that the account of runs started from the KFP UI exists, and name it."""
+    """Check that the account of runs started from the KFP UI exists, and report its name."""
     message = f"runs started from the KFP UI use {account.user}"
     place = f"/api/v1/namespaces/{account.namespace}/serviceaccounts/{account.name}"
     try:
@@ -106,7 +106,7 @@ def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     return Finding("ok", message)
 
 
-# Parts of an admission message, in this order; the last one shows the rest.
+# For each part of a refusal message, the command that shows more. The first match counts.
 _REMEDIES = (
     ("PodSecurity", "flotilla doctor --set cluster.kubernetes.pod.security=restricted"),
     ("service account", "kubectl get serviceaccounts --namespace {namespace}"),
@@ -118,7 +118,7 @@ _REMEDIES = (
 
 
 def admits(cluster: Cluster, job: PlannedJob) -> Finding:
-    """Dry-run the job, then a pod of each role."""
+    """Dry-run the creation of the job, then of a pod of each role."""
     kind, strict = job.engine.kind, job.engine.is_strict
     create = partial(cluster.api.create, is_tried=True)
     try:
@@ -144,7 +144,10 @@ def _pod(job: PlannedJob, role: Role) -> Tree:
 def _try_create(
     cluster: Cluster, job: PlannedJob, what: str, create: Callable[[], Tree]
 ) -> Finding | None:
-    """Return the reason of a refusal; None if the object would be created or already exists."""
+    """Return a finding if creation would be refused, or None.
+
+    An object that already exists is not an error.
+    """
     where = cluster.namespace
     try:
         create()

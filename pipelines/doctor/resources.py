@@ -1,4 +1,4 @@
-"""Checks that quotas have room for all pods of the job, and nodes the GPUs they request."""
+"""Checks that quotas allow all pods of the job, and that nodes have the GPUs that they request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flotilla.pipelines.doctor.examination import Finding
 
 
 def amount(text: object) -> Decimal:
-    """Return the number of a quantity such as `500m` or `2Gi`."""
+    """Return the number that a quantity such as `500m` or `2Gi` stands for."""
     return Decimal(parse_quantity(str(text)))
 
 
 def format_quantity(number: Decimal) -> str:
-    """Format an amount for Kubernetes: whole, in thousandths, or in binary units."""
+    """Format a number as a Kubernetes quantity: whole, in thousandths, or with a binary unit."""
     if number != number.to_integral_value():
         return f"{int((number * 1000).to_integral_value(rounding='ROUND_CEILING'))}m"
     whole = int(number)
@@ -31,9 +31,10 @@ def format_quantity(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding:
-    """Check the sum of all pods against the free part of every `ResourceQuota`.
+    """Check the requests of all pods against the free part of every `ResourceQuota`.
 
-    The pod of the step that creates the job also counts if it is in this namespace (`has_step`).
+    `has_step` tells whether the step that creates the job runs in this namespace, so that its pod
+    also counts.
     """
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
@@ -82,23 +83,23 @@ def _is_of_pods(key: str) -> bool:
 
 
 def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
-    """Return how many objects of each kind the job creates, by the names of quotas.
+    """Return the number of objects of each kind that the job creates, by their names in quotas.
 
-    The pods include the pod of the step.
+    The pod of the step is included.
     """
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
-    # The lease is the heartbeat of the launcher.
+    # The launcher keeps its heartbeat in a lease.
     made = {"pods": tasks + steps, "leases.coordination.k8s.io": 1}
     made[f"{kind.resource.plural}.{kind.resource.group}"] = 1
-    # Child Jobs share one headless service; the operator creates a service for every pod.
+    # Child Jobs share one headless service. The training operator creates a service for every pod.
     made |= {"services": 1, "jobs.batch": tasks} if kind.has_child_jobs else {"services": tasks}
-    # The oldest quotas use these names without `count/`.
+    # Old quota names have no prefix `count/`.
     short = {key: made[key] for key in ("pods", "services")}
     return {**{f"count/{key}": count for key, count in made.items()}, **short}
 
 
 def _count_requested(key: str, job: PlannedJob, objects: Mapping[str, int]) -> Decimal:
-    """Return the amount of the quota's `key` that the job requests."""
+    """Return how much of the quota's `key` the job requests."""
     if key in objects:
         return Decimal(objects[key])
     resource = key.removeprefix("limits.").removeprefix("requests.")
@@ -126,7 +127,10 @@ def devices(job: PlannedJob) -> list[str]:
 
 
 def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
-    """Check that the nodes that accept the pods have enough of a resource, even if in use."""
+    """Check that nodes with fitting labels and taints offer enough of a resource.
+
+    A resource that is in use counts as available.
+    """
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     nodes = cluster.api.read(NODES)["items"]
@@ -168,7 +172,10 @@ def _takes(node: Tree, role: Role) -> bool:
 
 
 def _is_tolerated(taint: Tree, role: Role) -> bool:
-    """Return whether a pod tolerates a taint, also by `ExtendedResourceToleration`."""
+    """Return whether a pod tolerates a taint.
+
+    The admission plugin `ExtendedResourceToleration` tolerates taints of requested resources.
+    """
     if taint["key"] in role.resources.get("limits", {}):
         return True
     return any(
@@ -180,13 +187,13 @@ def _is_tolerated(taint: Tree, role: Role) -> bool:
 
 
 def _count(node: Tree, resource: str) -> int:
-    """Return the amount that a node offers; 0 if it is drained."""
+    """Return the amount of a resource that a node offers. A cordoned node offers 0."""
     if node.get("spec", {}).get("unschedulable"):
         return 0
     return int(amount(node.get("status", {}).get("allocatable", {}).get(resource, 0)))
 
 
 def _list_devices(node: Tree) -> list[str]:
-    """Return the names of a node's resources besides those of Kubernetes."""
+    """Return the names of a node's extended resources, such as GPUs."""
     allocatable = node.get("status", {}).get("allocatable", {})
     return [name for name in allocatable if "/" in name and _count(node, name)]

@@ -1,4 +1,4 @@
-"""Checks that the storage root is usable, and the secret with its keys for the pods."""
+"""Checks that the storage root is usable, and that the pods' secret has keys for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _POLICY = (
 
 
 def usable(root: str, probe: Probe) -> Finding:
-    """Probe `root`, and report a missing bucket, permission or answer."""
+    """Write, read, list and delete a test file below `root`, and report what fails."""
     try:
         probe.examine()
     except Unfit as unfit:
@@ -48,7 +48,7 @@ def usable(root: str, probe: Probe) -> Finding:
 
 
 def signatures(root: str, name: str) -> Finding:
-    """Check the signing keys and, with a public key, the champion's signature."""
+    """Check the signing keys and, if there is a public key, the champion's signature."""
     try:
         keys = ", ".join(signing.check())
         champion = registry.champion(root, name)
@@ -74,7 +74,7 @@ def _describe_unfit(root: str, unfit: Unfit) -> str:
 
 
 def find_remedy(root: str, trouble: str) -> str:
-    """Return the command that fixes a problem (see `probe.Unfit`), or shows more about it."""
+    """Return the command that fixes a problem of `probe.Unfit`, or shows more about it."""
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
@@ -111,12 +111,15 @@ def _s3_remedy(location: Location, trouble: str) -> str:
     return f"aws s3 ls s3://{location.bucket}{at}"
 
 
-# The third action only passes credentials to the steps.
+# The third key, a session token, is optional.
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Check that the secret has a complete key pair; a role may replace a missing secret."""
+    """Check that the secret has a complete key pair.
+
+    A missing pair gives only a warning, because the service account may have access to the store.
+    """
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

@@ -1,1 +1,1 @@
-"""Replays a step of a run on this machine with the recorded arguments, and compares results."""
+"""Replays a step of a run on this machine with its recorded arguments, and compares results."""

@@ -1,7 +1,7 @@
-"""Replays a step: all its stages, with the recorded arguments, in a separate process.
+"""Replays a step with all its stages and its recorded arguments, in a separate process.
 
-Inputs are read in place; outputs go to a root below `<workdir>/replays/`. The stores of the run,
-the registry and the trackers are not written to. The process is `python -m
+Inputs are read from where they are, and outputs are written to a root below `<workdir>/replays/`.
+The stores of the run, the registry and the trackers are not changed. The process is `python -m
 flotilla.pipelines.replay.replay FOLDER`.
 """
 
@@ -67,18 +67,18 @@ from flotilla.trainer.storage.uri import locate
 from flotilla.trainer.tracking.addresses import HUB
 
 REPLAYS, CALL, STORAGE, LOG = "replays", "replay.json", "storage", "replay.log"
-# The seconds that a step may take to stop on request.
+# Maximum time for a step to stop on request, in seconds.
 _END_SECONDS = 20
 _MOST_SERVERS, _MOST_NAMED = 2, 3
 _WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)
-# The names under which the stages of the first step record their data.
+# The metrics in which the stages of the first step record the version of their data.
 _VERSIONS = ("data_version", "version")
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """How each stage ended, up to a killed stage; the folder; and the differences found."""
+    """The result of a replay: how its stages ended, its folder, and differences from the run."""
 
     stages: tuple[StepEnd, ...]
     is_killed: bool
@@ -87,7 +87,7 @@ class ReplayResult:
 
     @property
     def replayed(self) -> StepEnd | None:
-        """Return how the step ended; None if it was killed."""
+        """Return how the step ended, or None if it was killed."""
         return None if self.is_killed else self.stages[-1]
 
 
@@ -101,9 +101,9 @@ def replay(
 ) -> ReplayResult:
     """Run a step of a run again on this machine, without changing the run.
 
-    `on_line` is called with each remark before the step begins; with `debug`, pdb opens at an
-    error. With `quiet`, the output of the step goes to a file in the folder. Raises `UserError`,
-    and `RunInterruptedError` at a signal.
+    `on_line` is called with each remark before the step starts. With `debug`, pdb opens at an
+    error. With `quiet`, the output of the step is written to a file in the folder. Raises
+    `UserError`, or `RunInterruptedError` on a signal.
     """
     local.require_current_folder()
     require_arguments(recorded.given)
@@ -145,11 +145,11 @@ def evaluate(
 
     Args:
         run: a run, its id, or its name on an instance.
-        settings: override the configuration of the run, for example slices or the gate.
+        settings: changes to the configuration of the run, for example its slices or gate.
         workdir: the folder of local runs, below which the evaluation is written.
         root: the storage root of the run, if it differs from that of the workdir.
         instance: the KFP instance of the run.
-        sections: of the configuration; they override `settings`.
+        sections: sections of the configuration, which override `settings`.
 
     Raises:
         UserError: the run has no model, or its model or data were removed.
@@ -172,7 +172,7 @@ def evaluate(
 
 
 def require_arguments(given: Given) -> None:
-    """Raise a `UserError` if this version's step takes an argument that the record lacks."""
+    """Raise a `UserError` if the record lacks an argument of this version's step."""
     needed = contract.required_arguments(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
         made_by = given.version
@@ -189,7 +189,7 @@ def require_arguments(given: Given) -> None:
 def adapt_arguments(
     recorded: RecordedStep, root: str, *, debug: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of the step for this machine, and a remark on each difference."""
+    """Return the step's arguments for this machine, and a remark on each change."""
     arguments = _adapt_record(recorded)
     remarks = list[str]()
     if recorded.step == PREPARE:
@@ -207,7 +207,7 @@ def adapt_arguments(
 
 
 def _adapt_settings(settings: Mapping[str, Any], root: str, data_version: str) -> dict[str, Any]:
-    """Return the settings of a form with the data of the run, and without its model hub."""
+    """Return the form settings with the data version of the run, and without its model hub."""
     tree = parse_settings(settings)
     tree["registry"] = {**tree.get("registry", {}), "hub": ""}
     if data_version:
@@ -219,7 +219,7 @@ def _adapt_settings(settings: Mapping[str, Any], root: str, data_version: str) -
 
 
 def _adapt_record(recorded: RecordedStep) -> dict[str, Any]:
-    """Return the recorded arguments, with URIs below the root as this machine reads them."""
+    """Return the recorded arguments, with the URIs below the root changed for this machine."""
     text = json.dumps(dict(recorded.given.arguments))
     (there, _, options), (here, _, own) = (
         uri.partition("?") for uri in (recorded.root, recorded.source)
@@ -232,7 +232,7 @@ def _adapt_record(recorded: RecordedStep) -> dict[str, Any]:
 
 
 def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
-    """Reduce the training cluster to fit this machine; return the changes."""
+    """Reduce the training cluster to what this machine can run. Return the changes."""
     cluster, training, remarks = tree["cluster"], tree["training"], list[str]()
     if cluster["launcher"] != "local":
         cluster["launcher"] = "local"
@@ -246,7 +246,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
-        # Synchronous aggregation of all gradients becomes a single gradient.
+        # One process has no gradients of other workers to aggregate.
         training["replicas_to_aggregate"] = 0
     if cluster["gpus_per_worker"] and not has_gpus():
         remarks.append(f"no GPU is here, of {cluster['gpus_per_worker']} for each worker")
@@ -264,7 +264,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
 
 
 def code_remark(given: Given) -> str:
-    """Return how the current code differs from the code of the step, or an empty text."""
+    """Return how the current code differs from the code that ran the step, or an empty string."""
     pairs = {
         "version": (version("kfp-flotilla"), given.version),
         "commit": (lineage.commit()[:12], given.commit[:12]),
@@ -284,10 +284,10 @@ def code_remark(given: Given) -> str:
 
 
 def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy the values that the step looks up below its root; return the differences."""
+    """Copy what the step looks up below its root, and return remarks about it."""
     config = find_config(arguments)
     if config is None:
-        # The step reports this error.
+        # The step itself will report the invalid configuration.
         return []
     if config.data.source and config.data.version:
         with suppress(storage.NotPublished):
@@ -320,7 +320,7 @@ def _copy(root: str, folder: Path, *names: str) -> None:
 
 
 def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[str, str]:
-    # Trackers are notified of a run, but not of its replays.
+    # Remove these variables, because a replay must not notify the trackers.
     left = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     for name in (STOPPING, HUB, "KFP_POD_NAME"):
         left.pop(name, None)
@@ -334,7 +334,7 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
         **({DEBUGGER: "1"} if debug else {}),
     }
     if storage.local_path(recorded.source) is None:
-        # The URIs in manifests have no options.
+        # URIs in manifests have no endpoint option, so set the endpoint by a variable.
         endpoint = locate(recorded.source).option("endpoint")
         here |= {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
     return {**left, **here}
@@ -343,16 +343,19 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
 def _run(
     recorded: RecordedStep, folder: Path, log: IO[bytes] | None, *, debug: bool
 ) -> tuple[tuple[StepEnd, ...], bool]:
-    """Run the process of a replay; return how its stages ended, and whether the last was killed."""
-    # A debugger needs the terminal; otherwise the step gets none, since Ctrl-C would reach it as
-    # well.
+    """Run the step in a child process.
+
+    Return how its stages ended, and whether the last one was killed.
+    """
+    # With a debugger, the step shares the terminal, so block SIGINT, which would also reach the
+    # step. Otherwise it runs in its own session without the terminal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
         child = subprocess.Popen(
             [sys.executable, "-m", "flotilla.pipelines.replay.replay", str(folder)],
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
-            # Standard output belongs to the command.
+            # Standard output is reserved for the result of the command.
             stdout=log or sys.__stderr__,
             stderr=log,
             start_new_session=not debug,
@@ -386,36 +389,36 @@ def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=_END_SECONDS)
     with suppress(ProcessLookupError, PermissionError):
-        # Processes that the step has started end with it.
+        # Also kill the processes that the step has started.
         (os.killpg if group else os.kill)(child.pid, signal.SIGKILL)
 
 
 class OutputArtifact:
-    """A stand-in for the KFP artifact of a step, which is not shown in a UI."""
+    """Stands in for the KFP artifact of a step, because a replay has no KFP UI."""
 
     def __init__(self, uri: str, path: Path) -> None:
-        """Set the name of the artifact, and the file that represents it."""
+        """Store the URI, and the path of the file that represents the artifact."""
         self.uri, self.path, self.metadata = uri, str(path), dict[str, Any]()
 
     def log_confusion_matrix(self, *_given: Any) -> None:
-        """Draw nothing."""
+        """Do nothing."""
 
     def log_roc_curve(self, *_given: Any) -> None:
-        """Draw nothing."""
+        """Do nothing."""
 
 
 def main() -> None:
-    """Run the step that the folder `argv[1]` describes; with `debug`, stop where it fails."""
+    """Run the step described in the folder `argv[1]`. With `debug`, stop where it fails."""
     folder = Path(sys.argv[1])
     tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
-    # The run has already checked the mark of the pipeline.
+    # Pass the mark of this version, because the run has already checked its own mark.
     sys.argv = [tree["step"], contract.OPTION, contract.mark()]
     try:
         _call(tree["step"], tree["arguments"], tree["artifacts"], folder)
-    # A bug of Flotilla is raised unchanged.
+    # Every error is raised again. With `debug`, the debugger opens first.
     except (Exception, SystemExit) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        # A user who ends a replay does not need its traceback.
+        # Do not open the debugger if the user interrupts the replay.
         if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
             post_mortem(cause)
         raise
@@ -429,7 +432,7 @@ def _call(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fo
         given[name] = OutputArtifact(str(said.get("uri", "")), place / name)
         if said.get("tree") is not None:
             (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
-    # An output path is a file on this machine.
+    # `decision_uri` is an output path, so pass a local file.
     given |= {name: str(place / name) for name in given if name == "decision_uri"}
     call = getattr(import_module(f"flotilla.components.{step}"), step).python_func
     taken = inspect.signature(call).parameters
@@ -437,10 +440,10 @@ def _call(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fo
 
 
 def post_mortem(error: BaseException) -> None:
-    """Open pdb at the innermost frame of the user's code in an error, or where it was raised."""
+    """Open pdb at the innermost frame of the user's code, or where the error was raised."""
     trace: TracebackType | None = None
     for frame, line in reversed(find_frames(error)):
-        # Leave out frames below the user's code, because pdb begins at the last frame.
+        # Leave out the frames below it, because pdb opens at the last frame.
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return
@@ -451,14 +454,14 @@ def post_mortem(error: BaseException) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step of a run: how its stages ended, and its arguments.
+    """A step of a run: its arguments, and how its stages ended.
 
     Attributes:
-        stages: the records, in the order of the table.
-        stage: the requested name, if it is the name of one of the stages.
+        stages: the records of the stages, in the order of the table.
+        stage: the requested stage, or empty if the step itself was requested.
         root: the storage root that the run used.
-        source: the URI at which this machine reads the storage root.
-        pinned: the file with the pinned values of a local run; None if it has none.
+        source: the URI at which this machine reads that storage root.
+        pinned: the file with the pinned inputs of a local run, or None if there is none.
     """
 
     run_id: str
@@ -471,7 +474,7 @@ class RecordedStep:
 
     @property
     def data_version(self) -> str:
-        """Return the version of the dataset, or the listing of the files, that the step used."""
+        """Return the version of the dataset or the listing of files that the step used."""
         said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
         return str(next(filter(None, said), ""))
 
@@ -484,8 +487,8 @@ class RecordedStep:
 def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
-    """Find a step of a run: on this machine, at `storage.root=URI` in `settings`, or on KFP."""
-    # The exit step only reports results.
+    """Find a recorded step on this machine, below `storage.root=URI` in `settings`, or on KFP."""
+    # Leave out the exit step, because it only reports results.
     rows = [row for row in STEPS if not row.is_exit_step]
     name, _ = select_step(step, rows)
     found = _find(name, run, settings, workdir, instance)
@@ -514,7 +517,7 @@ def _find(
     if not found.at:
         raise UserError(f"the storage root of the run {run} is unknown: add --set storage.root=URI")
     try:
-        # The address of the store may be reachable only inside the cluster.
+        # Check that the store can be reached, because its address may be valid only in the cluster.
         storage.names(storage.join(found.at, "steps"))
     except UserError as error:
         raise UserError(
@@ -537,7 +540,7 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     newest = {each.step: each for each in records}
     found = _make_step(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
-    # The storage root of the run may be elsewhere.
+    # Read from the storage root of the run, which may not be the workdir.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
 

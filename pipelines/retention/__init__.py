@@ -1,1 +1,1 @@
-"""Retention: finds data below a storage root that are too old to keep and not referenced."""
+"""Retention: finds old, unreferenced data below a storage root and removes them."""

@@ -1,8 +1,10 @@
-"""The inventory of a storage root and its references, from one listing and the manifests.
+"""The inventory of a storage root and its references, read from one listing and the manifests.
 
-A reference is any text in a record that ends with the path of an item below the root, or that is
-the digest of a listing or of code. A false reference keeps an item too long, but never loses one.
-The trials of a sweep are runs next to it and are kept as long as the sweep.
+A text in a record is a reference if it contains the path of an item below the root, or is the
+digest of a listing or of code. A text that is wrongly taken for a reference keeps an item too long,
+but no item is ever lost.
+
+The trials of a sweep are runs in the same folder as the sweep. They are kept as long as the sweep.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from flotilla.trainer.sweeps.study import read as read_sweep
 
 _MODEL = "model"
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
-# Folders of a run: the outputs of its steps, and the small records with references.
+# Folders of a run that hold the outputs of its steps, then small records with references.
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
 _RECORDS = (
     "config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json",
@@ -64,15 +66,15 @@ _STAGES = {stage.name for step in (*STEPS, *SWEEP_STEPS) for stage in step.stage
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
-# A key of a bucket may contain any of these characters.
+# An object key may contain any of these characters.
 _WHOLE = re.compile(r'"(?:gs|s3|minio)://(?:[^"\\]|\\.)*"')
-# A step that was killed has no end in its record.
+# A killed step never records its end. After this time without activity, the run counts as inactive.
 _UNENDED = timedelta(days=7)
 
 
 @dataclass
 class _Folder:
-    """A folder in a listing; times are Unix timestamps, 0 for none."""
+    """The files of a folder in a listing. `changed` is a Unix time, or 0 if unknown."""
 
     files: dict[str, int] = field(default_factory=dict)
     changed: float = 0.0
@@ -83,7 +85,7 @@ class _Folder:
 
 
 def read(root: str, workdir: Path) -> Inventory:
-    """Return the inventory below `root`; raises `ConfigError` or `UserError`."""
+    """Return the inventory below `root`. Raises `ConfigError` or `UserError`."""
     tops = _list_files(root)
     if MANIFEST in tops:
         raise ConfigError(
@@ -113,7 +115,7 @@ def read(root: str, workdir: Path) -> Inventory:
 
 
 def read_model(root: str, name: str) -> Model:
-    """Read one model as it is now; raises `UserError`."""
+    """Read the current state of one model. Raises `UserError`."""
     above = f"models/{name}"
     home = storage.join(root, _REGISTRY, "models", name)
     with report_errors(f"list {home}"):
@@ -123,7 +125,7 @@ def read_model(root: str, name: str) -> Model:
 
 
 def is_changed(root: str, workdir: Path, run: Item) -> bool:
-    """Return whether a run is active, or has changed since the listing; raises `UserError`."""
+    """Return whether a run is active or has changed since the listing. Raises `UserError`."""
     folder, uri = _Folder(), storage.join(root, run.path)
     with suppress(ConfigError):
         for top, each in _list_files(uri).items():
@@ -137,7 +139,7 @@ def is_changed(root: str, workdir: Path, run: Item) -> bool:
 
 
 def _list_files(root: str) -> dict[str, _Folder]:
-    """List the files below a root, by the first name of each path."""
+    """List the files below a root, grouped by the first segment of their paths."""
     tops: dict[str, _Folder] = defaultdict(_Folder)
     is_local = storage.local_path(root) is not None
     with report_errors(f"list {root}"):
@@ -155,14 +157,14 @@ def _list_files(root: str) -> dict[str, _Folder]:
 
 
 class _Names:
-    """The paths of all items, found as suffixes of URIs."""
+    """Finds the items whose paths occur in URIs."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = set(paths)
         self._tops = {path.partition("/")[0] for path in self._paths}
 
     def find_named(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the items that some texts refer to."""
+        """Yield the items that the texts refer to."""
         for word in texts:
             segments = split_names(word)
             if len(segments) == 1:
@@ -192,18 +194,18 @@ def _time(seconds: float) -> datetime | None:
 
 
 class _Reader:
-    """A reader of the manifests and records below one root."""
+    """Reads the manifests and records below one root."""
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
-        # Texts by path of an item that may refer to other items.
+        # For each item, the texts that may refer to other items, by its path.
         self.texts: dict[str, frozenset[str]] = {}
 
     def _uri(self, path: str) -> str:
         return storage.join(self._root, *path.split("/"))
 
     def _read_item(self, path: str, kind: str, files: Mapping[str, int]) -> Item | None:
-        """Return the item of a published directory; None if it was removed in the meantime."""
+        """Return a published directory as an item, or None if it was removed in the meantime."""
         size = sum(files.values())
         try:
             manifest = storage.read_manifest(self._uri(path))
@@ -214,9 +216,9 @@ class _Reader:
         except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         if manifest.kind != (_MODEL if kind == VERSION else kind):
-            # Flotilla did not write this file.
+            # Flotilla did not publish this directory.
             return None
-        # The source of a version is not needed, since the version is a copy.
+        # Ignore the source of a version, because the version is a copy of it.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
         self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
         return Item(path=path, kind=kind, bytes=size, last=manifest.created_at)
@@ -233,7 +235,7 @@ class _Reader:
         return found
 
     def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, Item]) -> dict[str, Item]:
-        """Return the notes that schedules, and runs without other records, need a bundle."""
+        """Return the notes that keep bundles for schedules and for runs without other records."""
         above = bundle.OF_SCHEDULES
         paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
         paths += [
@@ -249,7 +251,7 @@ class _Reader:
         try:
             parse_mapping(text)
         except ValueError:
-            # The bundle that the run needs is unknown.
+            # The note does not show which bundle is needed, so keep all of them.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
             damaged = f"{self._uri(path)} is damaged; as long as it is there, all code stays"
         self.texts[path] = _words(text)
@@ -266,7 +268,7 @@ class _Reader:
         return found
 
     def run(self, name: str, folder: _Folder) -> dict[str, Item]:
-        """Return a run and its published directories; empty if the folder is not a run."""
+        """Return a run and its published directories, or nothing if the folder is not a run."""
         found, texts = dict[str, Item](), set[str]()
         last, unended = folder.changed, False
         for place, files in _deep(folder.files, 2).items():
@@ -315,7 +317,7 @@ class _Reader:
         return {**found, name: run}
 
     def _lease(self, name: str, folder: _Folder) -> tuple[float, bool]:
-        """Return when the lease of a run was last renewed, and whether it is held."""
+        """Return when the lease of a run was last renewed, and whether the lease is held."""
         if not any(path.startswith(f"{_CHECKPOINTS}/{LEASES}/") for path in folder.files):
             return 0.0, False
         now = datetime.now(UTC).timestamp()
@@ -324,7 +326,7 @@ class _Reader:
         return max((each.renewed for each in found), default=0.0), any(held)
 
     def is_locked(self, name: str) -> bool:
-        """Return whether a process of this machine has a run open."""
+        """Return whether a process on this machine has a run open."""
         above = {storage.local_path(self._root), self._workdir.absolute()}
         return any(_is_locked(folder / name) for folder in filter(None, above))
 
@@ -335,7 +337,7 @@ class _Reader:
         return text, {}
 
     def _text(self, path: str) -> str:
-        # A record may be damaged or removed, so every readable record counts.
+        # Treat a damaged or removed record as empty, and continue with the others.
         try:
             return storage.read_bytes(self._uri(path)).decode(errors="replace")
         except storage.Unavailable:
@@ -385,7 +387,7 @@ class _Reader:
         )
 
     def _find_claimed(self, name: str, number: str, damaged: list[str]) -> Iterator[int]:
-        """Yield the versions of a promotion that may be decided but is not published."""
+        """Yield the versions of an accepted proposal whose promotion is not published yet."""
         uri = self._uri(f"{_REGISTRY}/models/{name}/claims/promotions/{number}")
         for note in storage.names(uri):
             if note.endswith("-accepted"):
@@ -397,7 +399,7 @@ class _Reader:
     def _references(self, versions: Mapping[int, str], damaged: list[str]) -> dict[int, int]:
         found = {}
         for number, path in versions.items():
-            # An unreadable record becomes an item with that remark.
+            # A damaged manifest is already reported with its item.
             with suppress(storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
                 lineage = storage.read_manifest(self._uri(path)).fields.get("lineage", {})
                 named = lineage.get("reference") if isinstance(lineage, dict) else None
@@ -418,7 +420,10 @@ def _begins(text: str, name: str) -> bool:
 
 
 def _is_run(name: str, texts: Iterable[str], own: bool) -> bool:
-    """Return whether a folder is a run and not a copy: its records have its name or none."""
+    """Return whether a folder is a run and not a copy of one.
+
+    The URIs in its records must contain its name, or name no run at all.
+    """
     named = {
         run
         for names in map(split_names, texts)
@@ -433,7 +438,7 @@ def _children(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[str, int]]:
-    """Return the files of each folder at a depth, without files being written."""
+    """Group files by their folder at a depth, without unfinished folders (`.name`)."""
     found: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     for path, size in files.items():
         segments = path.split("/")
@@ -450,12 +455,12 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process of this machine has the run or sweep in a folder open."""
+    """Return whether a process on this machine has a run or sweep folder open."""
     with suppress(OSError):
         try:
             descriptor = os.open(folder / "lock", os.O_RDONLY)
         except PermissionError:
-            # The process belongs to another user, so its state is unknown.
+            # The lock belongs to another user and cannot be tested, so assume that it is held.
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -469,7 +474,7 @@ def _is_locked(folder: Path) -> bool:
 def _add_sweeps(
     items: Mapping[str, Item], root: Path | None, workdir: Path, on_cluster: Iterable[str]
 ) -> dict[str, Item]:
-    """Add the local sweeps to the items, and keep each trial as long as its sweep."""
+    """Add the local sweeps to the items, and keep the trials as long as their sweep."""
     found = dict(items)
     for folder in dict.fromkeys([*filter(None, [root]), workdir]):
         for path in sorted(folder.glob(f"*/{SWEEP_STATE}")):
@@ -494,10 +499,10 @@ def _keep_trial(found: dict[str, Item], name: str, sweep: Item) -> None:
 
 
 def _sweep(folder: Path) -> tuple[Item, list[str]]:
-    """Return a local sweep and the runs of its trials."""
+    """Return a local sweep and the run ids of its trials."""
     size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
-        # The file may be replaced at this moment.
+        # The file may be replaced between the listing and this call.
         with suppress(OSError):
             found = each.stat()
             size, last = size + found.st_size, max(last, found.st_mtime)

@@ -1,8 +1,8 @@
-"""Decides what to delete: a pure function of the inventory, its references and the current time.
+"""Decides what to remove: a pure function of the inventory, its references and the current time.
 
-The roots are the newest versions of each model, the champion with the versions that a rollback and
-the gate need, young or active runs, and recently used items. Any other item is kept only if a root
-references it.
+The roots are the newest versions of each model, the champion and the versions that a rollback or
+the gate needs, recent or active runs, and recently used items. Any other item is kept only if a
+root needs it, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from datetime import datetime, timedelta
 from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
-#: A record outside of runs. It keeps the items that it names, and is never deleted.
+#: A record outside a run. It keeps the items that it names, and is never removed.
 NOTE = "note"
-#: The kind of the items in each folder below the root.
+#: The kind of the items in each shared folder below the root.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
-#: The order of removal: an item is removed before the items that it refers to.
+#: The order of removal, in which an item comes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# A step may write nothing for hours, and clocks differ between machines.
+# The smallest age of a removed run, because a step may write nothing for hours and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
@@ -31,9 +31,9 @@ _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The age up to which runs and their data are kept, and the number of kept versions.
+    """The age up to which runs and their data are kept, and the number of versions to keep.
 
-    None keeps all.
+    None keeps everything.
     """
 
     runs: timedelta | None = None
@@ -41,7 +41,7 @@ class Policy:
 
 
 def policy(keep_runs: str, keep_versions: int | None) -> Policy:
-    """Make a policy from the options of the command line; raises `ConfigError`."""
+    """Create a policy from command-line options. Raises `ConfigError`."""
     if keep_versions is not None and keep_versions < 1:
         raise ConfigError(f"--keep-versions {keep_versions}: keep at least 1 version of a model")
     if not keep_runs:
@@ -62,11 +62,12 @@ class Item:
     """An item below a root, which is removed or kept as a whole.
 
     Attributes:
-        path: below the root, such as `datasets/digits-1` or `RUN/checkpoints/step-00000100`.
-        kind: `run`, `version`, `dataset`, ...; for outputs of a run, the kind in the manifest.
-        last: when it was last published, used or active; None if unknown.
-        busy: whether a run is or may be active.
-        damaged: why its manifest is unreadable; such an item is kept.
+        path: path below the root, such as `datasets/digits-1` or `RUN/checkpoints/step-00000100`.
+        kind: `run`, `version`, `dataset` and so on; for outputs of a run, the manifest's kind.
+        last: when the item was last published, used or active, or None if unknown.
+        refs: paths of the items that it refers to.
+        busy: whether the item's run is or may be active.
+        damaged: why the manifest is unreadable. A damaged item is kept.
     """
 
     path: str
@@ -92,11 +93,11 @@ class Model:
     """A registered model.
 
     Attributes:
-        versions: path of each version by its number.
+        versions: path of each version, by its number.
         promotions: oldest first.
-        claimed: versions whose promotion is decided or requested, but not yet published.
-        references: by version the reference version after which no gain was proved.
-        damaged: unreadable records, which make the needed versions unknown.
+        claimed: versions whose promotion is requested or decided, but not yet published.
+        references: for each version without a proven gain, the champion it was compared with.
+        damaged: unreadable records, which leave open which versions are needed.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Inventory:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The items to remove, in order, and remarks on old items that are kept."""
+    """The items to remove, in order, and remarks about old items that are kept."""
 
     going: tuple[Item, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -129,13 +130,13 @@ class Plan:
 
 
 def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
-    """Return the removals that a policy allows."""
+    """Return the items that a policy allows to remove."""
     items, remarks = found.items, []
     kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
-    # These versions are the opponents of active runs.
+    # The gate of an active run compares its model with these versions.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
-    # A dataset is made from listings and code; a run may need anything.
+    # A damaged shared item may need other shared items only, but a damaged run may need anything.
     apart = (NOTE, *SHARED.values())
     unsure += [item.damaged for item in items.values() if item.damaged and item.kind not in apart]
     remarks += [f"kept: {each.damaged}" for each in items.values() if each.damaged]
@@ -179,7 +180,7 @@ def _order(going: list[Item]) -> tuple[Item, ...]:
 
 
 def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
-    """Yield the paths of the versions that are roots; the newest `count` versions are roots."""
+    """Yield the paths of the versions to keep, including the newest `count` versions."""
     numbers = sorted(model.versions)
     wanted = numbers if count is None or model.damaged else numbers[-count:]
     left, seen = [*wanted, *_find_fallbacks(model)], set[int]()
@@ -194,35 +195,35 @@ def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
 
 
 def _find_fallbacks(model: Model) -> Iterator[int]:
-    """Yield the champion, and the versions that may become the champion or its opponent next."""
+    """Yield the champion, and versions that may soon become the champion or its opponent."""
     yield from model.claimed
     made = {each.number: each for each in model.promotions}
     if not made:
         return
     newest = made[max(made)]
     yield newest.version
-    # A rollback needs this version.
+    # A rollback restores this version.
     before = [number for number in made if number < (newest.restores or newest.number)]
     if before:
         yield made[max(before)].version
-    # A resumed run that made the champion needs this version.
+    # If the run that made the champion is resumed, its gate needs this version.
     others = [number for number, each in made.items() if each.version != newest.version]
     if others:
         yield made[max(others)].version
 
 
 def find_run(path: str) -> str:
-    """Return the run that contains an item; the item itself if it is a run."""
+    """Return the run that contains an item, or the item itself if it is a run."""
     return path.partition("/")[0]
 
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
-    """Return whether an item is a root; the item is not a version."""
+    """Return whether an item other than a version is a root."""
     if item.kind == NOTE:
         return True
     if item.kind in (RUN, SWEEP, *SHARED.values()):
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
-    # The outputs of a run are kept with it.
+    # The outputs of a run are kept as long as the run.
     run = items.get(find_run(item.path))
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
@@ -230,7 +231,10 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
 def find_reachable(
     items: Mapping[str, Item], roots: list[Item], known: AbstractSet[str] = frozenset()
 ) -> set[str]:
-    """Return the paths of `roots`, and of all items that these need, without `known` ones."""
+    """Return the paths of `roots` and of all items that they need, directly or indirectly.
+
+    The items in `known` are left out.
+    """
     left, seen = list(roots), {each.path for each in roots}
     while left:
         origin = left.pop()
@@ -243,20 +247,24 @@ def find_reachable(
 
 
 def _needs(origin: Item, target: Item) -> bool:
-    """Return whether a kept item needs an item that it references.
+    """Return whether a kept item needs an item that it refers to.
 
-    The versions to keep were chosen. A checkpoint holds all values of the one it started from;
-    otherwise no chain of warm starts would end.
+    A version is never needed here, because the versions to keep are chosen separately. A checkpoint
+    does not need the checkpoint that it was warm-started from, because it contains all values.
+    Otherwise a chain of warm starts would keep all of its checkpoints.
     """
     return target.kind != VERSION and not origin.kind == target.kind == CHECKPOINT
 
 
 def _goes(item: Item, runs: set[str]) -> bool:
-    """Return whether an unneeded item is removed; `runs` are the runs with a kept item."""
+    """Return whether to remove an item that is not needed.
+
+    `runs` are the runs with a needed item.
+    """
     if item.kind == RUN:
         return item.path not in runs
     if item.kind == CHECKPOINT:
-        # The item is removed with or without its run. The small records of a run are kept as long
-        # as any of its items.
+        # If the whole run is removed, the checkpoint goes with it. Other outputs of a run are small
+        # and are kept as long as the run.
         return find_run(item.path) in runs
     return item.kind in (SWEEP, *SHARED.values())

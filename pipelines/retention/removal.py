@@ -1,8 +1,8 @@
-"""Removes the items of a plan one by one, and the orphans of dead writers.
+"""Removes the items of a plan one by one, and files that interrupted writes left behind.
 
-An item is removed before the items that it refers to, and the manifest is the first file of a
-directory to be removed. If the removal stops at any point, no remaining item looks complete without
-its inputs. Each item is checked again just before its removal.
+An item is removed before the items that it refers to, and the manifest of a directory is removed
+before its other files. Therefore, wherever the removal stops, no remaining item looks complete
+without its inputs. Each item is checked again just before its removal.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.retry import run_parallel
 
-# These files of a run are removed last, since a later removal needs them to determine the age of
-# the other files.
+# Remove these files of a run last, because a later removal needs them to determine the age of the
+# others.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
-# A part takes minutes, so a preparation that writes no part for this long has ended.
+# Writing a part takes minutes, so a preparation without a new part for this long has ended.
 FORSAKEN = timedelta(days=7)
 
 
 def remove(
     root: str, workdir: Path, plan: Plan, wanted: Policy, done: Callable[[Item], None]
 ) -> tuple[Item, ...]:
-    """Remove the items of `plan` that may still be removed; return the items that are kept.
+    """Remove the items of `plan` that may still be removed, and return the items that are kept.
 
-    `done` is called with each removed item. Raises `UserError` if an item cannot be removed; all
-    other items are complete.
+    `done` is called with each removed item. If items cannot be removed, raises the first
+    `UserError` after all others were tried, but raises `Unavailable` at once.
     """
-    # Time has passed since the plan was made, perhaps at a prompt.
+    # Plan again, because time has passed, perhaps at a prompt.
     found = read(root, workdir)
     now = {each.path: each for each in make_plan(found, wanted, datetime.now(UTC)).going}
     stays = {each.path: each for each in plan.going if each.path not in now}
     going = [now[each.path] for each in plan.going if each.path in now]
     stays |= _retire_versions(root, [each for each in going if each.kind == VERSION], wanted)
-    # An item that is kept also keeps the items that it needs.
+    # A kept item also keeps the items that it needs.
     needed = find_reachable(
         found.items, [found.items[path] for path in stays if path in found.items]
     )
@@ -86,7 +86,7 @@ def remove(
 
 
 def _remove(root: str, workdir: Path, item: Item) -> bool:
-    """Remove an item if it may still be removed; return whether it was removed."""
+    """Remove an item if it may still be removed, and return whether it was removed."""
     with _may_go(root, workdir, item) as free:
         if free:
             uri = _uri(root, item)
@@ -102,7 +102,7 @@ def _uri(root: str, item: Item) -> str:
 
 def _remove_run(uri: str) -> None:
     if storage.local_path(uri) is not None:
-        # The whole folder is renamed first.
+        # `storage.delete` renames the whole folder first, so the order does not matter.
         return
     names = set(storage.names(uri)) - {_RECORDS}
     for some in (names - set(_LAST), names & set(_LAST)):
@@ -125,7 +125,10 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
 
 
 def _retire_versions(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
-    """Keep the lineages of removed versions; return versions that are being promoted."""
+    """Record the lineages of versions that are to be removed, which forbids their promotion.
+
+    Return the versions that have to be kept, because they are now being promoted.
+    """
     stays = {}
     for name in sorted({each.path.split("/")[2] for each in going}):
         ours = [each for each in going if each.path.split("/")[2] == name]
@@ -148,7 +151,7 @@ def _number(item: Item) -> int:
 
 @contextmanager
 def _lock(root: str, workdir: Path, item: Item) -> Iterator[bool]:
-    """Lock a local run against being resumed during its removal."""
+    """Lock a local run, so that it cannot be resumed during its removal."""
     descriptors = []
     try:
         for folder in {storage.local_path(root), workdir.absolute()} - {None}:
@@ -170,13 +173,13 @@ def _leases_removed(uri: str) -> list[str]:
     except storage.Unavailable:
         raise
     except UserError as error:
-        # A failure here must not skip the parts of other runs.
+        # Continue, so that a failure here does not stop the cleanup of other runs.
         _log.warning("skipped: %s", error)
         return []
 
 
 def _remove_parts(root: str) -> list[str]:
-    """Delete the finished parts of preparations that have ended without a dataset."""
+    """Delete the finished parts of preparations that ended without a dataset."""
     above = storage.join(root, "preparing")
     folders = [storage.join(above, name) for name in storage.names(above)]
     removed = [each for each in folders if _is_forsaken(each)]
@@ -185,7 +188,7 @@ def _remove_parts(root: str) -> list[str]:
 
 
 def _is_forsaken(folder: str) -> bool:
-    """Return whether a folder only holds parts, none of them recent."""
+    """Return whether a folder contains only parts, none of them recent."""
     since = datetime.now(UTC) - FORSAKEN
     parts = storage.names(folder)
     try:
@@ -202,7 +205,7 @@ def _is_forsaken(folder: str) -> bool:
 
 
 def collect(root: str) -> tuple[str, ...]:
-    """Remove the orphans of dead writers below `root`; return their URIs."""
+    """Remove files that interrupted writes left below `root`, and return their URIs."""
     folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
     leases = chain.from_iterable(run_parallel(_leases_removed, folders))
     return (*leases, *_remove_parts(root), *storage.collect_garbage(root))

@@ -1,1 +1,1 @@
-"""Sweeps on this machine, and as one pipeline on a KFP instance."""
+"""Sweeps on this machine, and as a single pipeline on a KFP instance."""

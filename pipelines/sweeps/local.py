@@ -1,8 +1,8 @@
-"""A sweep on this machine: each trial is a run, and only the best one is promoted.
+"""A sweep on this machine, in which each trial is a run and only the best one is promoted.
 
-A sweep is a folder with the journal of a study and a lock. Its trials are runs next to it, which
-train and validate; the best one continues to the registry. A single thread changes the state of the
-sweep.
+The folder of a sweep contains the journal of a study and a lock. Its trials are runs next to that
+folder, which only train and validate. The run of the best trial continues to the registry. Only one
+thread changes the state of the sweep.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from flotilla.trainer.tracking.tracker import LocalRun
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
-# The maximum number of seconds until a stop request reaches the trials.
+# Maximum time until a stop request reaches the trials, in seconds.
 LOOK_SECONDS = 0.2
-#: The configuration of the best trial, in the folder of a sweep.
+#: The file with the configuration of the best trial, in the folder of a sweep.
 BEST = "best.yaml"
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 
@@ -69,11 +69,11 @@ class SweepResult:
     """The result of a sweep.
 
     Attributes:
-        status: of the best run: `blessed` or `refused`; `failed` or `interrupted`.
-        exit_code: of the command line.
-        message: one line with the reason of a failure, or empty.
-        metrics: of the best model on the test split.
-        artifacts: URI by name, for the best run.
+        status: status of the best trial's run, such as `blessed`; or `failed` or `interrupted`.
+        exit_code: exit code of the command line.
+        message: the reason for a failure in one line, or empty.
+        metrics: metrics of the best model on the test split.
+        artifacts: URIs of the best run's artifacts, by name.
     """
 
     sweep: Sweep
@@ -85,7 +85,7 @@ class SweepResult:
 
     @property
     def sweep_id(self) -> str:
-        """Return the id to resume the sweep with."""
+        """Return the id by which the sweep can be resumed."""
         return self.sweep.sweep_id
 
     @property
@@ -95,7 +95,7 @@ class SweepResult:
 
     @property
     def best(self) -> Trial | None:
-        """Return the best trial by validation; None until it is chosen."""
+        """Return the best trial by validation, or None until it is chosen."""
         return self.sweep.chosen
 
     def __repr__(self) -> str:
@@ -129,21 +129,21 @@ def sweep(
     """Train trials with different settings, choose the best by validation, and promote it.
 
     Args:
-        config: with `settings` and `sections`, the common configuration of all trials; see `run`.
-        search: by key, a list of values or a range as a text: `0.001..0.1` or `0.001..0.1:log`.
-        settings: override the configuration.
-        random: number of trials to draw; the whole grid by default.
+        config: the configuration of all trials, together with `settings` and `sections`; see `run`.
+        search: for each key, a list of values, or a range such as `0.001..0.1` or `0.001..0.1:log`.
+        settings: settings that override the configuration.
+        random: number of trials to draw at random. By default, the whole grid is tried.
         tpe: number of trials that TPE chooses, each from the results of earlier ones.
-        seed: of `random` and `tpe`.
-        halving: whether to use successive halving: the best third of each rung continues.
-        auto: whether to make the search space for the model, with TPE and halving.
-        minutes: time after which no trial starts, and the best so far is promoted.
-        metric: validation metric for the choice; the main one by default.
+        seed: seed of `random` and `tpe`.
+        halving: whether only the best third of the trials continues from each rung to the next.
+        auto: whether to search a predefined space for the model, with TPE and halving.
+        minutes: time after which no trial starts, and the best one so far is promoted.
+        metric: validation metric by which trials are compared. By default, the main metric.
         better: which values of `metric` are better: `higher` or `lower`.
         parallel: number of concurrent trials.
-        workdir: the folder below which everything is written.
+        workdir: the folder to which everything is written.
         resume: id of a sweep to resume.
-        on_trial: called with the sweep and each trial, at its begin and end.
+        on_trial: called with the sweep and a trial, when the trial starts and ends.
 
     Example:
         flotilla.sweep("configs/digits.yaml", {"training.batch_size": [32, 64]}).best.settings
@@ -159,7 +159,7 @@ def sweep(
 
 
 def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
-    """Return the result of a sweep from the run of its best trial."""
+    """Return the result of a sweep, given the run of its best trial."""
     return SweepResult(
         sweep=sweep, status=run.status, exit_code=run.exit_code, message=run.message,
         metrics=dict(sweep.test), artifacts=run.artifacts,
@@ -167,7 +167,7 @@ def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
 
 
 def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
-    """Create a new sweep, or return the sweep to resume; raises `UserError`."""
+    """Create a new sweep, or open the sweep to resume. Raises `UserError`."""
     if resume is None:
         return start(options, workdir)
     if options != SweepOptions(parallel=options.parallel):
@@ -178,7 +178,7 @@ def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
 
 
 def start(options: SweepOptions, workdir: Path) -> Study:
-    """Create a new sweep below `workdir`; raises `UserError`."""
+    """Create a new sweep below `workdir`. Raises `UserError`."""
     local.require_current_folder()
     sweep = plan_sweep(options)
     folder = workdir.absolute() / sweep.sweep_id
@@ -192,7 +192,7 @@ def start(options: SweepOptions, workdir: Path) -> Study:
 
 
 def resume_sweep(sweep_id: str, workdir: Path) -> Study:
-    """Return a sweep to resume; raises `ConfigError`."""
+    """Return the sweep to resume. Raises `ConfigError`."""
     local.require_current_folder()
     known = sorted(
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
@@ -211,11 +211,11 @@ def execute(
     on_trial: OnTrial | None = None,
     on_event: OnEvent | None = None,
 ) -> RunResult:
-    """Train all trials, and promote the best one; return how its run ended.
+    """Train all trials and promote the best one. Return how its run ended.
 
-    In the main thread SIGINT and SIGTERM stop it: each training run publishes a last checkpoint. A
-    second signal stops the runs at once. `on_trial` is called here with each trial, and `on_event`
-    in any thread with each event of its run. Raises `UserError`.
+    In the main thread, SIGINT and SIGTERM stop the sweep, and each training run publishes a last
+    checkpoint. A second signal stops the runs at once. `on_trial` is called in this thread with
+    each trial, and `on_event` in any thread with each event of a trial's run. Raises `UserError`.
     """
     sweep, hear = begun.sweep, on_event or (lambda _trial, _event: None)
     if sweep.verdict in _CODES:
@@ -236,7 +236,7 @@ def execute(
 
 def _execute(begun: Study, parallel: int, on_trial: OnTrial, hear: OnEvent) -> RunResult:
     sweep = begun.sweep
-    # Once the best trial is chosen, no other trial continues.
+    # Once the best trial is chosen, only its run continues.
     if not sweep.best:
         was_interrupted = _Workers(begun, parallel, on_trial, hear).train()
         sweep = begun.sweep
@@ -256,7 +256,7 @@ def _execute(begun: Study, parallel: int, on_trial: OnTrial, hear: OnEvent) -> R
 
 
 def write_best(begun: Study) -> None:
-    """Write the configuration of the best trial so far, if any, next to the journal."""
+    """Write the configuration of the best trial so far, if there is one, next to the journal."""
     if best := begun.sweep.chosen or find_best(begun.sweep.trials, begun.sweep.objective):
         config = make_config(begun.sweep.base, best.settings).model_dump(mode="json")
         text = f"# Trial {best.number} of {begun.sweep.sweep_id}.\n" + yaml.safe_dump(
@@ -266,7 +266,7 @@ def write_best(begun: Study) -> None:
 
 
 def write_page(begun: Study, run: RunResult | None = None) -> None:
-    """Write the page of a sweep, with the result of the best trial's run; a failure is harmless."""
+    """Write the page of a sweep, including the best trial's run if given. Errors are ignored."""
     best = begun.sweep.chosen
     report = f"../{best.run_id}/report.html" if run and run.report and best else ""
     with suppress(UserError):
@@ -275,7 +275,7 @@ def write_page(begun: Study, run: RunResult | None = None) -> None:
 
 
 def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
-    """Complete the training of the best trial, and continue its run to the promotion."""
+    """Complete the training of the best trial, and continue its run up to the promotion."""
     begun.choose(best)
     config = make_config(begun.sweep.base, best.settings)
     folder = local.new_run(config, begun.workdir, best.run_id)
@@ -293,16 +293,16 @@ def _make_run_result(status: str, code: int, message: str) -> RunResult:
 
 
 class _Workers:
-    """Trains trials in parallel, until all are done or a stop is requested."""
+    """Trains trials in parallel until all are done or a stop is requested."""
 
     def __init__(self, begun: Study, parallel: int, on_trial: OnTrial, on_event: OnEvent) -> None:
         self._begun, self._parallel = begun, parallel
         self._on_trial, self._on_event = on_trial, on_event
         self._sweep = begun.sweep
         self._running: dict[Future[RunResult], Trial] = {}
-        # Trials that have reached a rung and continue to the next one.
+        # Trials that have completed a rung and continue to the next one.
         self._going_on: list[Trial] = []
-        # Two concurrent trials would both download and convert the same dataset.
+        # Without this lock, concurrent trials would each download and convert the same dataset.
         self._preparing = threading.Lock()
         self._requests = 0
         minutes = self._sweep.minutes
@@ -310,7 +310,7 @@ class _Workers:
         self._passed_on: dict[str, int] = {}
 
     def train(self) -> bool:
-        """Train all trials; return whether training was interrupted."""
+        """Train all trials. Return whether training was interrupted."""
         with ThreadPoolExecutor(self._parallel) as pool, handle_interrupts(self._interrupt):
             try:
                 self._begin(pool)
@@ -319,7 +319,7 @@ class _Workers:
                     self._begin(pool)
             finally:
                 was_interrupted = bool(self._requests)
-                # Any exit from the loop also ends the trials.
+                # If the loop ends early for any reason, stop the running trials.
                 self._requests = self._requests or 1
                 while self._running:
                     self._wait(keep=False)
@@ -329,7 +329,7 @@ class _Workers:
         self._requests += 1
 
     def _is_over(self) -> bool:
-        """Return whether the time is over and a trial has ended, so that no other trial starts."""
+        """Return whether the time limit has passed and at least one trial has ended."""
         return time.monotonic() >= self._deadline and any(
             each.last or each.error for each in self._begun.sweep.trials
         )
@@ -344,7 +344,7 @@ class _Workers:
             self._running[pool.submit(self._run, trial)] = trial
 
     def _run(self, trial: Trial) -> RunResult:
-        """Train a trial to the steps of its rung; called in a thread of the pool."""
+        """Train a trial up to the steps of its rung. Called in a thread of the pool."""
         self._preparing.acquire()
         is_held = True
 
@@ -394,13 +394,13 @@ class _Workers:
         elif result.status == "interrupted" and (self._requests or self._is_over()):
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
-            # Otherwise a cancelled trial would be restarted endlessly.
+            # Record the failure, because an unfinished trial would be started again and again.
             error = known.error or f"its run ended as {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
         write_page(self._begun)
 
     def _record_result(self, trial: Trial, main: MainMetric | None) -> None:
-        """Record the result of a trial on its rung, and continue it if allowed."""
+        """Record a trial's result on its rung, and schedule its next rung if it may continue."""
         trial = self._sweep.add_result(trial, trial.rung, main)
         find_objective([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
@@ -412,10 +412,10 @@ class _Workers:
         self._on_trial(self._sweep, trial)
 
     def _forward_stop(self) -> None:
-        """Ask each training run to stop; the second request stops it immediately."""
+        """Ask each training run to stop. A second request kills it."""
         number = signal.SIGTERM if self._requests <= 1 else signal.SIGKILL
         for each in self._running.values():
-            # A second SIGTERM would end the upload of the last checkpoint.
+            # Do not repeat SIGTERM, which would stop the upload of the last checkpoint.
             if self._passed_on.get(each.run_id) == number:
                 continue
             process = local_status.find_process((self._begun.workdir / each.run_id).absolute())

@@ -1,10 +1,11 @@
-"""A sweep as one pipeline on a KFP instance.
+"""A sweep as a single pipeline on a KFP instance.
 
 prepare_data -> run_trial (a loop with limited parallelism) -> choose_trial -> evaluate_model ->
 export_model
-The failure of a trial is a result of its step, so that the loop continues. With halving there is a
-loop and a choice for each rung, and the trials of the next rung continue from their own
-checkpoints. If trials failed, the steps of unused places on the next rung end at once.
+
+A failed trial does not fail its step, so the loop continues. With halving, each rung has a loop and
+a choice, and the trials of the next rung continue from their own checkpoints. If trials failed, the
+steps of unused places on the next rung end at once.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARAMETER = "sweep"
 def compile_sweep(
     options: SweepOptions, output: Path, image: str = "", pods: StepPods = NO_SETTINGS
 ) -> Sweep:
-    """Write the pipeline of a sweep; return the sweep; raises `ConfigError` or `UserError`."""
+    """Write the pipeline of a sweep, and return the sweep. Raises `ConfigError` or `UserError`."""
     check_image(image)
     if options.tpe is not None:
         raise ConfigError(
@@ -54,7 +55,7 @@ def compile_sweep(
 def sweep_pipeline(
     sweep: Sweep, parallel: int, image: str = IMAGE, pods: StepPods = NO_SETTINGS
 ) -> Any:
-    """Return the pipeline of a sweep, with its configuration as the default of each parameter."""
+    """Return the pipeline of a sweep. The run parameters default to the sweep's configuration."""
 
     def sweeping(wiring: Wiring, text: Any) -> None:
         """Train the trials of a sweep; promote the best one if it passes the gate."""
@@ -68,7 +69,7 @@ def sweep_pipeline(
 
 
 def _text(sweep: Sweep) -> str:
-    """Return the sweep as JSON without its time limit and the fields of other run parameters."""
+    """Return the sweep as JSON, without the fields that other run parameters contain."""
     plain = replace(
         sweep,
         sweep_id=f"{sweep.base.name}-sweep",
@@ -81,7 +82,7 @@ def _text(sweep: Sweep) -> str:
 
 def _sweeping(wiring: Wiring, sweep: Sweep, parallel: int, text: Any) -> None:
     at_exit = wiring.add_exit_step(finish_sweep, sweep=text)
-    # The trials are new, even if a run has finished on the same files.
+    # The trials are new, so do not skip the run if an earlier run used the same files.
     ready = wiring.ready(is_whole_run=False)
     with dsl.ExitHandler(at_exit, name="sweep"), ready as (run, dataset):
         chosen = _train_rungs(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
@@ -96,10 +97,11 @@ def _train_rungs(
     run: dict[str, Any],
     dataset: Mapping[str, Any],
 ) -> Any:
-    """Train all rungs; return the step that chose the best trial.
+    """Add the steps of all rungs. Return the step that chooses the best trial.
 
-    A loop iterates over places, and the survivors are read from the store: in a loop, KFP's local
-    runner replaces every output of earlier steps by the loop item.
+    A loop runs over numbered places, and its steps read the surviving trials from the store. They
+    cannot be inputs, because in a loop KFP's local runner replaces each output of earlier steps by
+    the loop item.
     """
     chosen: Any = None
     for rung in range(len(sweep.rungs)):

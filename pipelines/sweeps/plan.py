@@ -1,4 +1,4 @@
-"""The plan of a sweep, checked as a whole before the first trial begins."""
+"""The plan of a sweep, which is checked as a whole before the first trial starts."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 MOST_PARALLEL = 64
-# A NumPy generator takes 32 bits; a resumed sweep adds its number of trials to the seed.
+# A NumPy seed has 32 bits, and a resumed sweep adds its number of trials to the seed.
 MOST_SEED = 1 << 31
-# The number of trials of `--auto`, and their maximum number if a time limit ends the sweep.
+# The number of trials of `--auto`, and their maximum number with a time limit.
 TRIALS, TRIALS_BY_TIME = 20, 200
 MOST_MINUTES = 60 * 24 * 365
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """The options of a search.
+    """The options of a sweep.
 
     Attributes:
-        label: columns to predict, if `config` is files to learn from.
-        settings: `section.key=value` texts; several values or a range are searched.
-        random: number of random draws; None for the whole grid, or for `tpe`.
-        tpe: number of trials that TPE samples, each from the results of earlier ones.
-        halving: whether a third of the trials continues from each rung.
-        auto: whether the search space is made for the model, with TPE and halving.
-        minutes: time after which no trial starts; None for no limit.
-        metric: validation metric; empty for the loss.
-        better: `higher` or `lower`; empty if the name of the metric implies it.
+        label: columns to predict, if `config` is training data.
+        settings: `section.key=value` texts. A key with several values or a range is searched.
+        random: number of random trials, or None.
+        tpe: number of trials that TPE chooses from earlier results, or None.
+        halving: whether only the best third of the trials continues from each rung to the next.
+        auto: whether to search a predefined space for the model, with TPE and halving.
+        minutes: time after which no trial starts, or None for no limit.
+        metric: validation metric, or empty for the main metric.
+        better: `higher` or `lower`, or empty if the metric's name implies it.
     """
 
     config: GivenConfig = None
@@ -71,7 +71,7 @@ class SweepOptions:
     parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse impossible combinations; raises `ConfigError`."""
+        """Reject contradictory options. Raises `ConfigError`."""
         if not 1 <= self.parallel <= MOST_PARALLEL:
             raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
@@ -94,7 +94,7 @@ class SweepOptions:
 
 
 def plan_sweep(options: SweepOptions) -> Sweep:
-    """Return a sweep with all of its trials; raises `ConfigError` before a trial starts."""
+    """Return a sweep with all its trials. Raises `ConfigError` before any trial starts."""
     config = configuration(options.config, (), options.label)
     if options.auto:
         options = _automatic(options, config)
@@ -107,7 +107,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name
-    # The run of the best trial is resumed later, so the same checks apply.
+    # The run of the best trial must not stop because an earlier run had the same configuration.
     training = space.base.training.model_copy(update={"when_unchanged": "train"})
     base = space.base.model_copy(update={"training": training})
     return Sweep(
@@ -130,7 +130,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
 
 
 def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
-    """Return the options for a TPE search in a space for the model, with halving if possible."""
+    """Return the options for a TPE search of a predefined space, with halving if possible."""
     given = override(config, (each for each in options.settings if not is_searched(each)))
     count = TRIALS if options.minutes is None else TRIALS_BY_TIME
     training = given.training
@@ -145,7 +145,7 @@ def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
 
 
 def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, ...]]:
-    """Return the sampler, and the settings of each trial; those of TPE are not known yet."""
+    """Return the sampler and the settings of each trial, which are still empty for TPE."""
     seed = options.seed or 0
     if options.random is not None:
         return "random", draw_trials(space, options.random, seed)
