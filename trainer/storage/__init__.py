@@ -1,8 +1,9 @@
-"""Published directories: complete or absent, even if their writers die.
+"""Published directories, which are either complete or absent, even if their writers die.
 
 The manifest is written last, as the atomic commit, and lists each file with its size and crc32c. A
-URI names a directory: `file://`, `gs://`, `s3://` or `minio://`, with one contract. A
-`flotilla.trainer.runtime.errors.UserError` is an error that the user can fix.
+URI names a directory and begins with `file://`, `gs://`, `s3://` or `minio://`. The contract is the
+same for all of them. A `flotilla.trainer.runtime.errors.UserError` is an error that the user can
+fix.
 """
 
 from flotilla.trainer.storage.errors import (

@@ -29,15 +29,15 @@ PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, 
 
 
 class Missing(UserError):  # noqa: N818
-    """Nothing exists at a URI."""
+    """Nothing exists at the URI."""
 
 
 class NotPublished(Missing):
-    """There is no manifest at a URI."""
+    """There is no manifest at the URI."""
 
 
 class Corrupt(UserError):  # noqa: N818
-    """A file differs from the manifest; the message names the file."""
+    """A file differs from the manifest. The message names the file."""
 
 
 class UnknownSchema(UserError):  # noqa: N818
@@ -53,7 +53,7 @@ class Unavailable(TransientError):  # noqa: N818
 
 
 class StoreError(OSError):
-    """An object store refused a request; `trouble` is a `store.Trouble`, or an empty text."""
+    """An object store refused a request. `trouble` is a `store.Trouble` or an empty string."""
 
     trouble = ""
 
@@ -64,7 +64,7 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 @contextmanager
 def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Convert an `OSError` to a `UserError` of a kind: "cannot ACTION: PATH: reason; remedy"."""
+    """Convert an `OSError` to a `kind` of error: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
     except StoreUnavailable as error:
@@ -77,7 +77,7 @@ def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[No
 def check_form(where: str) -> Iterator[None]:
     """Raise a one-line `Corrupt` if a record has unexpected fields or types.
 
-    Another version or program may have written it, with a valid checksum.
+    The record may have been written by another version or program, so its checksum may be valid.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def check_form(where: str) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)
-    # The second name of a rename is the destination; the first is a staging folder that is gone.
+    # The second name of a rename is the destination. The first is a staging folder that is gone.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

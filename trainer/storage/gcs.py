@@ -75,18 +75,18 @@ class GcsBucket:
     )
 
     def __init__(self, name: str, retry: Retrying) -> None:
-        """Use the application default credentials, or none with STORAGE_EMULATOR_HOST."""
+        """Use the application default credentials, or none if STORAGE_EMULATOR_HOST is set."""
         self._name = name
         self._retry = retry
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object; the client checks it against the store's checksum."""
+        """Return the content of an object. The client verifies the store's checksum."""
         return self._retry(
             lambda: bytes(self._blob(key).download_as_bytes(timeout=TIMEOUTS, retry=None))
         )
 
     def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to a file; resume after dropped connections."""
+        """Write the content of an object to a file. Resume after dropped connections."""
 
         def rest() -> None:
             file.flush()
@@ -105,8 +105,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
-        # The listing has the checksum of the stored content; this one is computed from the received
-        # bytes.
+        # Return no checksum, so that the caller computes it from the received bytes. It can then be
+        # compared with the store's checksum in the listing.
         return ""
 
     def put(self, key: str, data: bytes) -> None:
@@ -122,7 +122,7 @@ class GcsBucket:
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Upload a file in parts; each part is retried separately."""
+        """Upload a file in parts. Each part is retried separately."""
         blob = self._blob(key)
         blob.metadata = {WRITER: writer}
         blob.chunk_size = PART_BYTES
@@ -137,7 +137,7 @@ class GcsBucket:
         )
         if _checksum(blob) != expected:
             raise ChangedError
-        # The client reads the file itself.
+        # Count at the end, because the client reads the file itself.
         count(expected.bytes)
 
     def stat(self, key: str) -> Stored:
@@ -156,7 +156,7 @@ class GcsBucket:
         return Checksum(stored.bytes, stored.digest) if stored.digest else None
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`; each page is retried separately."""
+        """Yield all objects whose key begins with `prefix`. Each page is retried separately."""
         return map(_make_stored, self._list_objects(prefix, f"nextPageToken,items({_FIELDS})"))
 
     def names(self, prefix: str) -> list[str]:
@@ -181,7 +181,7 @@ class GcsBucket:
         self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
     def abort_upload(self, mark: str) -> None:
-        """Do nothing: the store itself deletes unfinished uploads, and does not bill them."""
+        """Do nothing, because the store deletes unfinished uploads and does not bill them."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -189,7 +189,7 @@ class GcsBucket:
             return Trouble.TRANSIENT if error.retryable else Trouble.NO_CREDENTIALS
         if isinstance(error, requests.exceptions.SSLError):
             return tls_trouble(error)
-        # The store refuses content with a wrong checksum.
+        # The store rejects content with a wrong checksum.
         damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
         if damaged or isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
@@ -223,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share the client, but a forked child cannot. Tracing is disabled: the client
-    # would read the metadata of the bucket for it, which requires a permission.
+    # All threads can share the client, but a forked child cannot. Disable tracing, because for it
+    # the client would read the bucket's metadata, which needs an additional permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
@@ -235,7 +235,7 @@ def _client(_process: int, _emulator: str) -> storage.Client:
 
 
 def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
-    """Refuse a success response that no store sends, such as an empty one from a proxy."""
+    """Raise an error for a success response that no store sends, such as an empty one."""
     url, method = urllib3.util.parse_url(answer.url), answer.request.method
     query = url.query or ""
     if answer.status_code not in SUCCESS or method == "DELETE":

@@ -1,8 +1,8 @@
-"""Storage in the file system: one atomic rename publishes a directory.
+"""Storage in the file system, where an atomic rename publishes a directory.
 
-A writer writes the files to a staging folder, which it locks while it runs; the next writer deletes
-the orphans of dead writers. `writer` identifies a process across machines, for stores without
-locks.
+A writer first writes the files to a staging folder, which it locks while it runs. The next writer
+deletes the staging folders of dead writers. For stores without locks, `writer` identifies a process
+across machines.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, cou
 from flotilla.trainer.storage.uri import local_path, uri_of
 from flotilla.trainer.storage.waiting import wait_until
 
-# Another process holds a lock only for the duration of a rename.
+# Maximum time to wait for a lock and the poll interval, in seconds. Another process holds a lock
+# only for the duration of a rename.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
 class NotAFileError(OSError):
-    """A folder, a pipe or a dangling link is in place of a file."""
+    """There is a folder, a pipe or a dangling link in place of a file."""
 
     def __init__(self, number: int, path: str) -> None:
         """Build the message for the path."""
@@ -47,11 +48,11 @@ class FileStore:
     """Local disks and mounted file systems."""
 
     def __init__(self, count: Count = count_nothing) -> None:
-        """Store `count`, which receives the number of copied bytes."""
+        """Store `count`, which is called with the number of bytes copied."""
         self.count = count
 
     def read(self, uri: str) -> bytes:
-        """Return the content of one file; refuse anything that is not a file, such as a pipe."""
+        """Return the content of one file. Anything else, such as a pipe, is an error."""
         path = _path(uri)
         try:
             mode = path.stat().st_mode
@@ -85,7 +86,7 @@ class FileStore:
         return True
 
     def checksum(self, uri: str) -> Checksum:
-        """Return size and crc32c of one file as stored."""
+        """Return the size and crc32c of one file as stored."""
         return checksum(_path(uri))
 
     def download(self, uri: str, target: Path) -> str:
@@ -97,7 +98,7 @@ class FileStore:
         return tag_of(before, path.stat())
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return content and tag of one file; read nothing if it is too large."""
+        """Return the content and tag of one file. A file that is too large is not read."""
         path = _path(uri)
         before = path.stat()
         if before.st_size > most:
@@ -106,7 +107,7 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy next to the destination, verify, flush to disk, and rename."""
+        """Copy the files next to the destination, verify them, flush them to disk, and rename."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -124,7 +125,7 @@ class FileStore:
 
     @contextmanager
     def draft(self, uri: str) -> Iterator[str]:
-        """Return a staging folder next to the destination."""
+        """Yield a staging folder next to the destination."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             yield uri_of(stage)
@@ -155,7 +156,7 @@ class FileStore:
         return sorted(name for name in os.listdir(_path(uri)) if not name.startswith("."))
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files below a folder, links included, or the one file at the path."""
+        """Yield the files below a folder, following links, or the single file at the path."""
         path = _path(uri)
         if not path.is_dir():
             yield _list_file("", path.stat())
@@ -181,9 +182,10 @@ class FileStore:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line with its newline and flush it to disk, completely or not at all.
+    """Append a line and flush it to disk, completely or not at all. `line` ends with a newline.
 
-    The file must have a single writer. A last line that a kill has truncated is terminated first.
+    The file must have only one writer. If a killed writer left a truncated last line, that line is
+    terminated first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Opening a pipe would block until a reader opens it.
@@ -206,7 +208,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file, which is different if the file changed while it was read."""
+    """Return the tag of a file.
+
+    If the file changed while it was read, the tag matches no other tag.
+    """
     # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
@@ -264,8 +269,8 @@ def _commit(stage: Path, target: Path) -> bool:
             while not _rename_stage(stage, target):
                 if (target / MANIFEST).exists():
                     return False
-                # Only an unpublished directory may be replaced. A parent of published directories
-                # means a mistake in the URI; replacing it would delete them all.
+                # Replace only an unpublished directory. If it contains published directories, the
+                # URI is probably wrong, and replacing it would delete them all.
                 if inside := next(target.rglob(MANIFEST), None):
                     raise UserError(
                         f"cannot publish at {target}: {inside.parent} is published below it"
@@ -292,10 +297,10 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder for `name`; with `resume`, take over the folder of a dead writer."""
+    """Create a staging folder for `name`. With `resume`, use the folder of a dead writer if any."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # Delete orphans last, so that the inherited folder stays.
+    # Delete orphans after that, so that the inherited folder is kept.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -309,7 +314,7 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Exclude other writers that lock the same directory; raises `UserError` after a time-out.
+    """Exclude other writers that lock the same directory. Raises `UserError` on a timeout.
 
     Any process that can read a directory can lock it.
     """
@@ -332,7 +337,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def delete_orphans(root: Path) -> list[Path]:
-    """Delete the orphans of dead writers in and below `root`; return their paths."""
+    """Delete the staging folders of dead writers in and below `root`, and return their paths."""
     found = []
     for folder, folders, _ in os.walk(root):
         stages = [Path(folder) / name for name in folders if is_staging(name)]
@@ -346,7 +351,7 @@ def delete_orphans(root: Path) -> list[Path]:
 
 
 def is_staging(name: str) -> bool:
-    """Return whether a staging folder has this name."""
+    """Return whether the name is that of a staging folder."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
@@ -363,14 +368,14 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
         stage.mkdir()
-        # Between mkdir and lock the folder looks like an orphan, which another writer may lock and
-        # delete.
+        # Between its creation and the lock, the folder looks like an orphan, which another writer
+        # may lock and delete.
         with suppress(FileNotFoundError):
             descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
             if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
-            # A process that may not delete the folder may hold its lock.
+            # Another process may hold the lock but lack the permission to delete the folder.
             with suppress(OSError):
                 stage.rmdir()
 
@@ -399,13 +404,16 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; return False if another process has the lock, None without locks."""
+    """Lock a folder.
+
+    Return False if another process has the lock, or None if it cannot be locked.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems cannot lock a folder. A rename is still atomic; only the
+        # Some network file systems cannot lock a folder. A rename is still atomic. Only the
         # deletion of orphans and the replacement of an unpublished directory are less safe.
         if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP):
             return None
@@ -414,7 +422,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """Return the process that holds the lock of an open folder, if Linux reports it."""
+    """Describe the process that holds the lock of an open folder, if Linux reports it."""
     found = os.fstat(descriptor)
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with suppress(OSError, KeyError, IndexError):
@@ -427,14 +435,15 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def _unlock(descriptor: int) -> None:
-    # If the descriptor were only closed, a forked child would keep the lock.
+    # Unlock explicitly, because a forked child would keep the lock if the descriptor were only
+    # closed.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def writer() -> str:
-    """Return a text that identifies this process across machines; empty without `/proc`."""
+    """Return a text that identifies this process across machines, or empty without `/proc`."""
     return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
 
 
@@ -445,13 +454,13 @@ def is_gone(text: str) -> bool:
 
 
 def is_living(text: str) -> bool:
-    """Return whether the process of a `writer` is certainly running."""
+    """Return whether the process of a `writer` is certainly running on this machine."""
     number, started = _here(text)
     return bool(number) and _start_time(number) == started
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return PID and start time of a process; 0 for a process on another machine."""
+    """Return the PID and start time in a `writer`. The PID is 0 if it is of another machine."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()
@@ -460,7 +469,7 @@ def _here(text: str) -> tuple[int, str]:
 
 @cache
 def _machine() -> str:
-    # Two containers on one machine may use the same PID.
+    # Add the PID namespace, because two containers on one machine may use the same PID.
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
@@ -472,7 +481,7 @@ def _start_time(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # The fields after the name, which may contain any character: the first is the state, the 20th
-    # the start time.
+    # Skip the process name, which may contain any character. After it, the first field is the state
+    # and the 20th is the start time.
     state, *fields = text.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]

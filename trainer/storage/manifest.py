@@ -1,8 +1,9 @@
-"""`MANIFEST.json`: the list of files in a published directory.
+"""`MANIFEST.json`, which lists the files of a published directory.
 
-{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields} Paths
-are relative, with forward slashes. A file may also have `"at"`: the path where it is stored, if
-another file already had its path.
+`{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}`
+
+Paths are relative, with forward slashes. A file may also have `"at"`, the path where it is stored
+if another file already had its path.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Checksum:
-    """Size in bytes, and crc32c as eight hexadecimal digits."""
+    """A size in bytes, and a crc32c as eight hexadecimal digits."""
 
     bytes: int
     crc32c: str
 
 
 def checksum(path: Path) -> Checksum:
-    """Read a local file and return its size and crc32c; raises `OSError` if it is not readable."""
+    """Return the size and crc32c of a local file. Raises `OSError` if it is not readable."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "not a file", str(path))
     size = crc = 0
@@ -49,13 +50,13 @@ def checksum(path: Path) -> Checksum:
 
 
 def compute_checksum(data: bytes) -> Checksum:
-    """Return size and crc32c of bytes in memory."""
+    """Return the size and crc32c of bytes in memory."""
     return Checksum(len(data), f"{google_crc32c.value(data):08x}")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a published directory; raises `ValueError` for an invalid value."""
+    """One file of a published directory. An invalid value raises `ValueError`."""
 
     path: str
     bytes: int
@@ -63,7 +64,7 @@ class FileEntry:
     at: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse values that no manifest may contain."""
+        """Reject values that a manifest must not contain."""
         for path in (self.path, self.stored_at):
             if not _is_inside(path):
                 raise ValueError(f"{path!r} is not a path below the directory")
@@ -94,7 +95,10 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a published directory, and the fields of its kind; raises `ValueError`."""
+    """The files and further fields of a published directory.
+
+    An invalid value raises `ValueError`.
+    """
 
     kind: str
     files: tuple[FileEntry, ...] = ()
@@ -102,7 +106,7 @@ class Manifest:
     created: str = field(default_factory=_now)
 
     def __post_init__(self) -> None:
-        """Sort the files, convert fields to plain JSON, and refuse wrong values."""
+        """Sort the files, convert the fields to plain JSON, and reject invalid values."""
         for name in ("kind", "created"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -113,7 +117,7 @@ class Manifest:
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is named twice")
         object.__setattr__(self, "files", ordered)
-        # Tuples become lists, because a manifest must equal the manifest that is read back.
+        # Convert tuples to lists, because a manifest must equal the manifest that is read back.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
@@ -123,7 +127,7 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """The total size of all files."""
+        """The total size of all files, in bytes."""
         return sum(entry.bytes for entry in self.files)
 
     def same_content(self, other: Manifest) -> bool:
@@ -146,7 +150,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
-        """Parse the text of a manifest; raises `UnknownSchema` or `Corrupt`, which name `where`."""
+        """Parse the text of a manifest. Raises `UnknownSchema` or `Corrupt`, which name `where`."""
         try:
             tree = parse(data)
             if not isinstance(tree, dict):

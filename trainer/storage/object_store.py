@@ -1,10 +1,13 @@
-"""Storage in object stores: creating the manifest publishes a directory.
+"""Storage in object stores, where creating the manifest publishes a directory.
 
-No object that a manifest may list is ever overwritten: if an object exists at a file's path, the
-file is stored next to it. Therefore every manifest stays valid, and the first manifest wins. An
-orphan is an object that a writer uploaded for a published directory, and that no manifest lists or
-will list: the directory is published, the writer (see its metadata) has ended, or the object is
-older than any publication takes. `collect` removes only orphans.
+An object that a manifest may list is never overwritten. If an object already exists at the path of
+a file, the file is stored under another name next to it. Therefore every manifest stays valid, and
+the first manifest wins.
+
+An orphan is an object that a writer uploaded for a published directory, and that no manifest lists
+or will ever list, because the directory is published, because the writer (recorded in the object's
+metadata) has ended, or because the object is older than any publication takes. `collect` removes
+only orphans.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ from flotilla.trainer.storage.store import (
 )
 from flotilla.trainer.storage.uri import join, locate
 
-# The age in seconds after which a writer on another machine counts as dead.
+# Age after which the writer of an object counts as dead, in seconds.
 ORPHAN_SECONDS = 24 * 3600.0
-# More collisions at one path are no coincidence.
+# More collisions at one path cannot be a coincidence.
 _ATTEMPTS = 3
 # Suffixes of the empty objects that tools create to mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
@@ -72,12 +75,13 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
-        # An upload ends if another writer was first.
+        # An upload in progress is left alone, because its writer removes it if another one was
+        # first.
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that has ended during this may have published first.
+    # A writer that ended in the meantime may have published first, so read the manifests again.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -88,7 +92,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
 
 
 def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
-    """Return the prefixes of published directories, and the keys listed in their manifests."""
+    """Return the prefixes of published directories, and the keys that their manifests list."""
     manifests = [each.key for each in found if _is_manifest(each)]
     named: set[str] = set()
     directories = []
@@ -107,7 +111,7 @@ def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str]
     for key, files in zip(manifests, run_parallel(files_of, manifests), strict=True):
         directory = key.removesuffix(MANIFEST)
         if files is None:
-            # Without a readable manifest, the objects of the directory are unknown.
+            # The manifest is unreadable, so treat all objects of the directory as listed.
             named.update(each.key for each in found if each.key.startswith(directory))
             continue
         directories.append(directory)
@@ -120,7 +124,7 @@ def _is_manifest(stored: Stored) -> bool:
 
 
 class ObjectStore:
-    """One bucket, for one operation."""
+    """One bucket, used for one operation."""
 
     def __init__(
         self, home: str, opened: Callable[[Retrying], Bucket], count: Count = count_nothing
@@ -143,11 +147,11 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object; in stores without conditional writes, check first."""
+        """Create one object. Check first, because some stores have no conditional writes."""
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
-        """Return the checksum that the store computed, or read the object."""
+        """Return the checksum that the store computed, or read the object to compute it."""
         with self._translate(uri):
             read_checksum = self._bucket.read_checksum(_key(uri))
             if read_checksum:
@@ -162,7 +166,7 @@ class ObjectStore:
             return self._read_object(uri, _Counted(file, self._counted))
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return content and tag of one object."""
+        """Return the content and tag of one object."""
         file = io.BytesIO()
         tag = self._read_object(uri, _Counted(file, self._counted, most))
         return file.getvalue(), tag
@@ -176,7 +180,7 @@ class ObjectStore:
             return self._bucket.read_into(_key(uri), file) or file.crc32c
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Upload in parallel, then create the manifest; delete objects that it does not list."""
+        """Upload the files in parallel, then create the manifest and delete unlisted objects."""
         there = self._below(uri)
         if MANIFEST in there:
             return None
@@ -195,20 +199,21 @@ class ObjectStore:
 
     @contextmanager
     def draft(self, uri: str) -> Iterator[str]:
-        """Return the destination, which readers ignore until the manifest exists."""
+        """Yield the destination itself, which readers ignore until the manifest exists."""
         yield uri
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Upload, then delete the local file."""
+        """Upload the file, then delete it locally."""
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
-        # A store without conditional writes would overwrite an existing object.
+        # Check first, because a store without conditional writes would overwrite an existing
+        # object.
         placed = self._place_file(draft, path, entry, self._stat(join(draft, name)), [])
         path.unlink()
         return placed
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Create the manifest when all its objects are visible; delete all other objects."""
+        """Create the manifest once all its objects are visible, and delete all other objects."""
         there = self._below(draft)
         if MANIFEST in there:
             return None
@@ -229,7 +234,7 @@ class ObjectStore:
         return manifest if won else None
 
     def children(self, uri: str) -> list[str]:
-        """Return the names up to the next slash."""
+        """Return the plain names directly below a URI."""
         with self._translate(uri):
             names = self._bucket.names(_prefix(uri))
         return [name for name in names if name and not name.startswith(".")]
@@ -260,7 +265,7 @@ class ObjectStore:
             run_parallel(lambda path: self.discard(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
-        """Remove one object, without the permission to list objects."""
+        """Remove one object. This does not need the permission to list objects."""
         with suppress(FileNotFoundError), self._translate(uri):
             self._bucket.remove(_key(uri))
 
@@ -330,11 +335,11 @@ class ObjectStore:
         try:
             run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
-            # The published directory is complete without this deletion.
+            # Only log the error, because the published directory is complete anyway.
             _log.warning("could not be deleted below %s, run `flotilla gc` later: %s", uri, error)
 
     def _below(self, uri: str) -> dict[str, Stored]:
-        """Return all objects below a URI by relative path."""
+        """Return all objects below a URI, by relative path."""
         prefix = _prefix(uri)
         with self._translate(uri):
             return {each.key.removeprefix(prefix): each for each in self._bucket.walk(prefix)}
@@ -350,13 +355,13 @@ class ObjectStore:
 
     @contextmanager
     def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
-        """Convert the client's errors to the errors of all stores."""
+        """Convert the client's errors to those common to all stores."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
             if writes and trouble is Trouble.ABSENT:
-                # A write cannot fail because an object is missing: the bucket was deleted.
+                # A write does not need an existing object, so the bucket must be missing.
                 trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
@@ -395,7 +400,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the written bytes, and accepts at most `most` of them if that is not 0."""
+    """A file that counts the bytes written to it. If `most` is not 0, it accepts no more bytes."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most
@@ -415,7 +420,7 @@ class _Counted:
 
 
 class _Meter:
-    """A file that stores only a checksum."""
+    """A file that keeps only a checksum of what is written to it."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0
@@ -426,7 +431,7 @@ class _Meter:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, as there is no buffer."""
+        """Do nothing, because nothing is buffered."""
 
     def tell(self) -> int:
         return self._bytes

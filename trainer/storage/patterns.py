@@ -23,7 +23,13 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """The match of a path: its span as written, and whether a parent folder also matches."""
+    """The match of a path.
+
+    Attributes:
+        span: the span, normalized for comparison.
+        is_below: whether the pattern matches a parent folder of the path.
+        written: the span as written in the path.
+    """
 
     span: str
     is_below: bool
@@ -37,7 +43,7 @@ class Pattern:
     Attributes:
         key: the configuration key, for messages.
         root: URI of the folder before the first wildcard, or of the file if there is none.
-        expression: the expression for paths below the root; None matches all.
+        expression: the regular expression for paths below the root, or None to match all.
     """
 
     key: str
@@ -46,7 +52,7 @@ class Pattern:
     expression: re.Pattern[str] | None
 
     def match(self, path: str) -> Match | None:
-        """Return the match of a path below the root; None if it does not match."""
+        """Match a path relative to the root. Return None if it does not match."""
         if self.expression is None:
             return Match("", is_below=False)
         found = self.expression.fullmatch(path)
@@ -64,7 +70,7 @@ def is_local(source: str) -> bool:
 
 
 def below(source: str, path: str, split: str) -> Pattern:
-    """Return the pattern of the files of a split: a path below the source, or a URI."""
+    """Return the pattern of a split's files, given as a path below the source or as a URI."""
     key = f"data.splits.{split}"
     if "://" in path or path.startswith(("/", "~")):
         return parse(key, path)
@@ -74,7 +80,7 @@ def below(source: str, path: str, split: str) -> Pattern:
 
 
 def parse(key: str, text: str) -> Pattern:
-    """Parse the pattern of a text; raises `ConfigError`, which mentions the key."""
+    """Parse a pattern. Raises `ConfigError`, which names the key."""
     if is_local(text):
         path = _path(key, text)
         parts = ("" if os.path.lexists(path) else path.strip("/")).split("/")
@@ -103,7 +109,7 @@ def parse(key: str, text: str) -> Pattern:
 
 
 def _is_special(parts: list[str], text: str) -> bool:
-    """Return whether the last part is a pattern; a folder may also have the name `[old]`."""
+    """Return whether the last part is a pattern and not the name of an existing file or folder."""
     there = is_local(text) and os.path.lexists(f"/{'/'.join(parts)}")
     return bool(_SPECIAL.search(parts[-1])) and not there
 
@@ -163,7 +169,7 @@ def _token(pattern: str, at: int) -> tuple[str, str]:
 
 
 def _braces(text: str) -> tuple[list[str], str]:
-    """Return the alternatives of a brace, and the text up to its end."""
+    """Return the alternatives of a brace expression, and the text of the whole expression."""
     depth, start, found = 0, 1, []
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

@@ -1,4 +1,4 @@
-"""A probe of a storage root: writes, reads, lists and deletes one small file."""
+"""A probe of a storage root, which writes, reads, lists and deletes one small file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# The seconds for which the requests of one action are retried.
+# Time for which the requests of one action are retried, in seconds.
 SECONDS = 5.0
 
 Result = TypeVar("Result")
@@ -25,13 +25,13 @@ class Unfit(UserError):  # noqa: N818
     """A storage root is unusable.
 
     Attributes:
-        trouble: a name of `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
+        trouble: a name in `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
             the file system) or `ALTERED` (the content read differs from the content written).
-        actions: the failed actions: write, read, list, delete.
+        actions: the actions that failed: write, read, list, delete.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
-        """Build the message from the failed actions and the store's message."""
+        """Build the message from the failed actions and the reason."""
         super().__init__(f"cannot {', '.join(actions)}: {reason}")
         self.trouble = trouble
         self.actions = actions
@@ -39,10 +39,10 @@ class Unfit(UserError):  # noqa: N818
 
 
 class Probe:
-    """One file with a unique name directly below a URI; `remove` may be called at any time."""
+    """A test file with a unique name directly below a URI. `remove` may be called at any time."""
 
     def __init__(self, root: str) -> None:
-        """Choose the name; raises `UserError` for an invalid URI."""
+        """Choose the name. Raises `UserError` for an invalid URI."""
         self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
         self._root = root
         folder = local_path(root)
@@ -55,7 +55,7 @@ class Probe:
         self._writing = False
 
     def examine(self) -> None:
-        """Write, read, list and delete the file; raises `Unfit` with all failed actions."""
+        """Write, read, list and delete the file. Raises `Unfit` with all failed actions."""
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
         with shorter_retry(SECONDS):
@@ -65,7 +65,8 @@ class Probe:
                 self._do("write", lambda: store.write(self.uri, data))
                 self._writing = False
                 if self._failed:
-                    # The file may exist, and so may folders that a file system created for it.
+                    # The write may still create the file, or a file system may have created its
+                    # folders.
                     self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
@@ -80,7 +81,7 @@ class Probe:
                 self._report()
 
     def remove(self) -> None:
-        """Remove the written file and folders; raises an `OSError` if that fails."""
+        """Remove the written file and the created folders. Raises `OSError` if that fails."""
         if not self.is_left:
             return
         with shorter_retry(SECONDS):
@@ -88,7 +89,7 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        # A write in progress may still succeed.
+        # A write that is still in progress may create the file again.
         self.is_left = self._writing
 
     def stop(self) -> None:

@@ -45,13 +45,15 @@ _log = logging.getLogger(__name__)
 def publish(
     directory: Path, uri: str, *, kind: str, fields: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Publish all files below `directory` at `uri`, atomically and verified.
+    """Publish all files below `directory` at `uri`, verified and in one atomic step.
 
-    Publishing the same kind, files and fields again does nothing. It trusts the manifest and does
-    not read the published files; `verify` does. Empty folders and a `MANIFEST.json` in `directory`
-    are skipped, and links to files are followed. An unpublished directory at `uri` is replaced.
-    Returns the manifest at `uri`. Raises `Conflict` if other content is published there, else
-    `UserError`.
+    Publishing the same kind, files and fields again does nothing. In that case only the manifests
+    are compared, and the published files are not read; `verify` reads them. Empty folders and a
+    `MANIFEST.json` in `directory` are skipped, and links to files are followed. An unpublished
+    directory at `uri` is replaced.
+
+    Returns the manifest at `uri`. Raises `Conflict` if other content is already published there, or
+    another `UserError`.
     """
     with report_errors(f"publish {directory} to {uri}"):
         manifest = Manifest(kind, _scan(directory, kind), fields or {})
@@ -67,11 +69,11 @@ def publish(
 
 @contextmanager
 def draft(uri: str) -> Iterator[str]:
-    """Begin a publication at `uri` by several processes; the end removes uncommitted files.
+    """Prepare a publication at `uri` by several processes, and yield the location of the draft.
 
-    Any process may add files to the draft (`add_file`); readers see nothing before the `commit`. In
-    a file system the draft is a staging folder next to `uri`; in an object store it is `uri`
-    itself.
+    Any process may add files to the draft with `add_file`. Readers see nothing before `commit`.
+    Uncommitted files are removed at the end of the block. In a file system the draft is a staging
+    folder next to `uri`; in an object store it is `uri` itself.
     """
     with ExitStack() as opened:
         with report_errors(f"write next to {uri}"):
@@ -80,7 +82,7 @@ def draft(uri: str) -> Iterator[str]:
 
 
 def add_file(draft: str, path: Path, name: str) -> FileEntry:
-    """Move a local file to the path `name` of a draft; return its manifest entry."""
+    """Move a local file to the path `name` of a draft, and return its manifest entry."""
     with (
         report_errors(f"write {name} to {draft}"),
         Work(f"publishing {name}", "bytes", path.stat().st_size) as work,
@@ -104,7 +106,7 @@ def commit(
 
 
 def read_manifest(uri: str) -> Manifest:
-    """Return the manifest at `uri`; raises `NotPublished`, `Corrupt` or `UnknownSchema`."""
+    """Return the manifest at `uri`. Raises `NotPublished`, `Corrupt` or `UnknownSchema`."""
     try:
         data = read_bytes(join(uri, MANIFEST))
     except Missing:
@@ -115,7 +117,7 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def is_published(uri: str) -> bool:
-    """Return whether there is a manifest at `uri`, readable or not."""
+    """Return whether there is a manifest at `uri`, even an unreadable one."""
     try:
         read_manifest(uri)
     except NotPublished:
@@ -126,7 +128,7 @@ def is_published(uri: str) -> bool:
 
 
 def verify(uri: str) -> Manifest:
-    """Verify every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
+    """Verify the size and crc32c of every file at `uri`. Raises `NotPublished` or `Corrupt`."""
     manifest = read_manifest(uri)
     store = choose_store(uri)
 
@@ -153,7 +155,10 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, verified; raises like `verify`, or `Missing`."""
+    """Return one small file published at `uri`, verified.
+
+    Raises the errors of `verify`, or `Missing`.
+    """
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -167,7 +172,10 @@ def read_file(uri: str, path: str) -> bytes:
 
 
 def read_json(uri: str, path: str) -> dict[str, Any]:
-    """Return the JSON object of a small file published at `uri`; raises like `read_file`."""
+    """Return the JSON object in a small file published at `uri`.
+
+    Raises the errors of `read_file`.
+    """
     with check_form(f"{path} of {uri}"):
         return parse_mapping(read_file(uri, path))
 
@@ -192,11 +200,11 @@ def fetch(
     only: Callable[[str], bool] | None = None,
     manifest: Manifest | None = None,
 ) -> Manifest:
-    """Copy the published files at `uri`, or the paths in `only`, into `directory`, verified.
+    """Copy the published files at `uri`, or those that `only` selects, to `directory`, verified.
 
-    Files appear when all are verified; a new directory appears atomically. Valid existing files
-    stay, including those of an interrupted fetch. Returns the whole manifest. Raises
-    `NotPublished`, `Corrupt`, or `UserError` if `directory` cannot be written.
+    Files appear only after all of them are verified, and a new directory appears atomically. Valid
+    existing files are kept, including those of an interrupted fetch. Returns the whole manifest.
+    Raises `NotPublished`, `Corrupt`, or `UserError` if `directory` cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
@@ -216,7 +224,8 @@ def _is_valid(directory: Path, entry: FileEntry) -> bool:
 
 
 def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
-    # An existing folder may be a mount, and a rename cannot cross file systems.
+    # Stage inside an existing folder, because it may be a mount, and a rename cannot cross file
+    # systems.
     home = directory if directory.is_dir() else directory.parent
     with staging(home, directory.name, resume=True) as stage:
         run_parallel(lambda entry: _download(store, uri, entry, stage), entries)
@@ -242,7 +251,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
     try:
         store.download(join(uri, entry.stored_at), target)
         if checksum(target) != entry.checksum:
-            # The file may have been damaged in transit.
+            # The file may have been damaged in transit, so try once more.
             _log.warning("%s: %s was damaged in transfer; downloading it again", uri, entry.path)
             store.download(join(uri, entry.stored_at), target)
     except (FileNotFoundError, NotADirectoryError):
@@ -262,14 +271,17 @@ def _remove_others(entries: Sequence[FileEntry], stage: Path) -> None:
 
 
 def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
-    """Return the readable published directories directly below `uri`, by name."""
+    """Return the readable published directories directly below `uri`, ordered by name."""
     found = [join(uri, name) for name in names(uri)]
     manifests = zip(found, run_parallel(_readable, found), strict=True)
     return [(child, m) for child, m in manifests if m is not None and kind in (None, m.kind)]
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the most recently published directory below `uri`, of a kind if given; or None."""
+    """Return the most recently published directory below `uri`, or None.
+
+    If `kind` is given, other kinds are ignored.
+    """
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -284,22 +296,25 @@ def _readable(uri: str) -> Manifest | None:
 
 
 def collect_garbage(uri: str) -> list[str]:
-    """Remove the orphans of dead or losing writers in and below `uri`; return their URIs.
+    """Remove orphans of dead writers in and below `uri`, and return their URIs.
 
-    Files of running processes on this machine and unpublished directories stay.
+    Files of running processes on this machine, and unpublished directories, are kept.
     """
     with report_errors(f"collect garbage below {uri}"):
         return choose_store(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:
-    """Remove all files at `uri`, the manifest first; do nothing if there are none."""
+    """Remove all files at `uri`, the manifest first. Do nothing if there are none."""
     with report_errors(f"delete {uri}"), suppress(FileNotFoundError):
         choose_store(uri).remove(uri)
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`; raises `Missing`, or `Corrupt` if it is no file."""
+    """Return the content of the file at `uri`.
+
+    Raises `Missing`, or `Corrupt` if it is not a file.
+    """
     with report_errors(f"read {uri}"):
         try:
             return choose_store(uri).read(uri)
@@ -311,18 +326,18 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_tagged(uri: str, most: int) -> tuple[bytes, str]:
-    """Return content and tag of a file of at most `most` bytes; raises the store's errors."""
+    """Return the content and tag of a file of at most `most` bytes. Raises the store's errors."""
     return choose_store(uri).read_tagged(uri, most)
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """Create or replace the file at `uri`, atomically."""
+    """Create or replace the file at `uri` atomically."""
     with report_errors(f"write {uri}"):
         choose_store(uri).write(uri, data)
 
 
 def append_line(uri: str, line: bytes) -> None:
-    """Append a line to the file at `uri`, in a file system; see `storage.local`."""
+    """Append a line to the file at `uri`, which must be in a file system; see `storage.local`."""
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")
@@ -331,17 +346,20 @@ def append_line(uri: str, line: bytes) -> None:
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
-    """Create the file at `uri` if it does not exist; return whether it was created.
+    """Create the file at `uri` if it does not exist. Return whether it was created.
 
-    Some stores do not guarantee this for concurrent writers: read the file again to find out which
-    writer was first.
+    Some stores do not guarantee this for concurrent writers. To find out which writer was first,
+    read the file again.
     """
     with report_errors(f"create {uri}"):
         return choose_store(uri).create(uri, data)
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order; empty if there are none."""
+    """Return the plain names directly below `uri`, in order.
+
+    If nothing exists there, return none.
+    """
     with report_errors(f"list {uri}"):
         try:
             return choose_store(uri).children(uri)
@@ -403,9 +421,9 @@ def _difference(there: Manifest, new: Manifest) -> str:
 
 
 def choose_store(uri: str, count: Count = count_nothing) -> Store:
-    """Return the store for `uri`, for one operation; raises `UserError`.
+    """Return the store for `uri`, for one operation. Raises `UserError`.
 
-    `count` receives the number of bytes copied since its last call.
+    `count` is called with the number of bytes copied since the last call.
     """
     if find_scheme(uri) == "file":
         return FileStore(count)

@@ -1,4 +1,4 @@
-"""Requests to stores: retried with backoff under one deadline, and run in parallel."""
+"""Requests to stores, which are retried with backoff under one deadline, and run in parallel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import tenacity
 from flotilla.trainer.runtime.environment import read_variable
 from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
-# The seconds for which the requests of an operation are retried before it fails.
+# The variable with the time for which requests of an operation are retried, in seconds.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# The seconds that the last request has for a response.
+# Minimum time that a request has for its response, even at the deadline, in seconds.
 LEAST_SECONDS = 5.0
-# The number of bytes that count as progress of a request.
+# Number of received bytes that counts as progress of a request.
 PROGRESS_BYTES = 1 << 20
 # At 30 ms per request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads and 0.6 s on 16.
 THREADS = 16
@@ -39,7 +39,10 @@ _limit: ContextVar[float] = ContextVar("_limit", default=math.inf)
 
 @contextmanager
 def shorter_retry(seconds: float) -> Iterator[None]:
-    """Shorten the deadline of operations that this thread begins in this block, without logs."""
+    """Shorten the deadline of operations that this thread starts in the block.
+
+    Retries are not logged.
+    """
     before = _limit.set(seconds)
     try:
         yield
@@ -50,13 +53,13 @@ def shorter_retry(seconds: float) -> Iterator[None]:
 class Retry:
     """The deadline of one operation, which all of its requests and threads share.
 
-    It restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a request
-    receives, so that an operation may last as long as it makes progress. A request has the
-    remaining time and a few extra seconds, regardless of its client's time-out.
+    The time restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a
+    request receives, so that an operation may take as long as it makes progress. A request may take
+    the remaining time and a few seconds more, regardless of its client's timeout.
     """
 
     def __init__(self) -> None:
-        """Read the deadline from the environment; raises `ConfigError` if it is not a number."""
+        """Read the deadline from the environment. Raises `ConfigError` if it is not a number."""
         self._seconds = min(float(read_variable(VARIABLE) or DEADLINE), _limit.get())
         self._logs = math.isinf(_limit.get())
         self._succeeded_at = time.monotonic()
@@ -71,7 +74,7 @@ class Retry:
     def call(
         self, where: str, request: Callable[[], Result], transient: Callable[[BaseException], bool]
     ) -> Result:
-        """Return the result of `request`, retried until the deadline on `transient` errors."""
+        """Return the result of `request`. Retry it on `transient` errors until the deadline."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(transient),
             wait=self._pause,
@@ -92,10 +95,10 @@ class Retry:
         return result
 
     def within_deadline(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request; raises `TimeoutError` after the deadline.
+        """Return the result of a request. Raises `TimeoutError` after the deadline.
 
-        A client limits only the time between two bytes. The thread that waits for them ends with
-        this process.
+        The request runs in its own thread, because a client only limits the time between two bytes.
+        A thread that still waits ends with this process.
         """
         future = Future[Result]()
         send = partial(_send, copy_context(), request)
@@ -109,8 +112,8 @@ class Retry:
         try:
             return future.result()
         finally:
-            # The error's frames hold the response, whose sockets only the garbage collector would
-            # close.
+            # Otherwise the frames of an error would hold the response, and its sockets would stay
+            # open until the next garbage collection.
             del future
 
     def _seconds_left(self) -> float:
@@ -142,24 +145,28 @@ def _send(context: Context, request: Callable[[], Result], future: Future[Result
 
 
 def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
-    """Return the result of `request`, retried until the deadline while it raises `Unavailable`."""
+    """Return the result of `request`. Retry it until the deadline while it raises `Unavailable`."""
     try:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Clear the cause, because the two errors would be each other's cause.
+    # Raise outside the handler, because otherwise each of the two errors would be the cause of the
+    # other.
     assert last is not None
     raise last
 
 
 def describe(error: BaseException | None) -> str:
-    """Return the message of a client's error in one short line."""
+    """Return the message of a client's error on one short line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `act` of each item, in order; the first error cancels the remaining items."""
+    """Call `act` on each item in parallel, and return the results in order.
+
+    The first error cancels the remaining items.
+    """
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

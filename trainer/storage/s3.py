@@ -45,7 +45,8 @@ from flotilla.trainer.storage.store import (
 Result = TypeVar("Result")
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
-# Headers in every response of a store; a response without them comes from a proxy.
+# A field that every response of a store contains, by operation. A response without it comes from a
+# proxy.
 _ANSWERED = {
     "GetObject": "ETag",
     "HeadObject": "LastModified",
@@ -55,9 +56,9 @@ _ANSWERED = {
     "CompleteMultipartUpload": "ETag",
     "ListObjectsV2": "IsTruncated",
 }
-# The error codes of a store without conditional PUT.
+# Error codes of a store that does not support conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
-# These classes have no common base: botocore's connection errors are not Python's.
+# These classes have no common base, because botocore's connection errors are not Python's.
 _TRANSIENT = (
     boto.EndpointConnectionError,
     boto.ConnectTimeoutError,
@@ -78,7 +79,7 @@ _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     "NoSuchBucket": Trouble.NO_BUCKET,
     "NoSuchKey": Trouble.ABSENT,
-    # The upload was complete, but the response was lost.
+    # The upload was completed, but its response was lost.
     "NoSuchUpload": Trouble.EXISTS,
     "404": Trouble.ABSENT,
     "PreconditionFailed": Trouble.EXISTS,
@@ -125,7 +126,7 @@ class S3Bucket:
         self._retrying = retry
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object, checked against its MD5 if the store has it."""
+        """Return the content of an object, verified if the store reports its MD5."""
 
         def whole() -> bytes:
             answer = self._client.get_object(**self._object_key(key))
@@ -139,7 +140,7 @@ class S3Bucket:
         return self._retry(whole)
 
     def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to a file; resume after dropped connections."""
+        """Write the content of an object to a file. Resume after dropped connections."""
         tags: set[str] = set()
 
         def rest() -> None:
@@ -173,7 +174,7 @@ class S3Bucket:
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Upload a file in parts; each part is verified and retried separately."""
+        """Upload a file in parts. Each part is verified and retried separately."""
         where = self._object_key(key)
         begun = self._retry(
             lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
@@ -185,7 +186,7 @@ class S3Bucket:
             parts = self._parts(upload, path, expected, count)
             self._create_absent(partial(self._complete, upload, parts))
         except BaseException:
-            # If this fails, a later command finds the upload by its mark.
+            # If this fails, `collect` finds the upload later by its mark.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
                 self._client.delete_object(**self._object_key(mark))
@@ -200,7 +201,7 @@ class S3Bucket:
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Compare with the MD5 of the file or of its parts; an encrypted object never matches."""
+        """Compare with the MD5 of the file or of its parts. An encrypted object never matches."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -210,11 +211,11 @@ class S3Bucket:
         return stored.digest == f"{whole}-{len(digests)}"
 
     def read_checksum(self, key: str) -> Checksum | None:  # noqa: ARG002
-        """Return None: the store only returns the checksum that the writer sent."""
+        """Return None, because the store returns only the checksum that the writer sent."""
         return None
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`; each page is retried separately."""
+        """Yield all objects whose key begins with `prefix`. Each page is retried separately."""
         for each in self._list_objects(prefix):
             if "Size" in each:
                 created = each["LastModified"].timestamp()
@@ -242,7 +243,7 @@ class S3Bucket:
         self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload of a mark; a finished upload is no error."""
+        """Abort the upload that a mark belongs to. An upload that is finished is not an error."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
         upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
@@ -275,7 +276,7 @@ class S3Bucket:
         except boto.ClientError as error:
             if self.judge(error) is not Trouble.EXPIRED:
                 raise
-        # Credentials in a profile file may have been renewed, and a client reads them only once.
+        # Credentials in a profile file may have been renewed, but a client reads them only once.
         client.cache_clear()
         return self._retrying(request)
 
@@ -289,7 +290,8 @@ class S3Bucket:
     def _create_absent(self, request: Callable[..., None]) -> None:
         """Create an object if it does not exist, as far as the store can guarantee this.
 
-        Stores that refuse the condition get none; stores that ignore it were checked before.
+        If the store rejects the condition, none is sent. If it ignores the condition, only the
+        caller's earlier check protects an existing object.
         """
         try:
             request(IfNoneMatch="*")
@@ -303,7 +305,7 @@ class S3Bucket:
         self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
-        """Store an object; remove and resend a new object that was damaged in transfer."""
+        """Store an object. If a new object was damaged in transit, remove it and send it again."""
         digest = _base64(hashlib.md5(data).digest())
         is_new = "Metadata" in how
         damaged = False
@@ -331,7 +333,7 @@ class S3Bucket:
         self._retry(send)
 
     def _has_arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
-        """Return whether a store has the sent data, by its MD5 or by reading a small object."""
+        """Return whether the store has the sent data, by its MD5 or by reading a small object."""
         if _is_md5(answer):
             return _tag(answer) == hashlib.md5(data).hexdigest()
         if not is_new or len(data) > _CHUNK:
@@ -390,7 +392,7 @@ def _base64(digest: bytes) -> str:
 
 @cache
 def client(_process: int, endpoint: Endpoint) -> Any:
-    """Return the client of an endpoint, one for each process."""
+    """Return the client of an endpoint. Each process has one."""
     # All threads can share the client, but a forked child cannot.
     made = boto3.session.Session().client(
         "s3",
@@ -414,7 +416,10 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Refuse a success response that no store sends, and that would read as an empty list."""
+    """Raise an error for a success response that no store sends.
+
+    Such a response would look like an empty listing.
+    """
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")

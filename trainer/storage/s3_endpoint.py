@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from flotilla.trainer.runtime.masking import is_sent_openly
 from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_address
 
-# The object store of a KFP instance, in the namespace of KFP.
+# The object store of a KFP instance, in KFP's namespace.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
 # The secret with the credentials of that store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
-# Variables that boto3 itself reads.
+# Variables that boto3 reads itself.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Variables that select other credentials than a pair of keys: a role or a profile.
+# Variables that select other credentials than that secret: a key, a role or a profile.
 _OTHERS = (
     BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -29,9 +29,9 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store; boto3 decides if a text is empty.
+    """How to reach a store. For an empty value, boto3 decides.
 
-    `kfp_secret`: whether the keys of KFP's secret are for this store. They are for every store
+    `kfp_secret` tells whether the keys of KFP's secret are used. They are used for every store
     except Amazon's, which uses the role of the service account.
     """
 
@@ -42,7 +42,7 @@ class Endpoint:
 
 
 def find_endpoint(location: Location) -> Endpoint:
-    """Return the endpoint from a URI, else from the environment, else the default."""
+    """Return the endpoint from the URI, or else from the environment, or else the default."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}
@@ -57,7 +57,7 @@ def find_endpoint(location: Location) -> Endpoint:
 
 
 def plain_http_remark(uri: str) -> str:
-    """Return a warning if data at a URI is sent unencrypted, else an empty text."""
+    """Return a warning if data at a URI is sent unencrypted, or an empty string."""
     if not speaks_s3(uri):
         return ""
     url = find_endpoint(locate(uri)).url
@@ -67,7 +67,7 @@ def plain_http_remark(uri: str) -> str:
 
 
 def kfp_credentials() -> Mapping[str, str]:
-    """Return the keys of KFP's secret `mlpipeline-minio-artifact` in the environment, if any."""
+    """Return the keys of KFP's secret `mlpipeline-minio-artifact` if the environment has them."""
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or any(map(os.environ.get, _OTHERS)):
         return {}

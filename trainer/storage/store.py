@@ -15,11 +15,11 @@ from flotilla.trainer.storage.manifest import Checksum, FileEntry, Manifest
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """One file of a listing, which does not read it.
+    """One file in a listing. Listing does not read the file.
 
     Attributes:
-        path: the path relative to the listed URI; empty if the URI is the file.
-        tag: a value that changes with the content: the store's checksum, or the time of change.
+        path: path relative to the listed URI, or empty if the URI is the file.
+        tag: a value that changes with the content: the store's checksum, or the modification time.
     """
 
     path: str
@@ -36,10 +36,11 @@ def count_nothing(_bytes: int) -> None:
 
 
 class Store(Protocol):
-    """The storage of one scheme, for one operation, whose requests share one deadline.
+    """The storage of one scheme, for one operation. All its requests share one deadline.
 
     Every method raises `FileNotFoundError` if nothing exists at the URI, and another `OSError` if
-    the storage fails. All methods are thread-safe. `count` is called with the bytes copied.
+    the storage fails. All methods are thread-safe. `count` is called with the number of bytes
+    copied.
     """
 
     count: Count
@@ -48,35 +49,35 @@ class Store(Protocol):
         """Return the content of one file."""
 
     def write(self, uri: str, data: bytes) -> None:
-        """Create or replace one file, atomically."""
+        """Create or replace one file atomically."""
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one file atomically if it does not exist; return whether it was created."""
+        """Create one file atomically if it does not exist. Return whether it was created."""
 
     def checksum(self, uri: str) -> Checksum:
-        """Return size and crc32c of one file as stored."""
+        """Return the size and crc32c of one file as stored."""
 
     def download(self, uri: str, target: Path) -> str:
-        """Copy one file to a local path in an existing folder; return its tag.
+        """Copy one file to a local path in an existing folder, and return its tag.
 
-        The tag equals that of a listing unless the file has changed since.
+        The tag equals the tag in a listing unless the file has changed since.
         """
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return content and tag of one file; raises `TooLargeError` beyond `most` bytes."""
+        """Return the content and tag of one file. Raises `TooLargeError` beyond `most` bytes."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files of `source` in `manifest` to `uri`, verified, the manifest last.
+        """Copy the files in `manifest` from `source` to `uri`, verified, and the manifest last.
 
-        Returns the written manifest, with the paths where the files are stored. If `uri` already
-        has one, readers see no change, and the result is None.
+        Returns the written manifest, which tells where the files are stored. If `uri` already has a
+        manifest, readers see no change, and the result is None.
         """
 
     def draft(self, uri: str) -> AbstractContextManager[str]:
-        """Return the location for the files of a later publication at a URI; see `draft`."""
+        """Return the location for the files of a later publication; see `publishing.draft`."""
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Move a local file into a draft, verified at its destination; any process may do so."""
+        """Move a local file into a draft and verify it there. Any process may call this."""
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
         """Publish at `uri` the files of its draft that `manifest` lists; see `place`."""
@@ -85,32 +86,32 @@ class Store(Protocol):
         """Return the plain names directly below a URI, in order, without hidden ones."""
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files at and below a URI while listing them, in any order."""
+        """Yield the files at and below a URI, in any order, while the listing continues."""
 
     def remove(self, uri: str) -> None:
         """Remove a file, or a directory with all files below it, the manifest first."""
 
     def discard(self, uri: str) -> None:
-        """Remove one file, if it exists, without a listing."""
+        """Remove one file if it exists, without a listing."""
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove the orphans of dead writers in and below `uri`; return their URIs."""
+        """Remove orphans of dead writers in and below `uri`, and return their URIs."""
 
 
 Result = TypeVar("Result")
-# A larger object is sent in parts of this size, so that it is never entirely in memory.
+# A larger object is sent in parts of this size in bytes, so that it is never entirely in memory.
 PART_BYTES = 8 << 20
-# The largest page that all stores return.
+# The largest number of entries that all stores return on a page.
 PAGE = 1000
-# The seconds to connect, and the seconds until the next bytes arrive.
+# Timeouts for a connection, and for the next bytes of a response, in seconds.
 TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
-# The metadata key for the process that wrote an object of a published directory.
+# The metadata key that records which process wrote an object of a published directory.
 WRITER = "flotilla-writer"
-# The suffix of a key that marks a multipart upload in progress: `KEY.TOKEN` and this. A store does
-# not record which process began an upload.
+# The suffix of an object that marks a multipart upload in progress: its key is `KEY.TOKEN` and this
+# suffix. A store does not record which process started an upload.
 UPLOAD_MARK = ".flotilla-upload"
-# The maximum number of consecutive empty pages in a listing.
+# Maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
 
 
@@ -131,12 +132,12 @@ class Trouble(enum.Enum):
 
 @dataclass(frozen=True)
 class Stored:
-    """One object, as the store describes it.
+    """One object as the store describes it.
 
     Attributes:
-        digest: the store's checksum of the content; empty if it has none.
-        created: the Unix timestamp of the creation.
-        writer: the metadata `WRITER`; None if the request returns no metadata.
+        digest: the store's checksum of the content, or empty if there is none.
+        created: Unix time of creation.
+        writer: the metadata `WRITER`, or None if the request returns no metadata.
     """
 
     key: str
@@ -147,7 +148,7 @@ class Stored:
 
 
 class Sink(Protocol):
-    """The destination of a download; `tell` returns the number of bytes received."""
+    """The destination of a download. `tell` returns the number of bytes received."""
 
     def write(self, data: bytes, /) -> int:
         """Write the next bytes."""
@@ -160,7 +161,7 @@ class Sink(Protocol):
 
 
 class Retrying(Protocol):
-    """Repeats a request until it succeeds, or the deadline has passed."""
+    """Repeats a request until it succeeds or the deadline has passed."""
 
     def __call__(self, request: Callable[[], Result], /) -> Result:
         """Return the result of `request`."""
@@ -177,19 +178,19 @@ class Bucket(Protocol):
     def read_into(self, key: str, file: Sink) -> str:
         """Write the content of an object to an empty file, even if connections drop.
 
-        Returns the store's checksum of the content, or an empty text if it reports none.
+        Returns the store's checksum of the content, or an empty string if the store reports none.
         """
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create an object if it does not exist, verified; its metadata records `writer`."""
+        """Create an object if it does not exist, verified. Its metadata records `writer`."""
 
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Create an object from a file of any size; raises `ChangedError` if the file changed."""
+        """Create an object from a file of any size. Raises `ChangedError` if the file changed."""
 
     def stat(self, key: str) -> Stored:
         """Return the description of one object, with its writer."""
@@ -201,7 +202,7 @@ class Bucket(Protocol):
         """Return the checksum that the store itself computed for an object, or None."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`, in key order, while listing them."""
+        """Yield all objects whose key begins with `prefix`, ordered by key, while listing them."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`, in order."""
@@ -210,14 +211,14 @@ class Bucket(Protocol):
         """Remove an object."""
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload whose mark (see `UPLOAD_MARK`) has this key."""
+        """Abort the upload that the mark with this key belongs to (see `UPLOAD_MARK`)."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
 
 
 class TooLargeError(ValueError):
-    """A file is larger than the limit for reading; the message says so."""
+    """A file is larger than the limit for reading. The message contains the limit."""
 
     def __init__(self, most: int) -> None:
         """Build the message with the limit."""
@@ -235,7 +236,7 @@ class DamagedInTransitError(Exception):
 def list_pages(
     page: Callable[[str | None], tuple[list[Result], str | None]],
 ) -> Iterator[Result]:
-    """Yield the entries of a paged listing; `page` returns one page and the token of the next.
+    """Yield the entries of a paged listing. `page` returns one page and the token of the next.
 
     Raises `DamagedInTransitError` if the listing does not end.
     """
@@ -252,7 +253,7 @@ def list_pages(
 
 
 def tls_trouble(error: BaseException) -> Trouble:
-    """Return the class of a client's TLS error, from its causes."""
+    """Return the class of a client's TLS error, determined from its causes."""
     cause: BaseException | None = error
     while cause:
         # The endpoint uses plain HTTP. Other TLS errors come from dropped connections.

@@ -1,9 +1,10 @@
-"""Storage URIs: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
+"""Storage URIs: `file:///path`, which is percent-encoded, or `gs://`, `s3://` and `minio://`.
 
-A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens.
-Two more rows are its login in `pipelines/doctor/storage.py` and its name in the user interface of
-KFP in `pipelines/runs/kfp_nodes.py`.
-Keys of buckets are not encoded, except for `%25` and `%3F`, since a question mark begins the
+A scheme needs an entry in `SCHEMES` and a `Bucket` (`store.py`) that `publishing.choose_store`
+opens. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
+KFP's user interface in `pipelines/runs/kfp_nodes.py`.
+
+Keys in buckets are not encoded, except for `%25` and `%3F`, because a question mark begins the
 options.
 """
 
@@ -23,7 +24,7 @@ SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
 #: The forms of a URI, for messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
-# Options that KFP and the Go CDK write; those without effect here are accepted.
+# Options that KFP and the Go CDK write. Those that have no effect here are also accepted.
 OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
     "hostname_immutable", "awssdk",
@@ -31,13 +32,13 @@ OPTIONS = (
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # A URI must fit on one line of logs and tables.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Limits of all object stores and of Linux: for a path and for a name in it.
+# Limits of all object stores and of Linux on the length of a key, a path, and a name in it.
 _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
 
 
 @dataclass(frozen=True)
 class Location:
-    """A place in a bucket; `key` is empty for the bucket itself."""
+    """A place in a bucket. `key` is empty for the bucket itself."""
 
     scheme: str
     bucket: str
@@ -50,7 +51,7 @@ class Location:
         return f"{self.scheme}://{self.bucket}"
 
     def option(self, *names: str) -> str:
-        """Return the first of these options that is set, or an empty text."""
+        """Return the first of these options that is set, or an empty string."""
         found = dict(self.options)
         return next((found[name] for name in names if found.get(name)), "")
 
@@ -60,7 +61,7 @@ class Location:
 
 
 def find_scheme(uri: str) -> str:
-    """Return the scheme of `uri`; raises `UserError` unless it is a URI with a known scheme."""
+    """Return the scheme of `uri`. Raises `UserError` unless it is a URI with a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
         raise UserError(f"{_strip_query(uri)!r} is not a storage URI: write it as {FORMS}")
@@ -68,7 +69,7 @@ def find_scheme(uri: str) -> str:
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text has a known scheme and is not empty after it."""
+    """Return whether a text has a known scheme, and is not empty after it."""
     return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
 
 
@@ -79,7 +80,7 @@ def speaks_s3(text: str) -> bool:
 
 
 def locate(uri: str) -> Location:
-    """Return bucket, key and options of a URI; raises `UserError` if it is invalid."""
+    """Return the bucket, key and options of a URI. Raises `UserError` if it is invalid."""
     scheme = find_scheme(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
@@ -90,7 +91,7 @@ def locate(uri: str) -> Location:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return the URI of names, or relative paths, below `uri`; raises `UserError`."""
+    """Return the URI of names or relative paths below `uri`. Raises `UserError`."""
     names = [name for part in parts for name in _names(part)]
     scheme = find_scheme(uri)
     rest = uri.removeprefix(f"{scheme}://")
@@ -99,13 +100,13 @@ def join(uri: str, *parts: str) -> str:
         names = [quote(os.fsencode(name)) for name in names]
     else:
         names = [name.replace("%", "%25").replace("?", "%3F") for name in names]
-        # A KFP root may have the endpoint of its store as an option.
+        # KFP's pipeline root may have the endpoint of its store as an option.
         rest, mark, query = rest.partition("?")
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names in the path of a URI, decoded once, as `join` received them.
+    """Return the names in the path of a URI, decoded once, as they were given to `join`.
 
     Any other text is split at its slashes.
     """
@@ -125,13 +126,13 @@ def parent_of(uri: str) -> str:
 
 
 def name_of(uri: str) -> str:
-    """Return the last name of a URI, as `join` received it."""
+    """Return the last name of a URI, as it was given to `join`."""
     path = local_path(uri)
     return path.name if path else locate(uri).key.rpartition("/")[2]
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path of a `file://` URI, and None for every other scheme."""
+    """Return the path of a `file://` URI, or None for any other scheme."""
     if find_scheme(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")
@@ -151,7 +152,7 @@ def check_path(uri: str) -> None:
     if local_path(uri) is None:
         bare = _strip_query(uri)
         _check_key(bare, bare.partition("://")[2].partition("/")[2])
-        # An invalid option may be a secret.
+        # Pass the URI without its query, because an invalid option may be a secret.
         _options(find_scheme(uri), bare, uri.partition("?")[2])
 
 
@@ -166,7 +167,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute with its links; raises `ConfigError`."""
+    """Return the `file://` URI of a path, made absolute. Raises `ConfigError`."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:
@@ -199,7 +200,7 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 
 def web_address(text: str, where: str) -> str:
-    """Return the URL of a store's server; raises `ConfigError` that names `where` it is set."""
+    """Return the URL of a store's server. Raises `ConfigError`, which names `where` it was set."""
     if why := find_credentials(text):
         raise ConfigError(
             f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -245,5 +246,5 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
 
 
 def _strip_query(uri: str) -> str:
-    # A mistyped URI may contain a secret in its query.
+    # Leave out the query, because that of a mistyped URI may contain a secret.
     return uri.partition("?")[0]

@@ -1,8 +1,8 @@
-"""Waits with a time-out and a log message, and marks that expire.
+"""Waits with a timeout and log messages, and marks that expire.
 
-A mark is a small file with the time when an operation began. Its writer may have been killed or
-have a wrong clock, so that a mark is valid for a limited time before and after the reader's clock.
-An unreadable mark is invalid.
+A mark is a small file with the time when an operation began. Its writer may have been killed, or
+its clock may be wrong, so a mark is valid only for a limited time before and after the reader's
+current time. An unreadable mark is invalid.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 def wait_until(
     is_over: Callable[[], bool], what: Callable[[], str], seconds: float, poll: float
 ) -> bool:
-    """Wait until `is_over` returns true, for at most `seconds`; return whether it did.
+    """Wait at most `seconds` until `is_over` returns true. Return whether it did.
 
-    A warning every ten seconds says what the process waits for.
+    Every ten seconds, a warning tells what the process is waiting for.
     """
     began = said = time.monotonic()
     while not is_over():
@@ -35,5 +35,5 @@ def wait_until(
 
 
 def is_recent(at: object, seconds: float) -> bool:
-    """Return whether a mark with this Unix timestamp is still valid."""
+    """Return whether a mark with this Unix time is still valid."""
     return isinstance(at, int | float) and abs(time.time() - at) < seconds
