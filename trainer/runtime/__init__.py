@@ -1,1 +1,1 @@
-"""The basics of every process: errors, safe text, signals and environment variables."""
+"""Basics that every process needs: errors, safe text, signals and environment variables."""

@@ -1,4 +1,4 @@
-"""A background loop: a function that a thread calls at an interval."""
+"""A background loop: a thread that calls a function at regular intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Store the thread's name and the pause before calls; the first error logs `failing`."""
+        """Create the loop without starting it.
+
+        `failing` is logged with the first of successive errors.
+        """
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -27,16 +30,16 @@ class Loop:
         return self._over.is_set()
 
     def start(self) -> Self:
-        """Start the thread; the first call comes after one pause."""
+        """Start the thread. The first call follows after one interval."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Stop calling the function; a call in progress may finish."""
+        """Stop calling the function. A call in progress may finish."""
         self._over.set()
 
     def join(self) -> None:
-        """Wait for a call in progress to end, after `stop`."""
+        """After `stop`, wait for the call in progress to finish."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
-"""The number of processors this process may use: its CPU affinity and the limit of its container.
+"""The number of processors that this process may use, by its CPU affinity and container limits.
 
-Libraries start one thread per processor of the machine. In a container with a limit of one CPU,
-these threads use up the quota at once and are throttled; see "CFS Bandwidth Control" in the Linux
-kernel documentation.
+Libraries start one thread for each processor of the machine. In a container that is limited to one
+CPU, these threads use up the quota at once and are throttled; see "CFS Bandwidth Control" in the
+Linux kernel documentation.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# Intra-op threads of TensorFlow, and the threads of NumPy, SciPy and Arrow. The inter-op threads
-# are not limited, because some of them only wait for others.
+# The variables limit TensorFlow's intra-op threads, and the threads of NumPy, SciPy and Arrow.
+# Inter-op threads are not limited, because some of them only wait for others.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 # The values that `limit_threads` has set.
 _LIMITED: dict[str, str] = {}
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the processors that this process may run on; empty if unknown."""
+    """Return the numbers of the processors that this process may run on, or nothing if unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def usable() -> int:
-    """Return the number of processors whose time this process may use, rounded up; at least 1."""
+    """Return the number of processors whose time this process may use: rounded up, at least 1."""
     return max(1, min([present(), *(math.ceil(limit) for limit in _limits())]))
 
 
@@ -38,7 +38,7 @@ def present() -> int:
 
 
 def limit_threads() -> None:
-    """Make libraries that load later start at most `usable` threads."""
+    """Make libraries that are loaded later start at most `usable` threads."""
     count = usable()
     if count == present():
         return
@@ -48,18 +48,18 @@ def limit_threads() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for processes on the same processors, without the limits."""
+    """Return the environment for child processes, without the limits that were set here."""
     return {name: value for name, value in os.environ.items() if _LIMITED.get(name) != value}
 
 
 def _limits() -> Iterator[float]:
-    """Yield the limits of this process's control groups, in processors."""
+    """Yield the CPU limits of this process's control groups, as numbers of processors."""
     for folder in _folders():
         with suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
             if quota != "max":
                 yield int(quota) / int(period)
-        # In version 1, -1 means no limit.
+        # In cgroups v1, -1 means no limit.
         with suppress(OSError, ValueError, ZeroDivisionError):
             names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
             quota, period = ((folder / name).read_text(encoding="ascii") for name in names)
@@ -68,13 +68,13 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folders of this process and their parents; a container may see only `/`."""
+    """Yield the cgroup folders of this process and their parents. A container may see only `/`."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # In version 1 the folder may be named after both controllers.
+            # In cgroups v1, the folder may be named after both controllers.
             for name in {controllers, "cpu"} if controllers else {""}:
                 own = _ROOT / name / path.lstrip("/")
                 yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))

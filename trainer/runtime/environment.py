@@ -1,4 +1,4 @@
-"""Flotilla's environment variables and their allowed values, checked before anything starts."""
+"""Flotilla's environment variables and their allowed values, which are checked at the start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ VARIABLES: Mapping[str, Form] = {
 
 
 def read_variable(name: str) -> str:
-    """Return the value of a variable, empty if it is not set; raises `ConfigError`."""
+    """Return the value of a variable, or an empty string if it is not set. Raises `ConfigError`."""
     form, is_right = VARIABLES[name]
     text = os.environ.get(name, "")
     if text and not is_right(text):
@@ -79,6 +79,6 @@ def read_variable(name: str) -> str:
 
 
 def check_variables() -> None:
-    """Raise `ConfigError` for the first invalid variable of the environment."""
+    """Raise a `ConfigError` if an environment variable has an invalid value."""
     for name in VARIABLES:
         read_variable(name)

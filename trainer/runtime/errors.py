@@ -1,6 +1,6 @@
 """Errors that are reported in one line, and the exit codes of all processes.
 
-A `UserError` says what is wrong, where, and how to fix it. Any other exception is a bug.
+A `UserError` tells what is wrong, where, and how to fix it. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
-# A task with this exit code or a higher one restarts; codes above it include those of signals. A
-# task with a lower code has failed permanently.
+# A task with this exit code or a higher one, such as the code of a signal, is restarted. A lower
+# nonzero code means that the task has failed permanently.
 RETRYABLE = 128
-# The exit code of a task that ends with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below
-# 128, so that neither a supervisor nor an operator restarts the task at once, because it has
-# retried for minutes.
+# The exit code of a task that fails with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is
+# below 128, so that the task is not restarted at once, because it has already retried for minutes.
 TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "done, and blessed where there is a gate",
@@ -39,10 +38,10 @@ _NO_MEMORY = re.compile(
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message is the whole report.
+    """An error that the user can fix. Its message is the whole report.
 
     Attributes:
-        exit_code: the exit code of the process that ends with this error.
+        exit_code: the exit code of a process that fails with this error.
         traceback: the traceback of the user's code in another process, or empty.
     """
 
@@ -50,12 +49,12 @@ class UserError(Exception):
     traceback = ""
 
     def __init__(self, message: str = "") -> None:
-        """Reduce the message to one line without credentials; it may quote damaged files."""
+        """Reduce the message, which may quote damaged files, to one line without credentials."""
         super().__init__(one_line(message))
 
 
 class TransientError(UserError):
-    """An operation that failed until its deadline, and may succeed later, like a store request."""
+    """An operation, such as a store request, failed until its deadline, but may succeed later."""
 
 
 class ConfigError(UserError):
@@ -65,7 +64,7 @@ class ConfigError(UserError):
 
 
 def error_for_exit(code: int | None) -> type[UserError]:
-    """Return the class of the error to raise after a task has ended with this code."""
+    """Return the class of the error to raise after a task has exited with this code."""
     return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
 
 
@@ -76,19 +75,22 @@ class RunInterruptedError(UserError):
 
 
 class ClusterLostError(UserError):
-    """A task of the cluster is lost; the process that raises this must start a new attempt."""
+    """A task of the cluster is lost. The process that raises this must start a new attempt."""
 
     exit_code = BEGIN_AGAIN
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the closest allowed word, or an empty text."""
+    """Return "; did you mean 'x'?" for the closest allowed word, or an empty string."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
-    """Return the message for a task that ran out of memory for `what`; empty for other errors."""
+    """Return the message for a task that ran out of memory for `what`.
+
+    For any other error, return an empty string.
+    """
     found = _NO_MEMORY.search(str(error))
     if not found:
         return ""
@@ -102,7 +104,7 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
 
 
 def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
-    """Return the message for diverged training; `at_once` if it diverged in the first steps."""
+    """Return the message for diverged training. `at_once` means in the first steps."""
     zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (

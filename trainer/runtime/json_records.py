@@ -1,7 +1,7 @@
-"""JSON records of other processes, which their readers parse and check.
+"""JSON records written by other processes, which are checked when they are read.
 
-A full disk, another version or an editor may have altered a record. A record is a dataclass, whose
-fields pydantic checks strictly; unknown fields are ignored.
+A full disk, another version or an editor may have changed a record. Each record type is a
+dataclass, whose fields pydantic checks strictly. Unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Record = TypeVar("Record")
 _ANY = TypeAdapter[Any](Any)
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# A longer integer becomes a float, as in other JSON readers.
+# A longer integer becomes a float, as in other JSON parsers.
 _MOST_DIGITS = 19
 
 
@@ -31,14 +31,14 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raises `ValueError` if it is invalid or nested too deep."""
-    # The standard library accepts lone surrogates, which cannot be printed, and any depth.
+    """Parse a JSON text. Raises `ValueError` if it is invalid or nested too deeply."""
+    # Pydantic also rejects lone surrogates, which cannot be printed, and excessive nesting.
     _ANY.validate_json(text)
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 
 def parse_mapping(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object of a text; raises `ValueError` if it is not one."""
+    """Parse a JSON object. Raises `ValueError` if the text is anything else."""
     tree = parse(text)
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
@@ -46,7 +46,7 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_record(kind: type[Record], tree: object) -> Record | None:
-    """Return the dataclass record of a JSON object; None if the fields do not match."""
+    """Convert a JSON object to a dataclass record, or return None if the fields do not match."""
     try:
         return cast(Record, _adapter(cast(Any, kind)).validate_json(json.dumps(tree)))
     except ValidationError:
@@ -54,7 +54,7 @@ def parse_record(kind: type[Record], tree: object) -> Record | None:
 
 
 def read_record(kind: type[Record], text: str | bytes) -> Record | None:
-    """Return the dataclass record of a JSON text; None if it contains no such record."""
+    """Parse a dataclass record, or return None if the text is not such a record."""
     try:
         return parse_record(kind, parse(text))
     except ValueError:
@@ -80,7 +80,7 @@ def _field_tree(value: Any) -> Any:
 
 
 def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
-    """Return a JSON tree with None for non-finite numbers, which JSON cannot represent.
+    """Return a JSON tree with None in place of non-finite numbers, which JSON cannot represent.
 
     `text` converts each string and key.
     """
@@ -94,16 +94,16 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the whole number that a text of ASCII digits denotes; None for any other text.
+    """Return the whole number that a text of ASCII digits denotes, or None for any other text.
 
-    Unlike it, `str.isdigit` accepts digits that `int` refuses, and any length.
+    In contrast, `str.isdigit` accepts digits that `int` rejects, and any length.
     """
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None
 
 
 def parse_time(text: object) -> datetime | None:
-    """Return the time of an ISO 8601 text, in UTC if it has no zone; None for other texts."""
+    """Return the time in an ISO 8601 text, assuming UTC without a zone, or None for other texts."""
     try:
         found = datetime.fromisoformat(str(text))
         found = found if found.tzinfo else found.replace(tzinfo=UTC)
@@ -113,7 +113,7 @@ def parse_time(text: object) -> datetime | None:
 
 
 def make_time(seconds: object) -> datetime | None:
-    """Return the UTC time of a Unix timestamp; None if it is out of range."""
+    """Return the UTC time of a Unix timestamp, or None if it is out of range."""
     try:
         return datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
     except (ValueError, OverflowError, OSError):

@@ -1,7 +1,8 @@
 """Masks credentials, and escapes characters that control a terminal or a page.
 
-A configuration or command line with credentials is refused. Library messages, names and texts from
-data go to a terminal, a log or a page through `mask`, `printable` or `one_line`.
+A configuration or command line that contains credentials is rejected. Library messages, and names
+and text from data, pass through `mask`, `printable` or `one_line` before they reach a terminal, a
+log or a page.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 HIDDEN = "***"
-# Environment variables with secrets, which other programs read.
+# Environment variables that contain secrets, which other programs read.
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
 )  # fmt: skip
 _LEAST_SECRET = 8
-# An AWS secret may contain a slash. A port can follow the colon after a host, but not after a
-# bucket.
+# An AWS secret may contain a slash. A port may follow the name of a host, but not of a bucket.
 _IN_AUTHORITY = re.compile(
     r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]+(?:@|%40)?)
       | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)
@@ -46,8 +46,8 @@ _IN_HEADER = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-# Characters that move the cursor of a terminal, change its colours or title, reverse the direction
-# of text, or are invisible. The two joiners for emoji and some scripts are allowed.
+# Characters that move the cursor of a terminal, change its colours or title, reverse the text
+# direction, or are invisible. The two joiners for emoji and some scripts are allowed.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
@@ -57,9 +57,9 @@ _BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters of terminals and pages escaped.
+    """Return `text` with characters that control a terminal or a page escaped.
 
-    Newlines and tabs stay.
+    Newlines and tabs are kept.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -67,23 +67,23 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text in one line, without credentials."""
+    """Return a text on one line, without credentials and surrounding spaces."""
     return join_lines(text).strip()
 
 
 def join_lines(text: str) -> str:
-    """Return a masked text with spaces for newlines, so that it cannot start another line."""
+    """Return a masked text with spaces for newlines, so that it cannot start a new line."""
     return mask(_BREAKS.sub(" ", text))
 
 
 def _escape(found: re.Match[str]) -> str:
-    # The escapes are those of JSON, so that a document keeps its meaning.
+    # Use JSON escapes, so that a JSON document keeps its meaning.
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def find_credentials(text: str) -> str:
-    """Describe the credentials in the URIs of a text, as a clause for a message; else empty."""
+    """Describe the credentials in a text's URIs as a clause, or return an empty string."""
     if "://" not in text:
         return ""
     if _IN_AUTHORITY.search(text):
@@ -94,17 +94,17 @@ def find_credentials(text: str) -> str:
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a variable of this name has a secret as its value."""
+    """Return whether the name of a variable suggests that its value is secret."""
     return name in VARIABLES or bool(_SECRET_NAME.fullmatch(name))
 
 
 def mask(text: str) -> str:
-    """Return `text` without its credentials, made `printable`."""
+    """Return `text` without credentials and made `printable`."""
     return printable(remove_credentials(text))
 
 
 def remove_credentials(text: str) -> str:
-    """Return `text` without its credentials, otherwise unchanged."""
+    """Return `text` without credentials, otherwise unchanged."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_mask_user, text)
     if "=" in text or ":" in text or " " in text:
@@ -117,7 +117,7 @@ def remove_credentials(text: str) -> str:
 
 
 def is_sent_openly(url: str) -> bool:
-    """Return whether requests to a URL leave the cluster over plain http."""
+    """Return whether requests to a URL would leave the cluster over plain HTTP."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -132,7 +132,7 @@ def is_sent_openly(url: str) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    # In a bucket's name, a colon alone means that the rest up to the path is a secret.
+    # Keep the `@` if there is one. In a bucket's name, a colon alone already marks a secret.
     return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
 
 
@@ -143,7 +143,7 @@ def _mask_value(found: re.Match[str]) -> str:
 def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
-        # A shorter value is no secret, and masking it would remove letters from words.
+        # A shorter value is not masked, because it may be part of ordinary words.
         if len(value) >= _LEAST_SECRET:
             yield value
             if (encoded := quote(value, safe="")) != value:

@@ -1,19 +1,19 @@
 """Signals between the processes of a run: requests to stop, and the end of orphans.
 
 A request to stop (`flotilla cancel`, Ctrl-C, the eviction of a pod) is a SIGTERM or SIGINT, which
-handlers only record. From the command to the last checkpoint:
+handlers only record. It passes from the command to the last checkpoint as follows:
 
-1. `flotilla.pipelines.cli.runs`: the command.
-2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the
-   running step. After Ctrl-C, `flotilla.pipelines.runs.local` does the same.
-3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the leading
-   task, and waits for its end.
-4. `flotilla.trainer.training.chief`: the task records it (`catch_stop_signals`), which is its
-   `Hooks.should_stop`.
-5. `flotilla.trainer.training.loop`: stops at the next barrier, with a last checkpoint.
+1. `flotilla.pipelines.cli.runs` is the command.
+2. `flotilla.pipelines.runs.control` signals the process group of the run, which includes the
+running step. After Ctrl-C, `flotilla.pipelines.runs.local` does the same.
+3. `flotilla.trainer.cluster.supervisor`, in the process of the step, sends SIGTERM to the leading
+task and waits until it exits.
+4. `flotilla.trainer.training.chief`, in that task, records the signal (`catch_stop_signals`) for
+its `Hooks.should_stop`.
+5. `flotilla.trainer.training.loop` stops at the next barrier, with a last checkpoint.
 
-No process outlives its parent, even one killed by SIGKILL: the parent passes its process id in the
-environment, and the child asks the kernel to kill it when the parent exits.
+No process outlives its parent, even if the parent is killed by SIGKILL. The parent passes its
+process id in the environment, and the child asks the kernel to kill it when the parent exits.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from types import FrameType
 PARENT_VARIABLE = "FLOTILLA_PARENT"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# The number of times that the main thread is woken after a signal, and the interval.
+# How often the main thread is woken after a signal, and the interval in seconds.
 _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 
 @contextmanager
 def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
-    """Call `callback` at each SIGINT and SIGTERM in this block, only in the main thread."""
+    """Call `callback` at each SIGINT and SIGTERM in this block. Works only in the main thread."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         callback()
@@ -59,8 +59,8 @@ def _main_thread_woken() -> Iterator[None]:
     """Wake the main thread from a blocking call when another thread has received a signal.
 
     The kernel may deliver a signal to another thread while the main thread, which runs the
-    handlers, waits. A wake-up is lost if the main thread starts to wait after it, so that several
-    follow.
+    handlers, waits. A wake-up is lost if the main thread starts to wait after it, so it is
+    repeated.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -96,7 +96,7 @@ def _main_thread_woken() -> Iterator[None]:
 
 
 def catch_stop_signals() -> Callable[[], bool]:
-    """Record SIGINT and SIGTERM from now on; return a function that tells whether one arrived."""
+    """Record SIGINT and SIGTERM from now on. Return a function that tells whether one arrived."""
     seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -109,7 +109,7 @@ def catch_stop_signals() -> Callable[[], bool]:
 
 @contextmanager
 def end_at_once() -> Iterator[None]:
-    """End this process on SIGINT or SIGTERM in this block, even while TensorFlow waits."""
+    """Exit on SIGINT or SIGTERM in this block, even while TensorFlow is waiting."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -128,23 +128,23 @@ def end_at_hang_up() -> None:
 
 
 def parent_environment() -> dict[str, str]:
-    """Return the environment variables that make a child process end with this process."""
+    """Return the environment variables by which a child process exits with this process."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """End this process when the process in `parent_environment`, if any, has ended."""
+    """Kill this process when the process named by `parent_environment`, if any, exits."""
     named = os.environ.get(PARENT_VARIABLE, "")
     if not named.isdigit():
         return
     parent = int(named)
     if parent == os.getppid() and sys.platform == "linux":
-        # The kernel's signal also ends a process that is stopped or holds the GIL.
+        # The kernel's signal also kills a process that is stopped or blocked with the GIL held.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             _kill_self()
         return
-    # There may be a shell between the two processes, because KFP's runner starts steps so.
+    # A shell may be between the two processes, because KFP's runner starts steps in a shell.
     try:
         wait = _watch_parent(parent)
     except ProcessLookupError:

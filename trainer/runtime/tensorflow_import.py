@@ -1,8 +1,8 @@
 """Imports TensorFlow and Keras faster and without noise, and configures shared GPUs.
 
 Keras 3 imports scikit-learn, matplotlib and pandas, which take a third of the import time, and
-TensorBoard imports the S3 client; both also work without these packages. Garbage collection takes a
-fifth of the import time, so that it is paused during the import, and later collections skip these
+TensorBoard imports the S3 client. Both also work without these packages. Garbage collection takes a
+fifth of the import time, so it is paused during the import, and later collections skip the imported
 objects.
 """
 
@@ -24,12 +24,12 @@ from flotilla.trainer.runtime.output import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}
-# The import system's frames between the importer and the finder.
+# Frames of the import system between the importing module and the finder.
 _MACHINERY = {"importlib", "_frozen_importlib"}
 
 
 class _Absent(MetaPathFinder):
-    """A finder that reports a package as missing to these importers; others still find it."""
+    """Reports certain packages as missing to certain importers. All others still find them."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
@@ -41,7 +41,7 @@ class _Absent(MetaPathFinder):
 
 
 def _importer() -> str:
-    """Return the package whose module imports; empty if unknown."""
+    """Return the package that is importing, or an empty string if unknown."""
     frame = sys._getframe(2)
     while frame:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -54,7 +54,7 @@ def _importer() -> str:
 
 
 class _Uncollected(MetaPathFinder):
-    """A finder that imports TensorFlow without garbage collections and its first log lines."""
+    """Imports TensorFlow without garbage collection, and without its first log lines."""
 
     def __init__(self) -> None:
         self._searches = False
@@ -63,7 +63,8 @@ class _Uncollected(MetaPathFinder):
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See `MetaPathFinder`."""
-        # Finders that wrap other finders, such as those of tracers, call all of them.
+        # Return if this finder called itself, because finders that wrap others, such as those of
+        # tracers, call all of them.
         if fullname != "tensorflow" or self._searches:
             return None
         self._searches = True
@@ -76,7 +77,7 @@ class _Uncollected(MetaPathFinder):
         loader, execute = found.loader, found.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # The loader may also load other modules.
+            # Restore the loader, because it may also load other modules.
             with suppress(AttributeError):
                 del loader.exec_module
             with noise.filter_output():
@@ -90,7 +91,7 @@ def _pause_collections(execute: Callable[[], None]) -> None:
     if not gc.isenabled():
         execute()
         return
-    # Otherwise existing garbage would never be collected.
+    # Collect now, because garbage that exists when the objects are frozen would never be collected.
     gc.collect()
     gc.disable()
     try:
@@ -101,14 +102,14 @@ def _pause_collections(execute: Callable[[], None]) -> None:
 
 
 def has_gpus() -> bool:
-    """Return whether this machine has a GPU, without a library that would start to use it."""
+    """Return whether this machine has a GPU, without loading a library that would initialize it."""
     return any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))
 
 
 def prepare() -> None:
-    """Prepare this process to import TensorFlow faster and without noise, and to share its GPUs."""
+    """Prepare this process to import TensorFlow faster and without noise, and to share GPUs."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    # TensorFlow logs a missing GPU at the level of real errors.
+    # TensorFlow logs a missing GPU at the same level as real errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
     logging.getLogger("tensorflow").addFilter(noise.QUIET)
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):

@@ -1,7 +1,7 @@
-"""The user's modules: where Python finds them, and where they raised an error.
+"""The user's modules: how Python finds them, and where they raised an error.
 
-The command's folder is the last entry of Python's path in every process, so that a file `json.py`
-in it hides no other module.
+In every process, the folder of the command is searched last, so that a file `json.py` in it hides
+no other module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import COLOURS
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
-# The URI of the bundle in the folder, if the run has one.
+# The URI of the code bundle in that folder, if the run has one.
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"flotilla"}
 _LIBRARIES = (
@@ -36,15 +36,15 @@ _LIBRARIES = (
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
-# Folders with code that TensorFlow generates from the user's functions, and with the source of a
-# KFP component; the stack of a graph node begins with them.
+# Files with code that TensorFlow generates from the user's functions, or with the source of a KFP
+# component. The stack of a graph node starts in such files.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 # Keras and TensorFlow put text before the error's message, and sometimes after it.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
-# The frame is in a graph that another process has traced.
+# TensorFlow prints this if the graph was traced in another process.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
 # A frame of a printed traceback: file, line, function and source line.
@@ -53,22 +53,22 @@ _imported: set[str] = set()
 
 
 def folder() -> str:
-    """Return the folder of the user's modules: the working folder of the command."""
+    """Return the folder of the user's modules, which is the working folder of the command."""
     return os.environ.get(FOLDER_VARIABLE) or os.getcwd()
 
 
 def bundle() -> str:
-    """Return the URI of the bundle in the folder; empty if the folder belongs to the user."""
+    """Return the URI of the code bundle in that folder, or an empty string if there is none."""
     return os.environ.get(BUNDLE_VARIABLE, "")
 
 
 def environment() -> dict[str, str]:
-    """Return the variables that let a child process find the same modules."""
+    """Return the variables by which a child process finds the same modules."""
     return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module named by the configuration; errors of its code propagate."""
+    """Import a module that the configuration names. Errors of its code are not caught."""
     _look_into_folder()
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
@@ -85,7 +85,7 @@ def _look_into_folder() -> None:
 
 
 def import_named(what: str, name: str) -> ModuleType:
-    """Import the module that `what` of the configuration names; raises `ConfigError`."""
+    """Import the module that the key `what` of the configuration names. Raises `ConfigError`."""
     try:
         return import_module(name)
     # A user's module may raise any exception on import.
@@ -101,13 +101,13 @@ def _remedy(name: str, error: BaseException) -> str:
     if name.endswith(".py"):
         return f"; write it without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
-    # An import inside the user's module more often refers to a package than to the user's file.
+    # If another module is missing than the one named, it is more often a package than a file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
     return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
-    """Explain why a user's module is not found under this name, or return an empty text."""
+    """Explain why a user's module is not found under this name, or return an empty string."""
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         return ""
@@ -121,13 +121,13 @@ def format_error(error: BaseException) -> str:
 
 
 def full_message(error: BaseException) -> str:
-    """Return the full message of an error, without colours and without TensorFlow's stacks."""
+    """Return the full message of an error, without colours and TensorFlow's missing stacks."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return _NO_STACK.sub("", COLOURS.sub("", text))
 
 
 def short_message(error: BaseException) -> str:
-    """Return the message of an error in one line, without the text of Keras and TensorFlow."""
+    """Return the message of an error in one line, without text added by Keras and TensorFlow."""
     text = full_message(error)
     if wrapped := _WITHIN.search(text) or _WRAPPED.search(text) or _GRAPH.search(text):
         return wrapped[1].strip()
@@ -139,19 +139,22 @@ def short_message(error: BaseException) -> str:
 
 
 def find_place(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame in the user's code; empty if there is none."""
+    """Return `file:line` of the innermost frame in the user's code, or an empty string."""
     frames = next(filter(None, map(_frames, _chain(error))), [])
     return _short_path(*frames[-1]) if frames else ""
 
 
 def find_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, or of its cause, in the user's code; else an empty text."""
+    """Return the traceback of an error, or of its cause, if it includes the user's code.
+
+    Otherwise return an empty string.
+    """
     if isinstance(error, UserError):
         cause = error.__cause__
         return error.traceback or (find_traceback(cause) if cause else "")
     if not find_place(error):
         return ""
-    # If the error itself has a place, its cause adds nothing.
+    # If the error itself was raised in the user's code, its cause adds nothing.
     lines = traceback.format_exception(error, chain=not _frames(error))
     text = COLOURS.sub("", "".join(lines))
     if len(text) > _MAX_TRACEBACK:
@@ -160,7 +163,7 @@ def find_traceback(error: BaseException) -> str:
 
 
 def innermost_frame(trace: str) -> str:
-    """Return the innermost frame of the user's code in a traceback; empty if there is none.
+    """Return the innermost frame of the user's code in a traceback, or an empty string.
 
     Example: `blocks.py:14 in call: return inputs @ kernel`.
     """
@@ -171,7 +174,10 @@ def innermost_frame(trace: str) -> str:
 
 
 def find_frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return the frames and source lines of an error, up to the innermost in the user's code."""
+    """Return the frames and lines of an error, down to the innermost frame of the user's code.
+
+    If the user's code has no frame, return all frames of the original error.
+    """
     for each in _chain(error):
         found = list(traceback.walk_tb(each.__traceback__))
         own = [
@@ -195,7 +201,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of the frames of an error in the user's code."""
+    """Return the file and line of each frame of an error that is in the user's code."""
     if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
         return [(error.filename, error.lineno or 0)]
     frames = [
@@ -208,7 +214,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def is_users_file(file: str, module: str = "") -> bool:
-    """Return whether a file of a traceback is the user's: not installed, not of Flotilla."""
+    """Return whether a file in a traceback is the user's, neither installed nor Flotilla's."""
     if file.startswith("<") or _GENERATED.search(file):
         return False
     if module and module.partition(".")[0] in _imported:
@@ -223,24 +229,25 @@ def _short_path(file: str, line: int) -> str:
 
 
 class _Finder(MetaPathFinder):
-    """A finder that looks up modules in the user's folder if no other finder has them.
+    """Finds modules in the user's folder if no other finder has found them.
 
     An entry at the end of `sys.path` would precede the finder of an editable installation. The
-    finder of a bundle precedes `PYTHONPATH`, where an image may have older copies of the modules.
+    finder of a bundle precedes `PYTHONPATH`, because an image may have older copies of the modules
+    there.
     """
 
     def __init__(self, *, of_bundle: bool) -> None:
-        """Search the user's folder, or the folder of a bundle."""
+        """Search the user's folder or, with `of_bundle`, the folder of a bundle."""
         self.of_bundle = of_bundle
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a top-level module; packages know their own folders."""
+        """Return the spec of a top-level module. A package finds its own submodules."""
         if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
             return None
         found = PathFinder.find_spec(fullname, [folder()], target)
-        # A folder of a bundle without __init__.py may contain data.
+        # In a bundle, a folder without __init__.py may contain only data.
         if not self.of_bundle or found is None or found.origin is None:
             return None if self.of_bundle else found
         installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
@@ -248,7 +255,7 @@ class _Finder(MetaPathFinder):
 
 
 def find_function(what: str, name: str) -> Callable[..., Any]:
-    """Return the user's function `module:function`; raises `ConfigError`."""
+    """Return the user's function `module:function`. Raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ConfigError(f"{what}: {name!r} is not a function; write package.module:function")
@@ -261,7 +268,7 @@ def find_function(what: str, name: str) -> Callable[..., Any]:
 
 
 def find_named(what: str, name: str, kind: str) -> Any:
-    """Return the object `module:name`, which must be of the given kind; raises `ConfigError`."""
+    """Return the object `module:name`, which must be of the given kind. Raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     loaded = import_named(what, module)
     if not hasattr(loaded, attribute):
@@ -274,9 +281,9 @@ def find_named(what: str, name: str, kind: str) -> Any:
 def require_arguments(
     key: str, name: str, call: Callable[..., Any], args: Mapping[str, Any], given: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` if a function or class does not accept the arguments in `KEY.args`.
+    """Raise a `ConfigError` if a function or class does not accept the arguments in `KEY.args`.
 
-    Flotilla passes the arguments in `given`.
+    Flotilla itself passes the arguments in `given`.
     """
     takes = {
         each.name: each
@@ -300,12 +307,15 @@ def require_arguments(
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether another machine may have the missing package, file or network."""
+    """Return whether the error may not occur on another machine.
+
+    A package, file or network that is missing here may exist there.
+    """
     return any(isinstance(each, ImportError | OSError) for each in _chain(error))
 
 
 def place_of_definition(found: Any) -> str:
-    """Return ` (file:line)` of a user's function or class; empty for any other."""
+    """Return ` (file:line)` of a user's function or class, or an empty string for any other."""
     code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)
     if not code or not is_users_file(code.co_filename, str(found.__module__)):
         return ""
@@ -313,10 +323,10 @@ def place_of_definition(found: Any) -> str:
 
 
 def digest(what: str, module: str) -> str:
-    """Return a digest of the source of a module, and of the user's modules that it imports."""
+    """Return a digest of the source of a module and of the user's modules that it imports."""
     _look_into_folder()
     if _source_file(module) is None:
-        # The error explains what is wrong with the name.
+        # This raises an error that tells what is wrong with the name.
         import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]
@@ -338,7 +348,7 @@ def digest(what: str, module: str) -> str:
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module is a user's file: neither installed nor part of Flotilla."""
+    """Return whether a module is a user's file, neither installed nor part of Flotilla."""
     _look_into_folder()
     return _source_file(module) is not None
 
@@ -361,13 +371,13 @@ def _list_imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _source_file(name: str) -> Path | None:
-    """Return the file of a user's module; None for any other."""
+    """Return the file of a user's module, or None for any other module."""
     top = name.partition(".")[0]
     if not top or top in _OWN or top in sys.stdlib_module_names:
         return None
     try:
         spec = importlib.util.find_spec(name)
-    # The name is not a module, or its parent is not.
+    # The name is not that of a module, or its parent is not a package.
     except (ImportError, AttributeError, ValueError):
         return None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):

@@ -1,8 +1,8 @@
-"""Meaningless startup messages of libraries: one table, with their sources.
+"""Meaningless startup messages of libraries, listed in a table with their sources.
 
-TensorFlow writes its first lines before it reads any log setting, so that they can only be
-filtered: `filter_output` filters a terminal and the log of a pod, `QUIET` a logger, and `flotilla
-logs` the rest. This file also runs as a program, and imports nothing of this project.
+TensorFlow prints its first lines before it reads any log setting, so they can only be filtered.
+`filter_output` filters a terminal or the log of a pod, `QUIET` filters a logger, and `flotilla
+logs` filters the rest. This file also runs as a program, and imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
-# The start of each line by source, without the time and level of a Python logger.
+# For each source, the start of a line, without the time and level of a Python logger.
 TABLE: tuple[tuple[str, str], ...] = (
     ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
@@ -44,34 +44,35 @@ _SECONDS_TO_END = 5.0
 
 
 def is_noise(text: str) -> bool:
-    """Return whether this line is known library noise."""
+    """Return whether a line is known library noise."""
     return _NOISE.match(text) is not None
 
 
 class _Quiet(logging.Filter):
-    """A filter that removes the noise from a handler or a logger."""
+    """A filter that removes known library noise from a handler or a logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
         return not is_noise(record.getMessage())
 
 
-#: A single instance, because a logger or a handler adds an instance only once.
+#: A single instance, because a logger or a handler adds the same filter only once.
 QUIET = _Quiet()
 
 
 @contextmanager
 def filter_output() -> Iterator[None]:
-    """Remove the noise from this process's standard error in the block.
+    """Remove known library noise from this process's standard error in the block.
 
-    Another process runs the filter, so that messages during this process's exit still pass.
+    The filter runs in another process, so that messages at the exit of this process still get
+    through.
     """
     reader, writer = os.pipe()
     with suppress(OSError, ValueError):
         sys.stderr.flush()
     saved = os.dup(2)
     try:
-        # The program reads no file of this project, and imports nothing from the user's folder.
+        # Run in isolated mode, so that the program imports nothing from the user's folder.
         command = [sys.executable or "python3", "-I", "-S", __file__]
         process = subprocess.Popen(command, stdin=reader, stdout=saved, stderr=saved)
     except OSError:
@@ -97,8 +98,8 @@ def filter_output() -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy standard input without the noise, line by line, until it ends."""
-    # Signals go to the whole process group.
+    """Copy standard input to standard output line by line, without noise."""
+    # Signals go to the whole process group, but the filter must run until its input ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin.buffer:

@@ -1,7 +1,7 @@
-"""Timestamps of log lines: written before printed text, and parsed again.
+"""Timestamps of log lines, which are written before printed text and parsed later.
 
-A logger's line has a timestamp, `2026-01-02 03:04:05,678 INFO text`. Text that the user's code
-prints gets one too, so that the logs of several processes can be merged.
+A logger's line begins with a timestamp, as in `2026-01-02 03:04:05,678 INFO text`. Text that the
+user's code prints gets a timestamp too, so that the logs of several processes can be merged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Stamped:
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        """Write the text, and flush at the end of a line, because readers follow the program."""
+        """Write the text. Flush at the end of a line, because other programs follow the output."""
         if self._is_at_start and text.strip():
             text_of_time = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
             self._inner.write(f"{text_of_time} ")
@@ -55,9 +55,9 @@ def stamp_output() -> Iterator[None]:
 
 
 def split_stamp(line: str, *, utc: bool = False) -> tuple[float | None, str]:
-    """Return the Unix time of a line, None if it has no timestamp, and its text.
+    """Split a line into its Unix time, or None if it has no timestamp, and its text.
 
-    The timestamp is in local time, or in UTC with `utc`, as in pods.
+    The timestamp is in local time or, with `utc`, in UTC, as in pods.
     """
     found = _STAMP.match(line)
     if not found:

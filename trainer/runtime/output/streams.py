@@ -1,6 +1,6 @@
-"""The standard output, standard error and log of a process: masked lines.
+"""The standard output, standard error and log of a process, with masked lines.
 
-Only programs whose output is a document write to these streams directly.
+Only programs whose output is a document write to the streams directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BREAK = re.compile(r"\r?\n(?=\S)")
 
 
 def say(line: str) -> None:
-    """Write a line to standard error; ignore a closed stream."""
+    """Write a line to standard error. Ignore a closed stream."""
     try:
         sys.stderr.write(f"{join_lines(line)}\n")
         sys.stderr.flush()
@@ -37,17 +37,17 @@ def relay(task: str, line: str) -> None:
 
 
 def discard(stream: IO[str]) -> None:
-    """Discard all further text of a stream whose reader has closed it."""
-    # A non-empty buffer would raise again when the process exits.
+    """Discard all further output to a stream whose reader has closed it."""
+    # Redirect the descriptor, because flushing the buffer at exit would raise the error again.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def log_to_stderr() -> None:
-    """Write this process's masked log to standard error, with the final traceback.
+    """Write this process's log to standard error, masked, including a final traceback.
 
-    If another program has configured logging, as KFP does, its handlers mask their records.
+    If another program, such as KFP, has configured logging, its handlers are made to mask records.
     """
     mask_libraries()
     sys.excepthook = lambda *bug: logging.critical("not handled", exc_info=bug)
@@ -59,7 +59,7 @@ def log_to_stderr() -> None:
 
 
 def mask_libraries() -> None:
-    """Mask log records of a process without configured logging, and Python's warnings."""
+    """Mask Python's warnings, and log records if logging is not configured."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
     warnings.formatwarning = lambda *warned, **more: mask(_indent(_FORMAT(*warned, **more)))
@@ -68,8 +68,8 @@ def mask_libraries() -> None:
 class _Masked(logging.Formatter):
     """A formatter that masks the whole text of a record, including tracebacks.
 
-    Only the first line begins at the margin, so that a quoted line is never mistaken for another
-    record or an event.
+    All lines but the first are indented, so that a quoted line is never mistaken for another record
+    or an event.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:
@@ -85,7 +85,7 @@ class _Masked(logging.Formatter):
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, with all lines of its message indented."""
+    """Return the traceback of an error, with the further lines of its message indented."""
     return "".join(map(_indent, traceback.format_exception(error))).rstrip("\n")
 
 
