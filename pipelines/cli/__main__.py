@@ -50,7 +50,6 @@ def _hang_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def _own_temporary() -> None:
-    """Give this process and its children their own temporary folder."""
     # If no folder can be created, there is nothing to remove. Code that needs one reports the
     # error.
     with suppress(OSError):
@@ -79,10 +78,7 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Redirect a closed standard stream (`>&-`) to the null device.
-
-    Otherwise the next file to be opened would get its descriptor.
-    """
+    """Reopen closed streams (`>&-`), whose descriptors the next files would otherwise get."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -95,8 +91,7 @@ def _open_closed_streams() -> None:
 def _require_utf8() -> None:
     """Restart with UTF-8 for file names and text if the locale has another encoding.
 
-    Folder, column and class names may contain any characters, and all processes must read them in
-    the same way.
+    Names may contain any characters, and all processes must read them in the same way.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"

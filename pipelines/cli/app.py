@@ -113,7 +113,6 @@ def call(arguments: list[str]) -> int:
 
 
 def _argument_with_credentials(arguments: list[str]) -> str:
-    """Return the message that rejects an argument with credentials, or an empty string."""
     for argument, before in zip(arguments, ["", *arguments], strict=False):
         if why := find_credentials(argument):
             name, equals, _ = argument.partition("=")
@@ -127,7 +126,6 @@ def _argument_with_credentials(arguments: list[str]) -> str:
 
 
 def _refuse_removed(arguments: list[str]) -> str:
-    """Return the message that rejects a removed command or option, or an empty string."""
     command = next((each for each in arguments if not each.startswith("-")), "")
     if remedy := REMOVED.get(command):
         return f"{command}: removed in 0.2: {remedy}"

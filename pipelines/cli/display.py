@@ -64,19 +64,13 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape all text with `escape_controls`.
-
-        Both printed and live output pass through here.
-        """
+        """Escape all text with `escape_controls`, both printed and live output."""
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
-        """Discard further output.
-
-        The inherited method would exit the process, and so end the run.
-        """
+        """Discard further output, because the inherited method would exit and end the run."""
         discard(self.file)
 
     def _check_buffer(self) -> None:
@@ -160,10 +154,7 @@ def verdict_lines(result: RunResult) -> list[Text]:
 
 
 def display_path(uri: str) -> str:
-    """Return the path of a local URI, relative to the current folder if it is below it.
-
-    Return any other URI unchanged.
-    """
+    """Return a local URI as a path, relative to the current folder if below it."""
     path = storage.local_path(uri) if uri else None
     if path is None:
         return uri
@@ -172,7 +163,6 @@ def display_path(uri: str) -> str:
 
 
 def _link(console: Console, uri: str) -> Text:
-    """Return the path of a page, as a hyperlink if the terminal supports hyperlinks."""
     path = storage.local_path(uri)
     is_linked = path is not None and takes_links(console.file)
     style = Style(link=link_address(path)) if path is not None and is_linked else ""

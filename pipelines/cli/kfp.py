@@ -91,7 +91,6 @@ def upload(
 def _package_to_upload(
     file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
 ) -> Package:
-    """Return the compiled pipeline in `file`, or else compile Flotilla's pipeline."""
     from flotilla.pipelines.compile import is_compiled, load_package, own_package
     from flotilla.pipelines.runs.local import form_configuration
 
@@ -113,14 +112,12 @@ def _version_fields(version: Version) -> dict[str, Any]:
 
 
 def _say(version: Version) -> None:
-    """Print the pipeline version that a run or a schedule uses."""
     say(f"version {version.name} ({version.version_id}) of {version.pipeline}")
     if version.remark:
         warn(version.remark)
 
 
 def _pages(**pages: str) -> dict[str, str]:
-    """Return only the pages whose address is known."""
     return {name: page for name, page in pages.items() if page}
 
 
@@ -160,7 +157,6 @@ def submit(
 
 
 def _publish_code(submission: Submission, folder: Path | None) -> Submission:
-    """Publish the user's modules for the run, and print what was published."""
     from flotilla.pipelines.runs.submission import add_code
 
     if folder is None:

@@ -122,7 +122,6 @@ class Steps(LiveView):
             self._show_progress(step.name)
 
     def _show_progress(self, step: str) -> None:
-        """Print the progress in the step's record, at most every 30 seconds."""
         at = self._run.doing.get(step) if self._run else None
         now = time.monotonic()
         if at and at.metrics and now - self._said_at.get(step, 0.0) >= LOG_SECONDS:
@@ -216,7 +215,6 @@ class Display(LiveView):
         return "stopping: saving the last checkpoint" if training else "stopping"
 
     def _view(self) -> RenderableType:
-        """Return the current view: the step with a spinner, and the progress of its work."""
         return Group(
             self._first_line(),
             *(
@@ -303,10 +301,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return how a task ended, with its last output lines.
-
-    If the last line is a user error, leave the lines out, because the end of the run shows it.
-    """
+    """Return how a task ended, with its last lines unless the end of the run shows them."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]
@@ -362,7 +357,6 @@ class SweepDisplay(LiveView):
             self.say(line_of_work(self._work()))
 
     def _work(self) -> WorkProgress:
-        """Return the progress of the sweep in the form of any other work."""
         from flotilla.trainer.sweeps.sweep import find_best
 
         trials = self._sweep.trials

@@ -209,10 +209,7 @@ _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
 def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
-    """Replace the parameter `instance` by options for a KFP instance.
-
-    `own` overrides some of these options.
-    """
+    """Replace the parameter `instance` by options, some of which `own` overrides."""
     options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:

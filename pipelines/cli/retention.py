@@ -118,7 +118,6 @@ def _apply_retention(
 
 
 def _ask(plan: Plan) -> None:
-    """Raise a `ConfigError` unless a user at a terminal confirms."""
     if not sys.stdin.isatty():
         raise ConfigError("nothing was removed: add --yes to remove, or --dry-run to list")
     try:

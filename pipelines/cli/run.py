@@ -342,7 +342,6 @@ def init(
 
 
 def _ask_label(source: str, settings: list[str]) -> list[str]:
-    """Return the label that the user enters at the terminal, or nothing without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or "--json" in sys.argv:
         return []
     from flotilla.trainer.preflight.proposal import list_columns

@@ -72,14 +72,12 @@ class Table:
         return lines
 
     def _shorten_heads(self, width: int) -> list[Text]:
-        """Return the lines of the table with short heads, preceded by their explanations."""
         rows = [{self.short.get(title, title): row[title] for title in row} for row in self.rows]
         right = [self.short.get(title, title) for title in self.right]
         table = replace(self, rows=rows, right=right, short={}).lines(width)
         return [*(Text(f"{new}  {old}") for old, new in self.short.items()), Text(), *table]
 
     def _column(self, title: str, width: int | None) -> list[Text]:
-        """Return the head and the cells of a column."""
         cells = [escape_controls(row[title]).copy() for row in self.rows]
         if width is None:
             cells = [each if each.plain else Text(_NOTHING) for each in cells]

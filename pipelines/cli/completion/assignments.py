@@ -51,7 +51,6 @@ def _inner(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
-    """Yield the types that a value may have."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         yield from _kinds(args[0])
@@ -63,7 +62,6 @@ def _kinds(kind: Any) -> Iterator[Any]:
 
 
 def _values(key: str, field: FieldInfo) -> list[str]:
-    """Return the known values of a key, with the default first."""
     from flotilla.trainer.config.base import AUTO, AUTOMATIC, OR_AUTO
 
     default = AUTO if field.default == AUTOMATIC else field.default
@@ -78,7 +76,6 @@ def _values(key: str, field: FieldInfo) -> list[str]:
 
 
 def _names(key: str) -> tuple[str, ...]:
-    """Return the built-in names for a key that also accepts a name in the user's code."""
     from flotilla.trainer.config.base import AUTO
     from flotilla.trainer.config.model import MODELS
     from flotilla.trainer.config.optimizer import OF_MODEL, OPTIMIZERS

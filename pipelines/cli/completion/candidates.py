@@ -112,7 +112,6 @@ def _workdir(context: typer.Context) -> Path:
 
 
 def _root(context: typer.Context) -> str:
-    """Return the storage root. Raises a `ValueError` if it is not on this machine."""
     from flotilla.pipelines.models import choose_root
     from flotilla.trainer import storage
 
