@@ -72,10 +72,7 @@ def compile_components(folder: Path, image: str = IMAGE) -> None:
 
 
 def image_remark(image: str) -> str:
-    """Return the warning that no cluster can pull the default image.
-
-    For any other image, return an empty string.
-    """
+    """Return a warning for the default image, which no cluster can pull."""
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"

@@ -44,10 +44,7 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Addresses:
-    """The addresses of a run's two fork servers, without and with TensorFlow.
-
-    `tensorflow` is empty if no server imports TensorFlow.
-    """
+    """The addresses of a run's fork servers. If none imports TensorFlow, `tensorflow` is empty."""
 
     steps: str
     tensorflow: str

@@ -41,10 +41,7 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
 
 
 def link_address(path: Path) -> str:
-    """Return the address of a file for a hyperlink, including the name of this machine.
-
-    Without the name, a terminal that is connected by SSH would look for a local file.
-    """
+    """Return the address of a file, with this machine's name, because a terminal may be remote."""
     return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
 
 

@@ -93,14 +93,13 @@ def predict(
     root: str = "",
     on_event: Callable[[Event], None] | None = None,
 ) -> Prediction:
-    """Predict classes, probabilities or numbers for data of any size.
+    """Predict classes, probabilities or numbers for data of any size. Raises `UserError`.
 
     Args:
         model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
         inputs: files, folders, patterns or URIs of CSV, JSONL, Parquet or images, or a list of
             mappings, or a data frame.
-        output: a .csv, .jsonl or .parquet file, or `-` for standard output. If empty, the rows are
-            only returned.
+        output: a .csv, .jsonl or .parquet file, `-` for standard output, or empty for no output.
         to: the format of the output, if the file name does not imply it.
         format: the format of the inputs, if their names do not imply it.
         split: a split of the model's dataset, if there are no inputs.
@@ -110,9 +109,6 @@ def predict(
         workdir: the folder of local runs.
         root: the storage root of the registry; by default the workdir.
         on_event: called with each event of the prediction process.
-
-    Raises:
-        UserError: the model or an input cannot be used, or the prediction failed.
 
     Example:
         answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
@@ -135,7 +131,6 @@ def predict(
 
 @contextmanager
 def _place(output: str) -> Iterator[str]:
-    """Yield the given output, or the path of a temporary file."""
     if output:
         yield output
         return
@@ -289,7 +284,6 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _remove_part(child: subprocess.Popen[bytes], output: str) -> None:
-    """Remove the partial output of a process that was stopped."""
     if output != STANDARD_OUTPUT:
         path = Path(output)
         with suppress(OSError):

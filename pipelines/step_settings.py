@@ -33,10 +33,7 @@ def check_image(name: str) -> None:
 
 
 def check_target(pipeline_root: str, service_account: str) -> None:
-    """Raise a `ConfigError` for a pipeline root or service account that KFP would reject.
-
-    An empty root is the default root.
-    """
+    """Raise a `ConfigError` for a pipeline root or service account that KFP would reject."""
     try:
         if pipeline_root and find_scheme(pipeline_root) == "file":
             raise ConfigError(

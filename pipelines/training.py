@@ -215,10 +215,7 @@ def _offer_choices(spec: Any) -> None:
 
 
 def _name_artifacts(spec: Any) -> None:
-    """Name the inputs of each group of steps after the outputs that they come from.
-
-    KFP's graph shows these names.
-    """
+    """Name the inputs of step groups after the outputs they come from, for KFP's graph."""
     _name_below(spec, spec.root.dag)
 
 

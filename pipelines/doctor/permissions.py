@@ -144,10 +144,7 @@ def _pod(job: PlannedJob, role: Role) -> Tree:
 def _try_create(
     cluster: Cluster, job: PlannedJob, what: str, create: Callable[[], Tree]
 ) -> Finding | None:
-    """Return a finding if creation would be refused, or None.
-
-    An object that already exists is not an error.
-    """
+    """Return a finding if creation would be refused. An existing object is not an error."""
     where = cluster.namespace
     try:
         create()

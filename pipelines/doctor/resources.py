@@ -83,10 +83,7 @@ def _is_of_pods(key: str) -> bool:
 
 
 def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
-    """Return the number of objects of each kind that the job creates, by their names in quotas.
-
-    The pod of the step is included.
-    """
+    """Return how many objects the job and its step create, by their names in quotas."""
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
     # The launcher keeps its heartbeat in a lease.
     made = {"pods": tasks + steps, "leases.coordination.k8s.io": 1}
@@ -99,7 +96,6 @@ def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
 
 
 def _count_requested(key: str, job: PlannedJob, objects: Mapping[str, int]) -> Decimal:
-    """Return how much of the quota's `key` the job requests."""
     if key in objects:
         return Decimal(objects[key])
     resource = key.removeprefix("limits.").removeprefix("requests.")
@@ -127,10 +123,7 @@ def devices(job: PlannedJob) -> list[str]:
 
 
 def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
-    """Check that nodes with fitting labels and taints offer enough of a resource.
-
-    A resource that is in use counts as available.
-    """
+    """Check that suitable nodes have enough of a resource, including what is in use."""
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     nodes = cluster.api.read(NODES)["items"]
@@ -172,10 +165,7 @@ def _takes(node: Tree, role: Role) -> bool:
 
 
 def _is_tolerated(taint: Tree, role: Role) -> bool:
-    """Return whether a pod tolerates a taint.
-
-    The admission plugin `ExtendedResourceToleration` tolerates taints of requested resources.
-    """
+    """Return whether a pod tolerates a taint, if need be by `ExtendedResourceToleration`."""
     if taint["key"] in role.resources.get("limits", {}):
         return True
     return any(
@@ -194,6 +184,5 @@ def _count(node: Tree, resource: str) -> int:
 
 
 def _list_devices(node: Tree) -> list[str]:
-    """Return the names of a node's extended resources, such as GPUs."""
     allocatable = node.get("status", {}).get("allocatable", {})
     return [name for name in allocatable if "/" in name and _count(node, name)]

@@ -116,10 +116,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Check that the secret has a complete key pair.
-
-    A missing pair gives only a warning, because the service account may have access to the store.
-    """
+    """Warn unless the secret has a complete key pair, which a role can replace."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

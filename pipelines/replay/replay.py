@@ -313,7 +313,6 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
 
 
 def _copy(root: str, folder: Path, *names: str) -> None:
-    """Copy a published directory to another root."""
     place = folder.joinpath(*names)
     manifest = storage.fetch(storage.join(root, *names), place)
     (place / MANIFEST).write_bytes(manifest.to_json())

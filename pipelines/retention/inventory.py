@@ -139,7 +139,6 @@ def is_changed(root: str, workdir: Path, run: Item) -> bool:
 
 
 def _list_files(root: str) -> dict[str, _Folder]:
-    """List the files below a root, grouped by the first segment of their paths."""
     tops: dict[str, _Folder] = defaultdict(_Folder)
     is_local = storage.local_path(root) is not None
     with report_errors(f"list {root}"):
@@ -411,7 +410,6 @@ class _Reader:
 
 
 def _begins(text: str, name: str) -> bool:
-    """Return whether the events in a folder belong to the run of this name."""
     for line in text.splitlines():
         if '"run_begin"' in line:
             with suppress(ValueError):
@@ -499,7 +497,6 @@ def _keep_trial(found: dict[str, Item], name: str, sweep: Item) -> None:
 
 
 def _sweep(folder: Path) -> tuple[Item, list[str]]:
-    """Return a local sweep and the run ids of its trials."""
     size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
         # The file may be replaced between the listing and this call.

@@ -231,10 +231,7 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
 def find_reachable(
     items: Mapping[str, Item], roots: list[Item], known: AbstractSet[str] = frozenset()
 ) -> set[str]:
-    """Return the paths of `roots` and of all items that they need, directly or indirectly.
-
-    The items in `known` are left out.
-    """
+    """Return the paths of `roots` and of all items that these need, without `known` ones."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
         origin = left.pop()
@@ -257,10 +254,7 @@ def _needs(origin: Item, target: Item) -> bool:
 
 
 def _goes(item: Item, runs: set[str]) -> bool:
-    """Return whether to remove an item that is not needed.
-
-    `runs` are the runs with a needed item.
-    """
+    """Return whether to remove an unneeded item. `runs` are the runs with a needed item."""
     if item.kind == RUN:
         return item.path not in runs
     if item.kind == CHECKPOINT:

@@ -179,7 +179,6 @@ def _leases_removed(uri: str) -> list[str]:
 
 
 def _remove_parts(root: str) -> list[str]:
-    """Delete the finished parts of preparations that ended without a dataset."""
     above = storage.join(root, "preparing")
     folders = [storage.join(above, name) for name in storage.names(above)]
     removed = [each for each in folders if _is_forsaken(each)]

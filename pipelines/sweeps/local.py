@@ -275,7 +275,6 @@ def write_page(begun: Study, run: RunResult | None = None) -> None:
 
 
 def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
-    """Complete the training of the best trial, and continue its run up to the promotion."""
     begun.choose(best)
     config = make_config(begun.sweep.base, best.settings)
     folder = local.new_run(config, begun.workdir, best.run_id)
