@@ -16,10 +16,7 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Create the loop without starting it.
-
-        `failing` is logged with the first of successive errors.
-        """
+        """Create the loop. `failing` is logged with the first of successive errors."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -53,7 +53,6 @@ def environment() -> dict[str, str]:
 
 
 def _limits() -> Iterator[float]:
-    """Yield the CPU limits of this process's control groups, as numbers of processors."""
     for folder in _folders():
         with suppress(OSError, ValueError, ZeroDivisionError):
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()

@@ -87,10 +87,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
-    """Return the message for a task that ran out of memory for `what`.
-
-    For any other error, return an empty string.
-    """
+    """Return the message for a task that ran out of memory, or "" for any other error."""
     found = _NO_MEMORY.search(str(error))
     if not found:
         return ""

@@ -34,14 +34,12 @@ class _Absent(MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
         if fullname in _NAMES and _importer() in _IMPORTERS:
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         return None
 
 
 def _importer() -> str:
-    """Return the package that is importing, or an empty string if unknown."""
     frame = sys._getframe(2)
     while frame:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -62,7 +60,6 @@ class _Uncollected(MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `MetaPathFinder`."""
         # Return if this finder called itself, because finders that wrap others, such as those of
         # tracers, call all of them.
         if fullname != "tensorflow" or self._searches:

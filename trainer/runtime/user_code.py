@@ -145,10 +145,7 @@ def find_place(error: BaseException) -> str:
 
 
 def find_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, or of its cause, if it includes the user's code.
-
-    Otherwise return an empty string.
-    """
+    """Return the traceback of an error or its cause in the user's code, or an empty string."""
     if isinstance(error, UserError):
         cause = error.__cause__
         return error.traceback or (find_traceback(cause) if cause else "")
@@ -201,7 +198,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """Return the file and line of each frame of an error that is in the user's code."""
     if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
         return [(error.filename, error.lineno or 0)]
     frames = [
@@ -307,10 +303,7 @@ def require_arguments(
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether the error may not occur on another machine.
-
-    A package, file or network that is missing here may exist there.
-    """
+    """Return whether another machine may have the missing package, file or network."""
     return any(isinstance(each, ImportError | OSError) for each in _chain(error))
 
 
@@ -371,7 +364,6 @@ def _list_imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def _source_file(name: str) -> Path | None:
-    """Return the file of a user's module, or None for any other module."""
     top = name.partition(".")[0]
     if not top or top in _OWN or top in sys.stdlib_module_names:
         return None

@@ -28,8 +28,7 @@ from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, cou
 from flotilla.trainer.storage.uri import local_path, uri_of
 from flotilla.trainer.storage.waiting import wait_until
 
-# Maximum time to wait for a lock and the poll interval, in seconds. Another process holds a lock
-# only for the duration of a rename.
+# Seconds to wait for a lock, which others hold only for a rename, and the poll interval.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
@@ -208,10 +207,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file.
-
-    If the file changed while it was read, the tag matches no other tag.
-    """
+    """Return the tag of a file. If the file changed while it was read, no other tag is equal."""
     # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
@@ -404,10 +400,7 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder.
-
-    Return False if another process has the lock, or None if it cannot be locked.
-    """
+    """Lock a folder. Return False if another process has the lock, None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -422,7 +415,6 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """Describe the process that holds the lock of an open folder, if Linux reports it."""
     found = os.fstat(descriptor)
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with suppress(OSError, KeyError, IndexError):

@@ -95,10 +95,7 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files and further fields of a published directory.
-
-    An invalid value raises `ValueError`.
-    """
+    """The files and fields of a published directory. An invalid value raises `ValueError`."""
 
     kind: str
     files: tuple[FileEntry, ...] = ()

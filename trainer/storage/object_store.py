@@ -1,13 +1,11 @@
 """Storage in object stores, where creating the manifest publishes a directory.
 
-An object that a manifest may list is never overwritten. If an object already exists at the path of
-a file, the file is stored under another name next to it. Therefore every manifest stays valid, and
-the first manifest wins.
+An object that a manifest may list is never overwritten: if one exists at a file's path, the file
+is stored next to it. Therefore every manifest stays valid, and the first manifest wins.
 
-An orphan is an object that a writer uploaded for a published directory, and that no manifest lists
-or will ever list, because the directory is published, because the writer (recorded in the object's
-metadata) has ended, or because the object is older than any publication takes. `collect` removes
-only orphans.
+An orphan is an uploaded object that no manifest lists or will list: its directory is published,
+its writer (recorded in its metadata) has ended, or it is older than any publication takes.
+`collect` removes only orphans.
 """
 
 from __future__ import annotations
@@ -92,7 +90,6 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
 
 
 def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
-    """Return the prefixes of published directories, and the keys that their manifests list."""
     manifests = [each.key for each in found if _is_manifest(each)]
     named: set[str] = set()
     directories = []
@@ -339,7 +336,6 @@ class ObjectStore:
             _log.warning("could not be deleted below %s, run `flotilla gc` later: %s", uri, error)
 
     def _below(self, uri: str) -> dict[str, Stored]:
-        """Return all objects below a URI, by relative path."""
         prefix = _prefix(uri)
         with self._translate(uri):
             return {each.key.removeprefix(prefix): each for each in self._bucket.walk(prefix)}
@@ -355,7 +351,6 @@ class ObjectStore:
 
     @contextmanager
     def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
-        """Convert the client's errors to those common to all stores."""
         try:
             yield
         except Exception as error:

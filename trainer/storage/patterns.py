@@ -23,12 +23,9 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """The match of a path.
+    """The match of a path, with its span normalized and as `written`.
 
-    Attributes:
-        span: the span, normalized for comparison.
-        is_below: whether the pattern matches a parent folder of the path.
-        written: the span as written in the path.
+    `is_below` tells whether the pattern matches a parent folder of the path.
     """
 
     span: str
@@ -109,7 +106,6 @@ def parse(key: str, text: str) -> Pattern:
 
 
 def _is_special(parts: list[str], text: str) -> bool:
-    """Return whether the last part is a pattern and not the name of an existing file or folder."""
     there = is_local(text) and os.path.lexists(f"/{'/'.join(parts)}")
     return bool(_SPECIAL.search(parts[-1])) and not there
 
@@ -149,7 +145,6 @@ def _to_expression(pattern: str) -> str:
 
 
 def _token(pattern: str, at: int) -> tuple[str, str]:
-    """Return the token at a position, and its regular expression."""
     rest = pattern[at:]
     for token, expression in (
         (SPAN, _SPAN), (DATE, _DATE), ("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"),
@@ -169,7 +164,6 @@ def _token(pattern: str, at: int) -> tuple[str, str]:
 
 
 def _braces(text: str) -> tuple[list[str], str]:
-    """Return the alternatives of a brace expression, and the text of the whole expression."""
     depth, start, found = 0, 1, []
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

@@ -50,10 +50,8 @@ def publish(
     Publishing the same kind, files and fields again does nothing. In that case only the manifests
     are compared, and the published files are not read; `verify` reads them. Empty folders and a
     `MANIFEST.json` in `directory` are skipped, and links to files are followed. An unpublished
-    directory at `uri` is replaced.
-
-    Returns the manifest at `uri`. Raises `Conflict` if other content is already published there, or
-    another `UserError`.
+    directory at `uri` is replaced. Returns the manifest at `uri`. Raises `Conflict` if other
+    content is already published there, or another `UserError`.
     """
     with report_errors(f"publish {directory} to {uri}"):
         manifest = Manifest(kind, _scan(directory, kind), fields or {})
@@ -155,10 +153,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, verified.
-
-    Raises the errors of `verify`, or `Missing`.
-    """
+    """Return one small file published at `uri`, verified. Raises like `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -172,10 +167,7 @@ def read_file(uri: str, path: str) -> bytes:
 
 
 def read_json(uri: str, path: str) -> dict[str, Any]:
-    """Return the JSON object in a small file published at `uri`.
-
-    Raises the errors of `read_file`.
-    """
+    """Return the JSON object in a small file published at `uri`. Raises like `read_file`."""
     with check_form(f"{path} of {uri}"):
         return parse_mapping(read_file(uri, path))
 
@@ -260,7 +252,6 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
 
 
 def _remove_others(entries: Sequence[FileEntry], stage: Path) -> None:
-    """Remove the files of an interrupted fetch that this fetch does not need."""
     wanted = {stage / entry.path for entry in entries}
     for folder, _, names in os.walk(stage, topdown=False):
         for path in (Path(folder) / name for name in names):
@@ -278,10 +269,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the most recently published directory below `uri`, or None.
-
-    If `kind` is given, other kinds are ignored.
-    """
+    """Return the most recently published directory below `uri`, of a `kind` if given."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -311,10 +299,7 @@ def delete(uri: str) -> None:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`.
-
-    Raises `Missing`, or `Corrupt` if it is not a file.
-    """
+    """Return the content of a file. Raises `Missing`, or `Corrupt` if `uri` is not a file."""
     with report_errors(f"read {uri}"):
         try:
             return choose_store(uri).read(uri)
@@ -356,10 +341,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order.
-
-    If nothing exists there, return none.
-    """
+    """Return the plain names directly below `uri`, in order, or an empty list."""
     with report_errors(f"list {uri}"):
         try:
             return choose_store(uri).children(uri)

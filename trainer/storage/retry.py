@@ -39,10 +39,7 @@ _limit: ContextVar[float] = ContextVar("_limit", default=math.inf)
 
 @contextmanager
 def shorter_retry(seconds: float) -> Iterator[None]:
-    """Shorten the deadline of operations that this thread starts in the block.
-
-    Retries are not logged.
-    """
+    """Shorten the deadline of operations started in this block, and do not log retries."""
     before = _limit.set(seconds)
     try:
         yield
@@ -163,10 +160,7 @@ def describe(error: BaseException | None) -> str:
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Call `act` on each item in parallel, and return the results in order.
-
-    The first error cancels the remaining items.
-    """
+    """Return `act` of each item, in order. The first error cancels the remaining items."""
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

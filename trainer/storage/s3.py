@@ -288,11 +288,7 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _create_absent(self, request: Callable[..., None]) -> None:
-        """Create an object if it does not exist, as far as the store can guarantee this.
-
-        If the store rejects the condition, none is sent. If it ignores the condition, only the
-        caller's earlier check protects an existing object.
-        """
+        """Create an object only if it is absent, unless the store supports no conditions."""
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:
@@ -333,7 +329,6 @@ class S3Bucket:
         self._retry(send)
 
     def _has_arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
-        """Return whether the store has the sent data, by its MD5 or by reading a small object."""
         if _is_md5(answer):
             return _tag(answer) == hashlib.md5(data).hexdigest()
         if not is_new or len(data) > _CHUNK:
@@ -416,10 +411,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Raise an error for a success response that no store sends.
-
-    Such a response would look like an empty listing.
-    """
+    """Raise an error for a success response that no store sends, such as an empty one."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")

@@ -52,7 +52,6 @@ class _Quiet(logging.Filter):
     """A filter that removes known library noise from a handler or a logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`."""
         return not is_noise(record.getMessage())
 
 
