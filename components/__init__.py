@@ -1,1 +1,1 @@
-"""The steps of the pipeline: each file has a KFP component and its body."""
+"""The steps of the pipeline as KFP components, and the code that runs inside them."""

@@ -1,7 +1,7 @@
-"""The contract between a compiled pipeline and the code in its image: the steps' interface.
+"""Checks that a compiled pipeline matches the code in its image.
 
-The YAML holds the source of each component, which calls the code in the image. A digest of the
-steps' signatures shows whether both agree; it only changes with a release that changes a step.
+The compiled YAML contains the source of each component, which calls code in the image. A digest of
+the component signatures tells whether the two match; it changes only if a release changes a step.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: An argument of the first step's command, which KFP's executor ignores. The mark follows it: the
-#: Flotilla version that compiled the pipeline, and the digest of its steps.
+#: An argument of the first step's command, which KFP's executor ignores. The next argument is the
+#: mark: the Flotilla version that compiled the pipeline, and the digest of its steps.
 OPTION = "--compiled_by"
-# Increase this number if values between steps change their meaning without a change of signatures.
+# Increase this number if a value passed between steps changes its meaning but no signature changes.
 _REVISION = 3
 _LENGTH = 12
 
 
 @functools.cache
 def mark() -> str:
-    """Return the version and the digest of this code."""
+    """Return the mark of this code: its version and the digest of its steps."""
     return f"{version('kfp-flotilla')} {_digest()}"
 
 
 def mark_component(component: Any) -> Any:
-    """Add the compiling code's mark to a KFP component; do nothing inside a running step."""
+    """Add the mark to the command of a KFP component; do nothing inside a running step."""
     add_arguments(component, [OPTION, mark()])
     return component
 
 
 def find_mark(arguments: Sequence[Any]) -> str:
-    """Return the mark among the arguments of a command; empty if there is none."""
+    """Return the mark in a command's arguments, or an empty string if there is none."""
     given = list(arguments)
     return str(given[given.index(OPTION) + 1]) if OPTION in given[:-1] else ""
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a mark, which may be empty, belongs to a pipeline with this code's steps."""
+    """Return whether a mark (possibly empty) is from a pipeline with the steps of this code."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
 def check() -> None:
-    """Raise a `ConfigError` unless this step was compiled for the steps of this code."""
+    """Raise a `ConfigError` if the pipeline of the running step does not match this code."""
     compiled_by = find_mark(sys.argv)
     if not is_of_this_code(compiled_by):
         refuse(compiled_by)
 
 
 def refuse(compiled_by: str) -> NoReturn:
-    """Raise a `ConfigError`, since the pipeline of this mark has different steps than this code."""
+    """Raise the `ConfigError` for a pipeline that does not match this code."""
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
@@ -69,7 +69,7 @@ def refuse(compiled_by: str) -> NoReturn:
 
 
 def describe_mark(compiled_by: str) -> str:
-    """Format a mark for messages."""
+    """Return a readable form of a mark for messages."""
     if not compiled_by:
         return "a Flotilla that left no mark"
     number, _, digest = compiled_by.partition(" ")
@@ -83,7 +83,7 @@ def _digest() -> str:
 
 
 def required_arguments(name: str) -> set[str]:
-    """Return the names of a component's arguments without a default."""
+    """Return the names of a component's arguments that have no default."""
     taken = _function(name).args
     return {each.arg for each in taken.args[: len(taken.args) - len(taken.defaults)]}
 

@@ -1,7 +1,7 @@
 """The KFP artifacts of a step: descriptors of published directories, and metrics for the UI.
 
-KFP copies every input artifact into the pod before a step starts. So the artifact is a file of
-about a hundred bytes with the URI and a digest of the content, and never the data.
+KFP copies every input artifact into the pod before a step starts. Therefore an artifact never
+contains the data itself, but only the URI and the digest of a published directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.json_records import read_record
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """A published directory; `facts` are for people, and equal the artifact's metadata."""
+    """A reference to a published directory; `facts` are for display, as in the metadata."""
 
     kind: str
     uri: str
@@ -32,7 +32,7 @@ class Descriptor:
 
 
 def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
-    """Describe the directory published at `uri` in a KFP artifact; raises `UserError`."""
+    """Write the descriptor of the directory at `uri` to an artifact; raises `UserError`."""
     manifest = storage.read_manifest(uri)
     write(
         artifact,
@@ -42,14 +42,14 @@ def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
 
 
 def write(artifact: Any, tree: Mapping[str, Any]) -> None:
-    """Write JSON to the file of a KFP artifact."""
+    """Write a JSON object to the file of a KFP artifact."""
     path = Path(artifact.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2, allow_nan=False), encoding="utf-8")
 
 
 def check(artifact: Any, uri: str) -> None:
-    """Raise `UserError` if there is an artifact that does not describe the directory at `uri`."""
+    """Raise a `UserError` if the artifact exists but does not describe the directory at `uri`."""
     if artifact is None or not Path(artifact.path).exists():
         return
     found = _read_descriptor(artifact)
@@ -75,26 +75,26 @@ def _read_descriptor(artifact: Any) -> Descriptor:
     )
 
 
-# The UI cannot draw a larger matrix legibly, and KFP stores its cells in a database.
+# The UI cannot draw a larger confusion matrix legibly, and KFP stores every cell in its database.
 MOST_CLASSES = 50
-# Kubernetes sets this variable in pods next to the service of KFP's API. Without profiles, pods run
-# in that namespace; with profiles, they run in the namespace of the profile.
+# Kubernetes sets this variable in pods in the namespace of KFP's API server. Pods run in that
+# namespace if KFP is installed without profiles, and otherwise in the namespace of a profile.
 _API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 
 def scalars(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics, since KFP's database accepts no other values."""
+    """Return the finite metrics, because KFP's database rejects NaN and infinity."""
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
 def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
-    """Log the matrix, whose rows are the true classes, to a ClassificationMetrics artifact."""
+    """Log a confusion matrix (rows are true classes) to a ClassificationMetrics artifact."""
     if not len(matrix):
         confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
     elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
     else:
-        # The UI identifies a row by its name, and two classes may have the same name.
+        # The UI identifies rows by name, and two classes may have the same name.
         names = [
             f"{each} ({i})" if labels.count(each) > 1 else each for i, each in enumerate(labels)
         ]
@@ -103,7 +103,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
 
 
 def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
-    """Log (false positive rate, true positive rate, threshold) to KFP's ClassificationMetrics."""
+    """Log a ROC curve: rows of false positive rate, true positive rate and threshold."""
     if curve:
         columns = zip(*curve, strict=True)
         false, true, thresholds = ([float(value) for value in each] for each in columns)
@@ -114,11 +114,11 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write the file with which the UI offers TensorBoard for the folder at `logs`.
+    """Write the file from which KFP's UI offers TensorBoard for the logs at URI `logs`.
 
-    The viewer needs the namespace of a profile; without one, the file only has the command line.
+    The viewer works only in the namespace of a profile; elsewhere, the file has only the command.
     """
-    # KFP adds the store's endpoint to the viewer.
+    # Drop the endpoint in the URI's query, because KFP passes the endpoint to the viewer itself.
     source, _, _ = logs.partition("?")
     words = f"TensorBoard: `{_command(source)}`"
     viewers = [{"type": "markdown", "storage": "inline", "source": words}]
@@ -129,7 +129,7 @@ def write_viewers(artifact: Any, logs: str) -> None:
 
 
 def _command(source: str) -> str:
-    """Return the command that displays the logs at a URI on the user's machine."""
+    """Return the command that shows these logs in TensorBoard on the user's machine."""
     scheme, _, path = source.partition("://")
     if scheme not in ("s3", "minio"):
         return f"tensorboard --logdir {path if scheme == 'file' else source}"

@@ -22,7 +22,7 @@ from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import opponent
 
 
-# The result is the only output: KFP's local runner resolves a condition on no other.
+# KFP's local runner resolves conditions only on a component's return value.
 @component
 def evaluate_model(
     config: str,
@@ -38,9 +38,10 @@ def evaluate_model(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
-    """Return "blessed" or "refused"; `decision_uri` is the URI of the decision.
+    """Evaluate the checkpoint and apply the gate; return "blessed" or "refused".
 
-    Without a checkpoint, the run has ended with training, and the result is "trained".
+    The URI of the decision is written to `decision_uri`. Without a checkpoint, the run ends with
+    training, and the result is "trained".
     """
     from flotilla.components.evaluate_model import work
     from flotilla.components.records.record import run
@@ -49,10 +50,10 @@ def evaluate_model(
 
 
 def work(step: Step) -> str:
-    """Return `blessed` or `refused`; write the URI of the decision to the file `decision_uri`.
+    """Return `blessed` or `refused`, and write the decision's URI to the file `decision_uri`.
 
-    A run that ends with training has no checkpoint, and the result is `trained`. A condition in the
-    graph would cost every run one more pod.
+    If the run ends with training, there is no checkpoint, and the result is `trained`. This case is
+    handled here because a condition in the pipeline would cost every run one more pod.
     """
     if not step.checkpoint:
         Path(step.decision_uri).write_text("", encoding="utf-8")
@@ -62,7 +63,7 @@ def work(step: Step) -> str:
 
 
 def evaluate(step: Step) -> str:
-    """Evaluate the checkpoint; write three artifacts for the UI; return the evaluation's URI."""
+    """Evaluate the checkpoint, write artifacts for the UI, and return the evaluation's URI."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -94,13 +95,13 @@ def check_gate(step: Step) -> str:
 
 
 def decide(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
-    """Return the gate's decision about an evaluation of a run."""
+    """Return the gate's decision on an evaluation."""
     output = choose_output(root, run_id, "decision", evaluation, config.gate.digest())
     return gate.check(config, evaluation, output)
 
 
 def _baseline_metrics(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Return the main metric of each baseline, as `baseline_gradient_boosting_auc`."""
+    """Return each baseline's main metric, named like `baseline_gradient_boosting_auc`."""
     main = measured["main_metric"]
     values = {each["name"]: each["metrics"].get(main) for each in measured.get("baselines", ())}
     return {
@@ -112,7 +113,7 @@ def _baseline_metrics(measured: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """URIs of a dataset, of the checkpoint to evaluate and of the champion (empty without one)."""
+    """URIs of the dataset, the checkpoint to evaluate and the champion (empty if there is none)."""
 
     dataset: str
     checkpoint: str
@@ -122,7 +123,7 @@ class Inputs:
 def evaluate_checkpoint(
     config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path
 ) -> Any:
-    """Evaluate a checkpoint of a run and a champion; return the `Evaluation`."""
+    """Evaluate a checkpoint and the champion, if there is one; return the `Evaluation`."""
     from flotilla.trainer.evaluation import evaluate
 
     checkpoint, champion = inputs.checkpoint, inputs.champion

@@ -1,4 +1,4 @@
-"""Exports a blessed model, proves that the formats agree, registers and promotes it."""
+"""Exports a blessed model, checks that its formats agree, and registers and promotes it."""
 
 import tempfile
 from functools import partial
@@ -34,7 +34,7 @@ def export_model(
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
     decision_descriptor: dsl.Input[dsl.Artifact] = None,
 ) -> str:
-    """Export the checkpoint that the decision has blessed; return "promoted" or "refused"."""
+    """Export, register and promote a blessed checkpoint; return "promoted" or "refused"."""
     from flotilla.components.export_model import work
     from flotilla.components.records.record import run
 
@@ -42,13 +42,13 @@ def export_model(
 
 
 def work(step: Step) -> str:
-    """Return `promoted` or `refused`."""
+    """Export and register the model; return `promoted` or `refused`."""
     uri = step.stage("export_model", export)
     return step.stage("register_model", register, model_uri=uri)
 
 
 def export(step: Step) -> str:
-    """Export the model; raises `UserError` if it is not blessed or the exported model differs."""
+    """Export the model; raise a `UserError` if it is not blessed or its formats disagree."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -56,8 +56,7 @@ def export(step: Step) -> str:
         from flotilla.trainer.export import export
 
         settings = load_bundle(step.config)
-        # A decision against another champion is a different decision, and leads to a different
-        # model.
+        # With another champion, the decision differs, and so must the URI of the model.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
         output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)
@@ -105,7 +104,7 @@ def _compare(
         dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
     )
     with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
-        # The evaluation of the run has the baselines.
+        # Skip the baselines, because the run's own evaluation has already measured them.
         alone = config.evaluation.model_copy(update={"baseline": "none"})
         settings = config.model_copy(update={"evaluation": alone})
         measured = evaluate_model.evaluate_checkpoint(settings, root, run_id, inputs, Path(folder))

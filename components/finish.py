@@ -1,6 +1,6 @@
-"""The exit step, which runs after success, refusal and failure.
+"""The exit step, which ends the training job and writes the report.
 
-Ends the job and writes the report.
+It always runs: after a success, a refusal or a failure.
 """
 
 import logging
@@ -34,7 +34,7 @@ def finish(
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End the remaining training cluster and write the report of the run."""
+    """End the training cluster if it still exists, and write the report of the run."""
     from flotilla.components.finish import work
     from flotilla.components.records.record import run
 
@@ -47,9 +47,9 @@ def work(step: Step) -> None:
 
 
 def end_and_report(step: Step) -> None:
-    """End the remaining training cluster, and write the report even if this fails."""
+    """End the training cluster if it still exists; write the report even if this fails."""
     found = step.root
-    # Without a root the first step has failed and reported its error.
+    # If there is no root, the first step has failed and has already reported the reason.
     with suppress(UserError):
         found = find_root(step.root, step.report.uri, step.kfp_run_id)
     try:
@@ -68,14 +68,14 @@ def _report(step: Step, root: str, folder: Path) -> None:
     for name, content in gather_report.render_artifacts(facts, page, uri).items():
         Path(artifacts[name].path).write_bytes(content)
     step.output.displays = {name: each.uri for name, each in artifacts.items()}
-    # On a cluster the folder of a run is temporary, and is deleted with the step.
+    # On a cluster, the run's folder is temporary and is deleted when the step ends.
     stays = page if is_local_run() else step.report.path
     if root and _publish(uri, page.read_bytes(), stays):
         step.output.done(uri, {})
 
 
 def _publish(uri: str, page: bytes, stays: Path | str) -> bool:
-    """Publish the report; a store that stays unavailable does not fail a finished run."""
+    """Publish the report and return whether it worked; a failure must not fail a finished run."""
     try:
         storage.write_bytes(uri, page)
     except storage.Unavailable as error:

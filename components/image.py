@@ -1,4 +1,4 @@
-"""The container image of every component and of every task of a cluster."""
+"""The container image of all steps and of all training tasks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ IMAGE = "flotilla-python:0.1.0"
 
 
 def component(function: Callable[..., Any]) -> Any:
-    """Make a KFP component from a function; inside a running step return the function."""
+    """Make a KFP component from a function; inside a running step, return the function itself."""
     return make_component(function, IMAGE)
 
 
-#: The keys of the secret; each existing key becomes an environment variable of the same name.
+#: Keys of the secret. Each key that exists becomes an environment variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodDefaults:
-    """The image of the run, and the name of the secret with the keys of its object store."""
+    """The run's image, and the name of the secret with the credentials of its object store."""
 
     image: str = IMAGE
     store_secret: str = KFP_SECRET
 
     def secret_env(self) -> dict[str, str]:
-        """Return the secret's variables, in the form of `cluster.kubernetes.pod.secret_env`."""
+        """Return the secret's variables in the format of `cluster.kubernetes.pod.secret_env`."""
         return {key: f"{self.store_secret}/{key}" for key in SECRET_KEYS if self.store_secret}
 
 

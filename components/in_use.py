@@ -1,7 +1,7 @@
-"""Marks that a dataset or a bundle is in use, so that retention does not remove it.
+"""Marks datasets and code bundles as in use, so that retention does not remove them.
 
-A run writes `<root>/in_use/NAME/used.json`, then checks for a removal. A removal writes
-`removing-*.json` there, then checks for a use. So at least one of them sees the other.
+A run writes `<root>/in_use/NAME/used.json` and then checks for a removal. A removal writes
+`removing-*.json` and then checks for a use. Therefore at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from flotilla.trainer.storage.waiting import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
-# A removal that takes longer than this counts as killed.
+# A removal that takes longer than this, in seconds, is considered dead.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
-# The tolerance for times that were converted to a `datetime` and back.
+# Tolerance, in seconds, for times that were converted to a `datetime` and back.
 _ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
-    """Mark `<root>/<folder>/<name>` as used; return whether it is still published."""
+    """Mark the directory `<root>/<folder>/<name>` as used; return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
-    # A removal that begins after this point sees the use.
+    # A removal that starts after this point sees the mark.
     wait_until(
         lambda: not any(_removals(root, path).values()),
         lambda: f"the end of `flotilla gc`, which is about to remove {uri}",
@@ -44,18 +44,18 @@ def use(uri: str) -> bool:
 
 
 def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
-    """Publish the user's code below `root`, marked as used; return configuration and bundle."""
+    """Publish the user's code below `root`, mark it as used, and add it to the configuration."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
-        # Retention has removed it in the meantime.
+        # Retention removed the bundle in the meantime.
         bundle = publish(Path(folder), root)
     return config.model_copy(update={"code": bundle.uri}), bundle
 
 
 def last_use(root: str, path: str) -> float:
-    """Return the Unix time when `path` below `root` was last used; 0 for never.
+    """Return the Unix time at which `path` below `root` was last used, or 0 if it never was.
 
-    A mark that is unreadable or in the future counts as the present time.
+    An unreadable mark, or one in the future, counts as the current time.
     """
     now, at = time.time(), _mark_time(root, path, _USED)
     if isinstance(at, int | float):
@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Yield whether `path` may be removed: it was not used after `seen`."""
+    """Yield whether `path` may be removed because it was not used after the Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))
@@ -102,7 +102,7 @@ def _write(root: str, path: str, name: str) -> None:
 
 
 def _mark_time(root: str, path: str, name: str) -> Any:
-    """Return the time of a mark; None if it has none."""
+    """Return the time recorded in a mark; None if the mark is missing or damaged."""
     try:
         return parse_mapping(storage.read_bytes(_place(root, path, name))).get("at")
     except (storage.Missing, storage.Corrupt, ValueError):

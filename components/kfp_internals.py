@@ -1,6 +1,6 @@
-"""All private names of the KFP SDK that this project uses and that KFP may rename without notice.
+"""All uses of private names of the KFP SDK, which KFP may rename without notice.
 
-KFP is imported only when it is used, since a running step also loads this module.
+Functions import KFP only when they need it, because running steps also load this module.
 `tests/components/test_kfp_internals.py` tests each name.
 """
 
@@ -13,21 +13,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-#: KFP reads this variable on import, and then loads only the modules that a running step needs.
+#: If this variable is set, importing KFP loads only the modules that a running step needs.
 RUNTIME = "_KFP_RUNTIME"
 _EXECUTOR = "kfp.dsl.executor_main"
-#: The modules of a running step.
+#: The KFP modules that a running step uses.
 EXECUTOR_MODULES = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
-# Arguments that KFP's local runner puts between the command and the source of a step.
+# Positions in the command with which KFP's local runner starts a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
 
 
 def make_component(function: Callable[..., Any], image: str) -> Any:
-    """Make a KFP component from a function; inside a running step return the function."""
+    """Make a KFP component from a function; inside a running step, return the function itself."""
     from kfp import dsl
 
-    # A running step does not load the compiler.
+    # Inside a running step, KFP does not load its compiler.
     if not hasattr(dsl, "component"):
         return function
     return dsl.component(function, base_image=image, install_kfp_package=False)
@@ -48,19 +48,19 @@ def load_without_client() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommand:
-    """The command with which KFP's local runner starts a step: its component and its arguments."""
+    """The parts of the command with which KFP's local runner starts a step."""
 
     name: str
     source: str
     arguments: tuple[str, ...]
 
     def with_source(self, file: Path) -> list[str]:
-        """Return the command that runs the step from a file with its source."""
+        """Return the command that runs the step, given a file with its source."""
         return ["python3", "-m", _EXECUTOR, "--component_module_path", str(file), *self.arguments]
 
 
 def parse_command(command: Sequence[str]) -> StepCommand | None:
-    """Return the parts of a command of KFP's local runner; None for another command."""
+    """Parse a command of KFP's local runner; return None for any other command."""
     if len(command) <= _ARGUMENTS or _EXECUTOR not in command[_SHELL]:
         return None
     arguments = tuple(command[_ARGUMENTS:])
@@ -69,11 +69,11 @@ def parse_command(command: Sequence[str]) -> StepCommand | None:
 
 
 def replace_local_runner(run: RunCommand) -> None:
-    """Let `run` start the steps of KFP's local runner.
+    """Make KFP's local runner start its steps with `run`.
 
-    The runner starts a step itself if `run` returns None.
+    If `run` returns None, the local runner starts the step itself.
     """
-    # This module takes a second to load.
+    # Importing this module takes a second.
     from kfp.local import subprocess_task_handler
 
     before = subprocess_task_handler.run_local_subprocess
@@ -88,30 +88,29 @@ def replace_local_runner(run: RunCommand) -> None:
 
 
 def make_client_type() -> Any:
-    """Return a class of KFP's client whose constructor reads no file and sends no request.
+    """Return a class of KFP clients whose constructor reads no file and sends no request.
 
-    A subclass has `make_configuration`, which returns the configuration of the requests.
+    A subclass must define `make_configuration`, which returns the client's configuration.
     """
     from kfp.client import Client
 
     class OwnClient(Client):  # type: ignore[misc]
-        """The client with the configuration of its subclass."""
+        """A client whose configuration comes from its subclass."""
 
         def _load_config(self, *_ignored: object) -> Any:
             return self.make_configuration()
 
         def _load_context_setting_or_default(self) -> None:
-            # The value must not be empty, since the constructor would send a request without a
-            # timeout.
+            # If the value were empty, the constructor would send a request without a timeout.
             self._context_setting = {"namespace": "-"}
 
         def set_user_namespace(self, namespace: str) -> None:
-            """Set the namespace of this client only."""
+            """Set the namespace of this client without saving it to a file."""
             self._context_setting["namespace"] = namespace
 
         @property
         def requests(self) -> Any:
-            """The sender of all requests, with `cookie`, `rest_client` and `configuration`."""
+            """The API client for all requests, with `cookie`, `rest_client`, `configuration`."""
             return self._healthz_api.api_client
 
     return OwnClient

@@ -1,4 +1,4 @@
-"""The launchers of training clusters, by `cluster.launcher`."""
+"""Chooses and runs the launcher of a training cluster, according to `cluster.launcher`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine
     from flotilla.components.kubernetes.names import Tree
 
-# This variable is set for a step in a debugger, which trains in the process of the step.
+# This variable is set if a step runs in a debugger; training then runs in the step's process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
-# The Kubernetes engines; `auto` uses the first one that the cluster serves.
+# The Kubernetes engines in order of preference; `auto` uses the first one that the cluster serves.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
 
 
 def engine(name: str) -> Engine:
     """Return the engine with this name."""
-    # Importing the Kubernetes client takes half a second, which a local run does not need.
+    # Importing the Kubernetes client takes half a second, and a local run does not need it.
     if name == "jobset":
         from flotilla.components.jobset.engine import JobSets
 
@@ -41,7 +41,7 @@ def engine(name: str) -> Engine:
 
 
 def render_job(config: Config) -> Tree:
-    """Return the job of a configuration, with placeholders; raises `ConfigError`."""
+    """Return the job of a configuration, with placeholders for a run; raises `ConfigError`."""
     from flotilla.components.kubernetes.engine import document
 
     found = engine(config.cluster.launcher)
@@ -50,11 +50,11 @@ def render_job(config: Config) -> Tree:
 
 
 def require_shared(config: Config, root: str) -> None:
-    """Raise a `ConfigError` if `root` is a folder that not all pods of a job share."""
+    """Raise a `ConfigError` if `root` is a local folder that not all pods of a job mount."""
     here = storage.local_path(root)
     if not here:
         return
-    # The import includes the Kubernetes client, as above.
+    # Import this only here, because it imports the Kubernetes client.
     from flotilla.components.kubernetes.pods.template import replicas
 
     place, settings = PurePosixPath(here), config.cluster.kubernetes
@@ -92,8 +92,8 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     from flotilla.components.kubernetes.pods.template import leading
 
     kubernetes.launch(engine(launcher), job, defaults)
-    # Texts of the job and its pods may contain any character. Without an agent nothing writes a
-    # record.
+    # The success of a job is not enough: the leading task must have recorded the end of training. A
+    # program without an agent records nothing.
     if not job.config.program.command or job.config.program.python:
         completion.require(job, str(leading(job.config)))
 
@@ -105,7 +105,7 @@ def _launch_here(job: Job) -> None:
         task.train_in_process(job)
         return
     if os.environ.get(events.VARIABLE):
-        # The process that started the run follows the events of its tasks.
+        # The process that started the run shows the progress of the tasks from their events.
         local.launch(job)
         return
     with local.relay_logs(job.workdir, relay):
@@ -113,13 +113,13 @@ def _launch_here(job: Job) -> None:
 
 
 def end(settings: Mapping[str, Any], run_id: str) -> None:
-    """Delete remaining jobs of a run with these settings on a cluster; raises `UserError`."""
+    """Delete the jobs that a run with these settings left on a cluster; raises `UserError`."""
     try:
         cluster = parse_settings(settings).get("cluster") or {}
         named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}
         config = parse_config({"cluster": named})
     except (ConfigError, TypeError):
-        # The first step refused the setting, so nothing was launched.
+        # The first step has already refused these settings, so nothing was launched.
         return
     launcher = config.cluster.launcher
     if launcher == "local":
@@ -136,7 +136,7 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
         try:
             delete_jobs(engine(name), config.cluster.kubernetes, run_id)
         except UserError as error:
-            # The jobs of the other engine are still ended.
+            # Continue, so that the jobs of the other engine are deleted too.
             failed.append(error)
     if failed:
         raise failed[0]

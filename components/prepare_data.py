@@ -23,7 +23,8 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
 
 
-# The fields of the form; a test compares them with `flotilla.trainer.config.form`.
+# The arguments are the fields of the form; a test compares them with
+# `flotilla.trainer.config.form`.
 @contract.mark_component
 @component
 def prepare_data(
@@ -52,10 +53,10 @@ def prepare_data(
     "Prepared",
     [("config", str), ("root", str), ("run_id", str), ("dataset_uri", str), ("Output", str)],
 ):
-    """Publish the dataset of the form; return "ready", "unchanged" or "refused", and its URI.
+    """Prepare the dataset and apply the data gate; return "ready", "unchanged" or "refused".
 
-    `published` is the URI of a published dataset to train on instead. Only a whole
-    run returns "unchanged": an earlier run has promoted a model of the same files.
+    `published` is the URI of an existing dataset to train on instead. "unchanged" means that an
+    earlier run has already done the same work; only a whole run returns it.
     """
     from flotilla.components.prepare_data import work
     from flotilla.components.records.record import run
@@ -64,9 +65,9 @@ def prepare_data(
 
 
 class Prepared(NamedTuple):
-    """The outputs of the first step: the configuration as JSON, and where to store results.
+    """The outputs of the first step; `config` is the configuration as JSON.
 
-    `Output` is the result: KFP's local runner accepts no other name in a condition.
+    `Output` is the result. KFP's local runner accepts no other output name in a condition.
     """
 
     config: str
@@ -77,7 +78,7 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages until a stage ends the run without training."""
+    """Run the stages in order, until one of them ends the run without training."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
@@ -91,7 +92,7 @@ def work(step: Step) -> Prepared:
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Make the configuration; for an unchanged run, write all outputs, which KFP's UI expects."""
+    """Resolve the configuration; for an unchanged run, write the outputs that KFP's UI expects."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):
@@ -102,9 +103,9 @@ def resolve(step: Step) -> resolve_config.Resolved:
 
 @contextmanager
 def _try_model(step: Step, config: str) -> Iterator[None]:
-    """Try the model on the first rows while the block runs; a mistake ends the block and is raised.
+    """Try the model on the first rows of the data while the block runs.
 
-    On this machine, the runner does this in parallel with all steps.
+    If the trial fails, the block is interrupted. In a local run, the runner tries the model.
     """
     if run_store.is_local_run():
         yield
@@ -115,7 +116,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
     def end(mistake: ConfigError) -> None:
         mistakes.append(mistake)
         if not is_over.is_set():
-            # As with any stop request, no process remains.
+            # End the process as any other stop request does, so that no child process remains.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def refuse(_stage: Step) -> None:
@@ -146,7 +147,7 @@ def prepare(step: Step) -> tuple[str, str]:
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
-            # Retention has removed it in the meantime.
+            # Retention removed the dataset in the meantime.
             prepared = prepare.prepare(exact, step.root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]
@@ -166,8 +167,8 @@ def prepare(step: Step) -> tuple[str, str]:
 
 
 def validate(step: Step) -> str:
-    """Apply the data gate, with the champion's dataset; return `accepted` or `refused`."""
-    # This module imports SciPy, which takes longer than an unchanged run.
+    """Apply the data gate, also against the champion's dataset; return `accepted` or `refused`."""
+    # Import this only here: it imports SciPy, which takes longer than a whole unchanged run.
     from flotilla.trainer.data_gate import validate
 
     settings = load_bundle(step.config)

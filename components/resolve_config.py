@@ -1,4 +1,4 @@
-"""The first stage: makes a configuration from the form, and looks up the run's dependencies."""
+"""The first stage: builds the configuration from the form, and looks up the inputs of the run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# The keys of the pinned digest of the listing and of the source that it belongs to.
+# Keys of two pinned values: the digest of the listing, and the source that was listed.
 _FILES, _LISTED = "listing of data.source", "what was listed"
 _log = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """The arguments of the next stages; `is_unchanged` if an earlier run did the same work."""
+    """Arguments of the next stages; `is_unchanged`: whether an earlier run did the same work."""
 
     config: str
     root: str
@@ -45,7 +45,7 @@ class Resolved(NamedTuple):
 
 
 def run_step(call: Mapping[str, Any]) -> NoReturn:
-    """Refuse: a pipeline of nine steps calls this, and an old schedule may still start one."""
+    """Refuse a step of an old pipeline with nine steps, which a schedule may still start."""
     record.run(_refuse, call)
     raise AssertionError
 
@@ -55,7 +55,7 @@ def _refuse(step: Step) -> None:
 
 
 def work(step: Step) -> Resolved:
-    """Check the form, and record a refusal; return the configuration and the place for results."""
+    """Build, check and publish the configuration; return the arguments of the next stages."""
     contract.check()
     artifact, config = step.configuration, from_form(vars(step))
     root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
@@ -81,7 +81,7 @@ def work(step: Step) -> Resolved:
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
     return Resolved(
-        # KFP writes its parameters into the log unmasked.
+        # KFP logs its parameters as they are, so control characters must be escaped.
         config=printable(config.model_dump_json()),
         root=root,
         run_id=run_id,
@@ -90,7 +90,7 @@ def work(step: Step) -> Resolved:
 
 
 def _check_shared(root: str) -> None:
-    """Raise a `ConfigError` in a pod whose `root` is a folder that no other pod sees."""
+    """Raise a `ConfigError` in a pod if `root` is a local folder, which no other pod sees."""
     if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
         raise ConfigError(
             f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's checkpoint, if any, in its warm start."""
+    """Replace a warm start from `champion` by the URI of the champion's checkpoint."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:
@@ -122,10 +122,10 @@ def add_champion(config: Config, root: str) -> Config:
 
 
 def add_positive(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's positive classes if it sets none.
+    """Return the configuration with the champion's positive classes for those that are not set.
 
-    Of two classes of similar size, the rarer one may change between runs, and with it the meaning
-    of a prediction.
+    By default, the rarer class is positive. If two classes are about equally frequent, the rarer
+    one may change between runs, and with it the meaning of a prediction.
     """
     task = config.task
     if task.name not in (AUTO, *OF_TWO_CLASSES, "multi_output"):
@@ -148,10 +148,10 @@ def add_positive(config: Config, root: str) -> Config:
 
 
 def add_listing(config: Config, root: str) -> Config:
-    """Return the configuration with the digest of the chosen files as its `data.version`.
+    """Return the configuration with the digest of the selected files as its `data.version`.
 
-    The listing is stored below `root`, where preparation reads it: a file that arrives later
-    belongs to the next run. Raises `UserError`.
+    The listing is stored below `root`, and preparation reads it from there. Files that arrive later
+    belong to the next run. Raises `UserError`.
     """
     data = config.data
     if not data.source or data.version:
@@ -162,10 +162,10 @@ def add_listing(config: Config, root: str) -> Config:
 
 
 def _require_same_source(data: DataConfig) -> None:
-    """Raise a `ConfigError` if the run has listed the files of another source."""
-    # Relative paths are resolved, so that another working folder does not change their files.
+    """Raise a `ConfigError` if a resumed run has already listed the files of another source."""
+    # Compare the absolute path too, because the run may be resumed from another working directory.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
-    # If the listing fails, the run has no files yet.
+    # If an earlier listing failed, the run is not bound to any files yet.
     listed = run_store.read_pinned(_LISTED) if run_store.read_pinned(_FILES) else ""
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
@@ -184,7 +184,7 @@ def _list_files(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # The listing exists even if some files were removed.
+        # This listing is already published, even if some of its files were deleted since then.
         _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
         return before.version
     listing.publish(taken, root)
@@ -197,7 +197,7 @@ def _list_files(config: Config, root: str) -> str:
 
 
 def add_choices(config: Config, dataset: str, root: str, run_id: str) -> Config:
-    """Return the configuration with its `auto` values chosen for a prepared dataset."""
+    """Return the configuration with its `auto` values resolved for a prepared dataset."""
     known = _choose_length(_choose_model(config, dataset), dataset)
     if known != config:
         step_record.publish_config(
@@ -214,7 +214,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     if config.model.name != AUTO or config.program.command:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
-    # Another version may choose a different model, which does not match the checkpoints of the run.
+    # Prefer the earlier choice: a different model would not fit the checkpoints of the run.
     name, why = choice.of_dataset(spec)
     if before := _model_before():
         name, why = before.name, "an earlier start of this run has chosen it"
@@ -226,7 +226,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
 
 
 def _model_before() -> ModelConfig | None:
-    """Return the model that was chosen when this run last trained here, if any."""
+    """Return the model chosen when this run last started training on this machine, if any."""
     with suppress(KeyError, OSError, ValueError, UserError):
         at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
         started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))
@@ -246,14 +246,14 @@ def _choose_length(config: Config, dataset: str) -> Config:
 
 
 def find_finished_run(config: Config, root: str) -> str:
-    """Return the earlier run that finished the same work on the same files, if any."""
+    """Return the id of an earlier run that did the same work; empty if there is none."""
     if not config.data.source or config.training.when_unchanged == "train":
         return ""
     return run_store.pin_once("run that has finished", lambda: trained.find_finished(config, root))
 
 
 def _enter_bundle(code: str, root: str, run_id: str) -> dict[str, str]:
-    """Put the bundle of a run on the path and mark it as used; do nothing if there is no bundle."""
+    """Add the run's code bundle, if there is one, to the import path, and mark it as used."""
     if not code:
         return {}
     bundle.enter(code)

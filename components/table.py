@@ -1,8 +1,8 @@
-"""The table of all steps of the pipeline, which compiling, running and reporting read.
+"""The table of all pipeline steps, from which pipelines are compiled, run and reported.
 
-A step is a KFP component: its file `components/NAME.py`, its row here, and its wiring in
-`pipelines/training.py`. It runs stages in sequence, each with its own record. Steps and stages are
-listed in execution order.
+A step is a KFP component: it consists of its file `components/NAME.py`, its row in this table, and
+its wiring in `pipelines/training.py`. A step runs its stages in sequence, and each stage has its
+own record. Steps and stages are listed in execution order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Output = Literal[
     "registration",
     "report",
 ]
-#: The results of the first step: whether the run trains. `unchanged` means that an earlier run has
-#: done the same work.
+#: Results of the first step, which decide whether the run trains. `unchanged` means that an earlier
+#: run has already done the same work.
 READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"
-#: The result of training by a user's own program, if the run ends there.
+#: Result of training with the user's own program if the run ends after training.
 TRAINED = "trained"
 _HOUR, _DAY = 3600, 24 * 3600
 
@@ -33,12 +33,12 @@ class StageSpec:
     """One stage.
 
     Attributes:
-        output: kind of the directory that the stage publishes, and its name among the artifacts of
-            a run; None if it publishes nothing.
-        accepts: for a stage that judges the data or the model, the result with which the run
-            continues; any other result ends the run as refused. Empty for other stages.
-        completes: the result of the stage that ends the run successfully without the next stages;
-            empty for none.
+        output: kind of directory that the stage publishes, and its name among the artifacts of a
+            run; None if it publishes nothing.
+        accepts: result with which the run continues; any other result ends the run as refused.
+            Empty for a stage that does not judge the data or the model.
+        completes: result that ends the run successfully before the next stages; empty if there is
+            none.
     """
 
     name: str
@@ -52,14 +52,14 @@ class StepSpec:
     """One step.
 
     Attributes:
-        name: of the step's file and function.
-        deadline_seconds: limit of one pod, including the image pull and all attempts.
-        retries: retries of each stage in a pod after a transient failure, and replacements of a
-            lost pod.
-        is_light: needs little CPU and memory, whatever the settings of other steps.
-        may_use_gpus: computes with the model.
-        loads: the module for its computation, which imports TensorFlow; empty for none.
-        is_exit_step: runs at the end of every complete run, even after a failure.
+        name: name of the step's file and function.
+        deadline_seconds: time limit of one pod, including the image pull and all attempts.
+        retries: how often each stage is retried in its pod after a transient failure, and how
+            often a lost pod is replaced.
+        is_light: whether the step needs little CPU and memory, regardless of the settings.
+        may_use_gpus: whether the step computes with the model.
+        loads: module that does the computation and imports TensorFlow; empty if there is none.
+        is_exit_step: whether the step runs at the end of every complete run, even after a failure.
     """
 
     name: str
@@ -72,7 +72,7 @@ class StepSpec:
     is_exit_step: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse an invalid limit."""
+        """Raise a `ValueError` for an invalid deadline or number of retries."""
         if self.deadline_seconds < 1:
             raise ValueError(f"{self.name}: deadline_seconds {self.deadline_seconds} is below 1")
         if self.retries < 0:
@@ -95,7 +95,7 @@ STEPS = (
         deadline_seconds=_DAY,
         retries=3,
     ),
-    # The training job has its own deadline, which is shorter by default.
+    # The training job itself has a shorter deadline by default.
     StepSpec(
         name="train_model",
         stages=(StageSpec(name="train_model", output="checkpoint", completes=TRAINED),),
@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # This stage may compare the model with a champion that the gate did not compare.
+    # `register_model` may compare the model with a newer champion than the gate did.
     StepSpec(
         name="export_model",
         stages=(
@@ -130,7 +130,7 @@ STEPS = (
         is_exit_step=True,
     ),
 )
-#: The steps of a sweep that replace training and the exit step; see `pipelines/sweeps/pipeline.py`.
+#: Steps that replace training and the exit step in a sweep; see `pipelines/sweeps/pipeline.py`.
 SWEEP_STEPS = tuple(
     StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
     for name, seconds, light in (
@@ -140,7 +140,7 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
-#: The stage that reports every mistake in the configuration.
+#: The stage that checks the configuration and reports all of its errors.
 FIRST_STAGE = STAGES[0].name
 #: The step that runs at the end of every complete run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
@@ -150,7 +150,7 @@ PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_e
 
 
 def find_step(name: str) -> StepSpec:
-    """Return the row of a step by its name or KFP's name; raises `LookupError`."""
+    """Return the row of a step, given its name or its KFP name; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
@@ -158,7 +158,7 @@ def find_step(name: str) -> StepSpec:
 
 
 def find_step_of_stage(stage: str) -> StepSpec:
-    """Return the step that runs a stage, by the name of the stage; raises `LookupError`."""
+    """Return the step that runs the stage with this name; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if any(each.name == stage for each in step.stages):
             return step
@@ -166,15 +166,15 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after the given stage; all stages if it is empty."""
+    """Return the names of a step's stages after `stage`, or all of them if it is not one."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def name_step_of(stage: str) -> str:
-    """Return the name of the step that runs a stage, or the name of a stage without a row.
+    """Return the name of the step that runs a stage; for an unknown stage, return its own name.
 
-    A record may belong to another version or another pipeline.
+    A record of another version or of another pipeline may name an unknown stage.
     """
     try:
         return find_step_of_stage(stage).name
@@ -183,14 +183,14 @@ def name_step_of(stage: str) -> str:
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Return whether only the exit step follows this stage and result; False for no row."""
+    """Return whether a stage with this result ends the run; False for an unknown stage."""
     row = _find_stage(name)
     is_refused = bool(row and row.accepts and word != row.accepts)
     return row is WORKING[-1] or ends_well(name, word) or is_refused
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether the run succeeds at this stage with this result; False for no row."""
+    """Return whether this result of a stage ends the run successfully; False if it is unknown."""
     row = _find_stage(name)
     return bool(row and row.completes and word == row.completes)
 
@@ -201,7 +201,7 @@ def _find_stage(name: str) -> StageSpec | None:
 
 
 def output_kind(name: str) -> Output | None:
-    """Return the kind of a stage's output; None if there is no output or no such stage."""
+    """Return the kind of a stage's output; None if it publishes nothing or is unknown."""
     return next((stage.output for stage in STAGES if stage.name == name), None)
 
 

@@ -43,7 +43,7 @@ def train_model(
 ) -> str:
     """Train on the dataset at URI `dataset`; return the URI of the selected checkpoint.
 
-    It is empty if nothing follows: a program's run with `program.after_training: stop`.
+    The URI is empty if the run ends with training (`program.after_training: stop`).
     """
     from flotilla.components.records.record import run
     from flotilla.components.train_model import work
@@ -57,7 +57,7 @@ def work(step: Step) -> str:
 
 
 def train(step: Step) -> str:
-    """Train; `mlpipeline_ui_metadata` is the file with which the UI shows TensorBoard."""
+    """Train and select a checkpoint; write `mlpipeline_ui_metadata` for the UI's TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = load_bundle(step.config)
     from flotilla.trainer.data.shards.shard_store import plan_streaming
@@ -65,13 +65,13 @@ def train(step: Step) -> str:
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
-    # The check runs before a cluster is requested.
+    # Check this before a cluster is requested.
     plan_streaming(settings, manifest, settings.cluster.workers)
-    # The module is loaded now, since it would otherwise be loaded only after training.
+    # Check the slices now, because otherwise an error would appear only after training.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local" and not settings.program.command:
-        # In a pod, this runs before the pods of the cluster start; on this machine, the chief does
-        # it.
+        # In a pod, try the model before the pods of the cluster start. In a local run, the chief
+        # does this.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())
     checkpoints = storage.join(step.root, step.run_id, "checkpoints")
@@ -98,14 +98,14 @@ def train(step: Step) -> str:
 
 
 def _select(config: Config, checkpoints: str, *, needs_model: bool) -> SelectedCheckpoint | None:
-    """Return the checkpoint for the next steps; None if a program that ends has written none."""
+    """Return the selected checkpoint; None if a program wrote none and none is needed."""
     if not config.program.command:
         return select_checkpoint(checkpoints, config.training.hand_on, config.task.main_metric)
     return select_program_checkpoint(checkpoints, needs_model=needs_model)
 
 
 def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
-    """Return the state that training reached, and the metrics of the selected checkpoint."""
+    """Return the global step that training reached, and the metrics of the selected checkpoint."""
     by = found.best.by if found.best else BY_LOSS
     metrics = {
         "global_step": found.trained,
@@ -113,7 +113,7 @@ def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
         **{name: value for name, value in found.validation.items() if name == by.column},
         "handed_on_as": found.why,
         **found.fields["metrics"],
-        # The manifest does not have the metrics of an evaluator.
+        # The metrics of a separate evaluator are not in the manifest.
         **found.validation,
     }
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}

@@ -1,8 +1,9 @@
-"""JobSet (kubernetes-sigs): makes the JobSet of a configuration, and interprets its status.
+"""The JobSet engine: builds the JobSet of a configuration and interprets its status.
 
-Each task is a replica with one completion: deleting the Job of a lost pod replaces the pod at once,
-where the Job controller would wait up to 10 minutes. Exit codes from 1 to 127 are final; 128 and
-above restart a task. For JobSet 0.12: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
+Each task is its own replica with one completion. To replace a lost pod at once, the engine deletes
+the replica's Job; the Job controller alone would wait up to 10 minutes. Exit codes from 1 to 127
+are final; 128 and above restart the task. Written for JobSet 0.12, see
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import DONE, RETRYABLE, ConfigError
 
 LAUNCHER: Literal["jobset"] = "jobset"
-# JobSet's labels on the child Jobs and the pods.
+# Labels that JobSet sets on child Jobs and pods.
 NAME_LABEL, UID_LABEL = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/jobset-uid"
 KIND = JobKind(
     resource=Resource("jobsets", "jobset.x-k8s.io", "v1alpha2"),
@@ -54,12 +55,13 @@ KIND = JobKind(
     ),
 )
 PORT_NAME = "grpc"
-# Kubernetes counts the failures of one task here; Flotilla counts the failures of all tasks.
+# The default `backoffLimit`, practically unlimited: Kubernetes counts the failures of each task,
+# but Flotilla limits the failures of all tasks together.
 BACKOFF_LIMIT = 1000
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the JobSet that trains `job`, equal for equal arguments."""
+    """Return the JobSet that trains `job`; equal arguments give equal JobSets."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -119,7 +121,7 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
 
 
 def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
-    """Return the addresses of all tasks that train, by role."""
+    """Return the addresses of all tasks except the evaluator, by role."""
     if sum(counts.values()) == 1:
         return {role: [f"localhost:{PORT}"]}
     return {
@@ -134,7 +136,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return the policy for the exits of a pod; the rule for a lost pod must come first."""
+    """Return the pod failure policy. The rule for disrupted pods must come first."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,
@@ -149,14 +151,14 @@ def _failure_policy() -> Tree:
     }
 
 
-# The Job controller's reason for a Job that exceeded its active deadline.
+# The reason that the Job controller gives if a Job exceeds its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# The number of child Jobs without pods whose events are read; the others report the same.
+# Maximum number of child Jobs without pods whose events are read; the others report the same.
 _REPORTERS = 10
 
 
 class JobSets(Engine):
-    """The operations on JobSets."""
+    """The engine for JobSets."""
 
     name = LAUNCHER
     kind = KIND
@@ -164,7 +166,7 @@ class JobSets(Engine):
     fails_with_a_pod = False
 
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for a TFJob setting that JobSets lack."""
+        """Raise a `ConfigError` for TFJob settings that JobSet does not support."""
         program.check(config)
         settings = config.cluster.kubernetes
         job = settings.job
@@ -188,16 +190,16 @@ class JobSets(Engine):
                 )
 
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the JobSet of a run."""
+        """Return the JobSet of a job."""
         return manifest(job, place)
 
     def templates(self, tree: Tree) -> Sequence[Tree]:
-        """Return the pod templates of a job, role by role."""
+        """Return a job's pod templates, one for each role."""
         jobs = tree["spec"]["replicatedJobs"]
         return [each["template"]["spec"]["template"] for each in jobs]
 
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether a pod belongs to the JobSet with this uid, through an owning child Job."""
+        """Return whether the label of a pod names the JobSet with this uid."""
         return bool(pod["metadata"].get("labels", {}).get(UID_LABEL) == uid)
 
     def is_taken_up(self, tree: Tree) -> bool:
@@ -205,11 +207,11 @@ class JobSets(Engine):
         return bool(tree.get("status"))
 
     def is_suspended(self, tree: Tree) -> bool:
-        """Return whether a job is suspended; the condition appears before its pods are gone."""
+        """Return whether the spec of a job suspends it, even if its pods still run."""
         return bool(tree["spec"].get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None if it has not ended."""
+        """Return how the job ended; None if it has not ended."""
         if condition(tree, "Completed"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -218,12 +220,16 @@ class JobSets(Engine):
         return JobEnd(is_done=False, message=" ".join(str(failed.get("message", "")).split()))
 
     def is_failing(self, api: Api, tree: Tree) -> bool:
-        """Return whether a child Job fails; its condition appears once its pods have ended."""
+        """Return whether a child Job is failing.
+
+        Kubernetes sets the condition `Failed` only after all pods of the Job have ended, but
+        `FailureTarget` at once.
+        """
         jobs = self._jobs(api, tree)
         return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
 
     def failure(self, api: Api, tree: Tree) -> JobEnd:
-        """Return the reason of a failure, from the child Job that failed first."""
+        """Return the reason for a failure, taken from a failed child Job."""
         end = self.end(tree) or JobEnd(is_done=False)
         try:
             jobs = self._jobs(api, tree)
@@ -237,13 +243,13 @@ class JobSets(Engine):
         return replace(end, message=f"{end.message}: {message}", is_past_deadline=past)
 
     def is_final(self, _config: Config, end: TaskEnd) -> bool:
-        """Return whether the pod failure policy fails the job for this exit of a task."""
+        """Return whether the pod failure policy fails the whole job after this exit of a task."""
         if end.task.role == "evaluator" or end.pod_deleted or end.code is None:
             return False
         return DONE < end.code < RETRYABLE
 
     def stop(self, tree: Tree) -> Stop:
-        """Return the stop by suspension, or by the guard if Kueue would resume the job at once."""
+        """Return how to stop the job: by suspension, or by the guard if Kueue would resume it."""
         jobs = {each["name"]: each["template"]["spec"] for each in tree["spec"]["replicatedJobs"]}
         role = "chief" if "chief" in jobs else "worker"
         template = jobs.get(role, {}).get("template", {})
@@ -252,13 +258,13 @@ class JobSets(Engine):
         return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Delete the Job of a lost pod; JobSet recreates it at once, without a back-off."""
+        """Delete the Job of a lost pod; JobSet recreates it at once, without backoff."""
         for owner in pod["metadata"].get("ownerReferences") or []:
             if owner["kind"] == "Job":
                 api.delete(JOBS, owner["name"], owner["uid"])
 
     def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uids of the job and its child Jobs without pods, which report the reason."""
+        """Return the uids of the JobSet and of its child Jobs that have no pods."""
         idle = [job for job in self._jobs(api, tree) if not job.get("status", {}).get("active")]
         jobs = [str(job["metadata"]["uid"]) for job in idle[:_REPORTERS]]
         return [str(tree["metadata"]["uid"]), *jobs]

@@ -1,1 +1,1 @@
-"""The records of a run: the frame and record of each step, and the facts of its report."""
+"""The records of a run: what each step did, and the data for its report."""

@@ -1,4 +1,4 @@
-"""Gathers the facts of a run for its report, from published directories and events."""
+"""Gathers the data for a run's report from published directories and events."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from flotilla.trainer.runtime.json_records import parse, parse_mapping, parse_re
 
 
 def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resources of a training cluster: `tasks` of each role, and `gpus`."""
+    """Return the resources of a training cluster: `tasks` by role, and the number of `gpus`."""
     tasks = count_tasks(config)
     return {"tasks": tasks, "gpus": config["cluster"]["gpus_per_worker"] * tasks.get("worker", 1)}
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
-    """Return the task and GPU time that training used; empty if there was no training."""
+    """Return the task hours and GPU hours that training used; empty if there was no training."""
     train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
-    # The configuration of another version may lack a section, or name another strategy.
+    # A configuration of another version may lack a section or name an unknown strategy.
     held: Mapping[str, Any] = {}
     with suppress(KeyError, TypeError, ValueError, UserError):
         held = (train and train.held) or (count_resources(config) if config else {})
@@ -72,17 +72,18 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
-# The history contains progress and similar events.
+# The events that the report needs. Progress events are left out, because the training history
+# contains their content.
 _REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
     "evaluation", "decision",
 )  # fmt: skip
-# A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its version, and `RUNNING` if it
-# lost track of the run; the local runner also reports `SUCCESS`.
+# States of a successful run. A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its
+# version, or `RUNNING` if it has lost track of the run. The local runner also reports `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-#: The state of a run whose steps are retried after its end.
+#: State of a finished run whose steps run again.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"
@@ -91,10 +92,10 @@ PAGE = "report.html"
 def write(
     state: str, root: str, run_id: str, folder: Path, path: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Write `report.html` to `path` from all existing results of the run; return the facts.
+    """Write the report of a run to `path` from all results that exist; return its data.
 
-    `state` is KFP's final state, such as `SUCCEEDED`, and `words` KFP's message for a failure.
-    `folder`, on this machine, may hold the events of the run.
+    `state` is KFP's final state, for example `SUCCEEDED`. `words` is KFP's failure message.
+    `folder` is a local folder that may contain the run's events.
     """
     facts = gather_facts(state, root, run_id, folder, words)
     report.write(facts, path)
@@ -102,7 +103,10 @@ def write(
 
 
 def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
-    """Rewrite the report of the run at the URI `at` in the artifacts of its exit step."""
+    """Rewrite the report of the run at URI `at`.
+
+    `displays` has the URIs of the exit step's artifacts, which are rewritten too.
+    """
     with harmless("the report"), tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         page = Path(folder, PAGE)
         uri = storage.join(at, PAGE)
@@ -114,14 +118,14 @@ def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
 
 
 def render_artifacts(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
-    """Return the UI's content for a report, by the name of the exit step's artifact."""
+    """Return the contents of the exit step's artifacts, by artifact name."""
     return {"report": page.read_bytes(), "summary": report.to_markdown(facts, uri)}
 
 
 def gather_facts(
     state: str, root: str, run_id: str, folder: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Return the known facts of a run; see `flotilla.trainer.report.report`."""
+    """Return the data of a run that is known; see `flotilla.trainer.report.report`."""
     known = _read_state(folder)
     shared = [
         _add_traceback(each, known)
@@ -137,7 +141,7 @@ def gather_facts(
     registered = made.read("registration", "registration.json")
     config = _resolve_auto(_config(folder, root, run_id), folder)
     lineage = registered.get("lineage") or {}
-    # The local runner reports a run that was stopped between two steps as failed.
+    # If a run is stopped between two steps, the local runner reports it as failed.
     ended = _CANCELED[0] if known.interrupted else state
     verdict = _verdict(ended, decision or validation, registered, steps)
     return {
@@ -180,7 +184,7 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # A record of an earlier version lacks this field.
+        # Records of earlier versions lack this field.
         "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,
@@ -188,7 +192,7 @@ def _facts(step: StepRecord) -> dict[str, Any]:
 
 
 def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return every attempt of these steps, in order of start."""
+    """Return all attempts of these steps, in the order of their start."""
     earlier = [
         StepRecord(step=step.step, **to_tree(each)) for step in steps for each in step.earlier
     ]
@@ -196,7 +200,7 @@ def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _add_traceback(step: StepRecord, known: RunState) -> StepRecord:
-    """Return the record; for failed training with the tasks' traceback of the user's code."""
+    """Return the record; if training failed, with the tasks' traceback of the user's code."""
     if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)
@@ -217,17 +221,17 @@ def _verdict(
     words = [(each.step, each.metrics.get("decision")) for each in steps]
     if well := [str(word) for step, word in words if ends_well(step, word)]:
         return well[0]
-    # Accepted data does not imply a blessed model.
+    # `accepted` is the result of the data gate and does not mean that a model was blessed.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
-    """Return the error of a failure that no step reports; empty if a step reports one."""
+    """Return the error message of a failed run if no step reports the error; otherwise empty."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
     if failed:
-        # A step that was killed has no error message.
+        # A step that was killed could not report an error.
         return said if not shared and failed[0].ended is None else ""
     why = "no step recorded a reason; see its log"
     if lost := lost_stage(steps):
@@ -238,7 +242,7 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
 
 
 def _find_missing(names: Collection[str]) -> str:
-    """Return the step after the last of these that left a record; empty if there is none."""
+    """Return the stage after the last of the named stages; empty if there is none."""
     last = max((n for n, stage in enumerate(WORKING) if stage.name in names), default=-1)
     after = WORKING[last + 1 :]
     return after[0].name if after else ""
@@ -256,7 +260,7 @@ def _list_published(state: str, root: str, run_id: str) -> list[StepRecord]:
 
 
 class _Made:
-    """The published results of this run's steps; without them, the newest result of each kind."""
+    """The published results of a run: those in its records, or else the newest of each kind."""
 
     def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
@@ -270,7 +274,7 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return the value of a JSON file, of type `of`; an empty value if there is none."""
+        """Return a parsed JSON file, which must have type `of`; an empty `of` if it is missing."""
         with _skip_unreadable():
             uri = self.uri(kind)
             if uri:
@@ -323,7 +327,7 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
 
 
 def _resolve_auto(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a local configuration with the values that training used for `auto`."""
+    """Return a local run's configuration with `auto` replaced by the values that training used."""
     if AUTO not in str(config.get("training")):
         return config
     with suppress(UserError):
@@ -340,7 +344,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """The fields of the evaluation and the decisions that the report reads."""
+    """The fields of the evaluation and of the decisions that the report uses."""
 
     decision: str = ""
     rules: tuple[Mapping[str, Any], ...] = ()
@@ -354,7 +358,7 @@ class _Published:
 
 
 def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
-    """Return the JSON value of a file, of type `of`, after a check of its rows and texts."""
+    """Parse a JSON file; raise a `ValueError` if it or one of its fields has the wrong type."""
     tree = parse(data)
     if not isinstance(tree, of):
         raise ValueError(f"{where} does not contain a {of.__name__}")
@@ -367,7 +371,7 @@ def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
 
 @contextmanager
 def _skip_unreadable() -> Iterator[None]:
-    # For a failed run, an incomplete report is better than no report.
+    # An incomplete report of a failed run is better than no report.
     try:
         yield
     except (UserError, ValueError, OSError) as error:

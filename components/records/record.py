@@ -1,7 +1,7 @@
-"""The frame around a step and each of its stages: events, records, retries and exit.
+"""Runs a step and its stages: events, records, retries and exit codes.
 
-On a KFP instance a stage that fails for a transient reason is retried in its pod, since KFP only
-restarts lost pods. On this machine the user sees the failure, so there is one attempt.
+On a KFP instance, a stage with a transient failure is retried in its pod, because KFP restarts only
+lost pods. In a local run there is only one attempt, because the user sees the failure.
 """
 
 from __future__ import annotations
@@ -51,18 +51,19 @@ from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
-# A runner that was requested to stop sets this variable; then only the exit step does its work.
+# A runner that is asked to stop sets this variable for its steps. Then only the exit step runs.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
-# A failing operation has already been retried until its deadline, which is minutes for a store.
+# Pauses before a stage is retried. They are long because the failed operation was already retried
+# until its own deadline, which is minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
-# Seconds between two records of a running stage.
+# Seconds between two updates of a running stage's record.
 PROGRESS_SECONDS = 30.0
-# Errors of a full disk.
+# Error numbers that mean that the disk is full.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The file of a pod's termination message, which Argo passes to KFP, and its limit in bytes.
+# File of a pod's termination message, which Argo passes to KFP, and its size limit in bytes.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
-# The maximum number of incidents in a record; the newest are kept.
+# Maximum number of incidents in a record; the newest are kept.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -70,7 +71,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class StepOutput:
-    """The results of a stage for the closing table and the report; see `StepRecord`."""
+    """The results of a stage for the summary table and the report; see `StepRecord`."""
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -79,14 +80,14 @@ class StepOutput:
     displays: Mapping[str, str] = field(default_factory=dict)
 
     def done(self, uri: str, metrics: Mapping[str, Any], main: MainMetric | None = None) -> None:
-        """Record the published result, its key metrics, and the main metric of a model."""
+        """Record the URI of the result, its key metrics, and the main metric of a model."""
         self.uri, self.metrics, self.main = uri, metrics, main
 
 
 class Step(SimpleNamespace):
-    """The arguments of a step's body: by name, and `at`, the URI of its run.
+    """The arguments of a step's body, by name, and `at`, the URI of its run.
 
-    The arguments of a stage also include `output`, a `StepOutput`.
+    A stage also receives `output`, a `StepOutput`.
     """
 
     #: The stage that started last.
@@ -103,7 +104,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     """Run the body of a step with the `locals()` of its component.
 
     Raises:
-        SystemExit: a stage failed, or the step was asked to stop; the error line was written.
+        SystemExit: a stage failed, or the step was asked to stop; the error was already reported.
     """
     given = {name: value for name, value in call.items() if not callable(value)}
     name = work.__module__.rpartition(".")[2]
@@ -118,7 +119,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:
-        # The request came between two stages; the next stage reports it.
+        # The stop request came between two stages; the next stage reports it.
         for stage in list_stages_after(step.last, name)[:1]:
             with record_stage(stage, at):
                 raise
@@ -127,7 +128,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
     """Record the arguments of the step, so that it can be replayed."""
-    # There is no message, since the step itself reports an unavailable store.
+    # Log nothing here, because the step itself reports an unavailable store.
     with step_record.harmless(""):
         run_store.write_given(run_store.record_call(name, given), at)
 
@@ -142,16 +143,15 @@ def _find_run(given: Mapping[str, Any]) -> str:
 
 
 def run_stage(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
-    """Run `work` as a stage and record its course; return its result.
+    """Run `work` as a stage and record its progress; return its result.
 
-    On a KFP instance it is retried, up to the limit of the step, while it raises a
-    `TransientError`; the record of the stage lists each attempt. There is no retry after a stop
-    request.
+    On a KFP instance, the stage is retried after a `TransientError`, up to the limit of its step.
+    Its record lists all attempts. A stage that was asked to stop is not retried.
 
     Args:
-        name: the stage.
-        at: URI of the run, below which the record is published; empty for no record.
-        work: takes the output of its attempt.
+        name: name of the stage.
+        at: URI of the run, below which the record is published; empty to publish no record.
+        work: called with the `StepOutput` of each attempt.
 
     Raises:
         SystemExit: `work` raised a `UserError`, or the user's code failed; the error line was
@@ -184,13 +184,13 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 
 @contextmanager
 def record_stage(name: str, at: str = "") -> Iterator[_Course]:
-    """Run the block as a stage and record its course; see `run_stage` for the arguments."""
+    """Run the block as a stage and record its progress; see `run_stage` for the arguments."""
     course = _Course(name, at)
     course.begin()
     try:
         check_variables()
         with _interruptible(course.note_request):
-            # The exit step does its work even if the run was requested to stop.
+            # The exit step runs even if the run was asked to stop.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
@@ -200,7 +200,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
     except UserError as error:
         course.fail(str(error), error.exit_code, find_traceback(error))
         raise SystemExit(error.exit_code) from None
-    # The user's code may call `sys.exit`; no code of Flotilla does so inside a step.
+    # The user's code may call `sys.exit`; Flotilla's own code does not do so inside a step.
     except (Exception, SystemExit) as error:
         trace = find_traceback(error)
         if full := _full_disk(error):
@@ -212,24 +212,24 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
         if isinstance(error, SystemExit):
-            # The user's code may exit with 0.
+            # The user's code may have exited with 0.
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
 
 
 def _full_disk(error: BaseException) -> str:
-    """Return the error line of a failure by a full disk; empty for any other error."""
+    """Return the error message if a full disk caused this error; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return ""
     where = error.filename or f"below {tempfile.gettempdir()}"
-    # On this machine the temporary folder belongs to the run.
+    # In a local run, the temporary folder is inside the work directory.
     more = "choose another --workdir" if run_store.is_local_run() else "set TMPDIR"
     return f"cannot write {where}: {error.strerror}; free some space, or {more}"
 
 
 def _leave_message(message: str) -> None:
-    """Write the termination message of the pod, which is needed if the record cannot be written.
+    """Write the pod's termination message, in case the record cannot be published.
 
     The file exists only in a container.
     """
@@ -238,7 +238,7 @@ def _leave_message(message: str) -> None:
 
 
 class _Course:
-    """The state of a running stage, and the reports of its end."""
+    """The state of a running stage. It also reports how the stage ends."""
 
     def __init__(self, name: str, at: str) -> None:
         self.name, self.at, self._began = name, at, time.monotonic()
@@ -247,16 +247,16 @@ class _Course:
         self.state = RunState()
 
     def note_request(self) -> None:
-        """Record that the stage was requested to stop."""
+        """Record that the stage was asked to stop."""
         self.is_asked_to_end = True
 
     def begin(self) -> None:
-        """Emit the begin of an attempt."""
+        """Emit the start of an attempt."""
         self._began = time.monotonic()
         events.emit(StepBegin(step=self.name))
 
     def again(self, error: str) -> None:
-        """Report the end of an attempt, and begin the next one after a pause."""
+        """Report the failure of an attempt and begin the next one."""
         failed = self._make_end("failed", FAILED, error)
         events.emit(failed)
         self.begin()
@@ -265,7 +265,7 @@ class _Course:
 
     @contextmanager
     def publishing_progress(self) -> Iterator[None]:
-        """Publish the progress of the stage in its record at intervals, if others read it."""
+        """Publish the stage's progress in its record at intervals; do nothing without a URI."""
         if not self.at:
             yield
             return
@@ -284,21 +284,21 @@ class _Course:
             yield
         finally:
             loop.stop()
-            # Write the record of the end after all progress.
+            # Wait, so that the final record is written after the last progress.
             loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:
-        """Report an error that the user can fix: one line, and the traceback of the user's code."""
+        """Report an error that the user can fix, and the traceback of the user's code, if any."""
         if trace:
             log.error("%s", trace)
         status = "interrupted" if code == INTERRUPTED else "failed"
         self.end(status, code, error, trace, f"flotilla: {self.name}: {error}")
 
     def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
-        """Emit and publish the end of the step; write `line` to standard error."""
+        """Emit and publish the end of the stage; write `line` to standard error."""
         ended = self._make_end(status, code, error, trace)
         events.emit(ended)
-        # Emit the event first, because the store may not respond within the grace period of a step.
+        # Emit the event first, because the store may not respond within the grace period.
         if line:
             streams.say(line)
         if error:
@@ -312,10 +312,10 @@ class _Course:
         self.report(ended)
 
     def report(self, ended: StepEnd | None = None) -> None:
-        """Rewrite the report if the exit step, which runs once, has already written it."""
+        """Rewrite the report if the exit step, which runs only once, has already written it."""
         if not self.published.reported:
             return
-        # Importing the report takes a tenth of a second, which no other step needs.
+        # Import the report only here, because the import takes 0.1 s and is rarely needed.
         from flotilla.components.records.gather_report import AGAIN, write_again
 
         state = AGAIN
@@ -343,14 +343,14 @@ class _Course:
 
 @contextmanager
 def _interruptible(note: Callable[[], None]) -> Iterator[None]:
-    """At SIGTERM call `note`, and end the block with a `RunInterruptedError`."""
+    """On SIGTERM, call `note` and leave the block with a `RunInterruptedError`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Libraries catch every `Exception`, and would replace its message or continue.
+        # Not an `Exception`: libraries catch those, and would replace the message or continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -1,15 +1,14 @@
 """The files of a run: their names, locations and formats.
 
-They are below the URI of a run, `<root>/<run id>`, and in its folder on this machine, if it has
-one:
+They are below the run's URI, `<root>/<run id>`, and in its local folder if it has one:
 
     config.json          the configuration
-    pinned_inputs.json   on this machine: values that the run has looked up, for a resumed run
+    pinned_inputs.json   of a local run: values that it looked up, reused when it is resumed
     given/STEP.json      the arguments of a step, written before its body begins
     steps/STEP.json      the record of a step, see `flotilla.components.records.step_record`
     trials/...           of a sweep: its trials, and the survivors of each rung
 
-The steps publish next to them, see `choose_output`.
+Steps publish their outputs next to these files, see `choose_output`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from flotilla.trainer.runtime.masking import mask
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
-#: The folder below a pipeline root for runs without a `storage.root`.
+#: The folder below KFP's pipeline root for runs without a `storage.root`.
 FLOTILLA = "flotilla"
 CONFIG, PINNED = "config.json", "pinned_inputs.json"
 GIVEN, STEPS, TRIALS = "given", "steps", "trials"
@@ -46,7 +45,7 @@ _PLAIN = (str, int, float, bool, list, dict, type(None))
 
 
 def find_run_id(kfp_run_id: str) -> str:
-    """Return the run id: the command line's if it started the run, else KFP's."""
+    """Return the run id that the command line set, or KFP's run id if it did not start the run."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
@@ -59,7 +58,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
     """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
 
     `artifact` is the URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`. Raises
-    `UserError` if both are missing.
+    `UserError` if there is neither a configured nor a pipeline root.
     """
     if configured:
         return configured
@@ -69,7 +68,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
 
 
 def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
-    """Return KFP's pipeline root in the URI of an output, or an empty text; see `find_root`."""
+    """Return KFP's pipeline root from the URI of an output, or an empty string; see `find_root`."""
     path, mark, query = artifact.partition("?")
     before, found, _ = path.partition(f"/{kfp_run_id}/")
     pipeline_root = before.rpartition("/")[0]
@@ -79,8 +78,8 @@ def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
 def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
     """Return the URI at which to publish the output made from `source`.
 
-    Its name combines the name of `source` with a digest of all other inputs, so that a run that
-    resumes with another policy or format publishes at another URI.
+    The name combines the name of `source` with a digest of all other inputs. So a run that is
+    resumed with another policy or format publishes to another URI.
     """
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
@@ -88,7 +87,7 @@ def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) 
 
 
 def find_run(root: str, run_id: str) -> str:
-    """Return the URI of a run whose steps share no folder; empty if they share one."""
+    """Return the URI of the run, or an empty string if its steps share a local folder."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
     with suppress(UserError):
@@ -97,7 +96,7 @@ def find_run(root: str, run_id: str) -> str:
 
 
 def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return the result of `find_run` for a step that finds the root with `find_root`."""
+    """Return the result of `find_run` for a step that has no root yet; see `find_root`."""
     with suppress(UserError):
         return find_run(find_root(configured, artifact, kfp_run_id), find_run_id(kfp_run_id))
     return ""
@@ -111,34 +110,31 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def folder_of_run() -> AbstractContextManager[Path]:
-    """Yield the run's folder on this machine: the command line's, or a temporary one."""
+    """Yield the run's local folder: the one that the command line set, or a temporary one."""
     folder = os.environ.get(RUN_FOLDER)
     return nullcontext(Path(folder)) if folder else scratch_folder()
 
 
 def record_uri(at: str, folder: str, name: str) -> str:
-    """Return the URI of a record of the run at `at`, in one of its folders."""
+    """Return the URI of a record in a folder of the run at `at`."""
     return storage.join(at, folder, f"{name}.json")
 
 
 def read_pinned(key: str) -> str:
-    """Return the value that the run has pinned for `key`; empty if there is none."""
+    """Return the value that the run pinned for `key`, or an empty string if there is none."""
     return _read_all_pinned().get(key, "")
 
 
 def pin(key: str, value: str) -> None:
     """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
     if folder := os.environ.get(RUN_FOLDER):
-        # The write is atomic, since earlier values must survive a full disk.
+        # Write atomically, because earlier values must survive a full disk.
         uri = storage.join(storage.uri_of(folder), PINNED)
         storage.write_bytes(uri, json.dumps({**_read_all_pinned(), key: value}).encode())
 
 
 def pin_once(key: str, find: Callable[[], str]) -> str:
-    """Return the value that the run has pinned for `key`.
-
-    If there is none, pin the result of `find`.
-    """
+    """Return the run's pinned value for `key`; if there is none, pin the result of `find`."""
     values = _read_all_pinned()
     if key not in values:
         pin(key, values.setdefault(key, find()))
@@ -146,7 +142,7 @@ def pin_once(key: str, find: Callable[[], str]) -> str:
 
 
 def _read_all_pinned() -> dict[str, str]:
-    # No value is pinned yet, or the file is damaged.
+    # The file may be missing, because nothing is pinned yet, or damaged.
     with suppress(KeyError, OSError, ValueError):
         tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
         return {str(key): str(value) for key, value in tree.items()}
@@ -158,9 +154,9 @@ class Given:
     """The arguments of a step at its last start.
 
     Attributes:
-        arguments: the plain arguments by name.
-        artifacts: the other arguments: `uri`, and for an input `tree`, the content of its file.
-        code: digest by name of each of the user's modules in the configuration.
+        arguments: arguments with JSON values, by name.
+        artifacts: all other arguments, by name: the `uri`, and as `tree` the content of the file.
+        code: digests of the user's modules that the configuration names, by module.
     """
 
     step: str
@@ -173,7 +169,7 @@ class Given:
 
 
 def record_call(step: str, call: Mapping[str, Any]) -> Given:
-    """Return the record of a step that begins now; `call` has its arguments by name."""
+    """Return the record of a step that starts now; `call` contains its arguments by name."""
     plain = {name: value for name, value in call.items() if isinstance(value, _PLAIN)}
     others = {name: _describe_argument(value) for name, value in call.items() if name not in plain}
     return Given(
@@ -198,7 +194,7 @@ def _describe_argument(value: Any) -> dict[str, Any]:
 def find_config(arguments: Mapping[str, Any]) -> Config | None:
     """Return the configuration among a step's arguments; None if it is missing or invalid."""
     try:
-        # The first step has the form as its arguments.
+        # The arguments of the first step are the fields of the form.
         if "storage_root" in arguments:
             return from_form(arguments)
         return Config.model_validate_json(str(arguments.get("config", "")))
@@ -207,7 +203,7 @@ def find_config(arguments: Mapping[str, Any]) -> Config | None:
 
 
 def digests(config: Config | None) -> dict[str, str]:
-    """Return the digest of each module in a configuration; empty if it has a bundle."""
+    """Return the digest of each user module in a configuration; empty if it has a bundle."""
     if config is None or config.code:
         return {}
     names = [name for _, name in trained.own_code(config)]
@@ -226,7 +222,10 @@ def _digest(module: str) -> str:
 
 
 def write_given(given: Given, at: str) -> None:
-    """Write the record below the URI of the run, or else in its folder; raises `UserError`."""
+    """Write the record below the run's URI, or in its local folder if `at` is empty.
+
+    Raises `UserError` if it cannot be written.
+    """
     text = mask(json.dumps(to_tree(given), indent=2, default=str))
     folder = os.environ.get(RUN_FOLDER)
     if at or folder:
@@ -235,7 +234,7 @@ def write_given(given: Given, at: str) -> None:
 
 
 def read_given(at: str, step: str) -> Given:
-    """Return the recorded arguments of a step of the run at a URI; raises `UserError`."""
+    """Return the recorded arguments of a step of the run at URI `at`; raises `UserError`."""
     uri = record_uri(at, GIVEN, step)
     try:
         found = read_record(Given, storage.read_bytes(uri))

@@ -1,8 +1,8 @@
-"""The record of each step of a run: its last attempt, and the earlier ones.
+"""Records of a run's steps: the last attempt of each step, and the earlier ones.
 
-If the steps share a folder, records are made from their events. On a KFP instance a step publishes
-its record at its begin and end, at `<root>/<run id>/steps/NAME.json`. A record without an end
-belongs to a step that was killed.
+If the steps share a folder, the records are made from their events. On a KFP instance, each step
+publishes its record to `<root>/<run id>/steps/NAME.json` when it begins and when it ends. If a
+finished run has a record without an end, that step was killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-# The events from which the records and the outcome of a run are made.
+# Events from which the records and the outcome of a run are made.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
-# The seconds for which requests to a store are retried before a step continues without its record.
-# A step that is requested to stop has about a second.
+# How long, in seconds, requests to a store are retried before a step continues without its record.
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
@@ -61,13 +60,13 @@ class Try:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(StepResult):
-    """One step of a run; the fields of `StepResult` are those of its last attempt.
+    """One step of a run. The fields inherited from `StepResult` describe its last attempt.
 
     Attributes:
-        began: Unix timestamp, as is `ended`.
-        earlier: the attempts before the last.
-        held: the cluster resources that it holds, see `gather_report`.
-        displays: for the exit step, URIs of the artifacts with which the UI shows the report.
+        began: start time, a Unix timestamp like `ended`.
+        earlier: the attempts before the last one.
+        held: the cluster resources that the step uses, see `gather_report`.
+        displays: URIs of the exit step's artifacts that show the report in the UI.
     """
 
     began: float
@@ -91,12 +90,12 @@ class StepRecord(StepResult):
 
     @property
     def earlier_seconds(self) -> float:
-        """Return the seconds of all attempts before the last one."""
+        """Return the total seconds of all attempts before the last one."""
         return round(sum(each.seconds for each in self.earlier), 2)
 
     @property
     def spent(self) -> float:
-        """Return the seconds of all attempts."""
+        """Return the total seconds of all attempts."""
         return self.seconds + self.earlier_seconds
 
 
@@ -112,12 +111,12 @@ def list_tries(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return the steps of the newest start, with their attempts in earlier starts."""
+    """Return the steps of the newest start, including their attempts in earlier starts."""
     return _sum_attempts(*_split_by_start(state))
 
 
 def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return `step_records`, and as skipped the steps that only earlier starts reached."""
+    """Return `step_records` and the steps that only earlier starts reached, as skipped."""
     earlier, last = _split_by_start(state)
     reached = {each.step for each in last}
     missed = {each.step: each for each in earlier if each.step not in reached}
@@ -128,9 +127,9 @@ def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def lost_stage(steps: Sequence[StepRecord]) -> str:
-    """Return the stage that a killed step did not reach; empty if it reached all.
+    """Return the next stage if a step was killed between two stages; otherwise empty.
 
-    A process that is killed between two stages writes no message.
+    A process that is killed at that point cannot report an error.
     """
     reached = [each for each in steps if each.step != EXIT_STEP.name and each.status != "skipped"]
     with suppress(LookupError, IndexError):
@@ -156,7 +155,7 @@ def _make_attempt(each: StepTry, state: RunState) -> StepRecord:
 def _sum_attempts(
     earlier: Sequence[StepRecord], last: Sequence[StepRecord]
 ) -> tuple[StepRecord, ...]:
-    """Return the last attempt of each step in `last`, with the time of all earlier attempts."""
+    """Return the last attempt of each step in `last`, together with all earlier attempts."""
     newest = {each.step: each for each in last}
     before: dict[str, list[StepRecord]] = {name: [] for name in newest}
     for each in (*earlier, *last):
@@ -175,12 +174,15 @@ def _try(record: StepRecord, seconds: float) -> Try:
 
 
 class PublishedRecord:
-    """The record of one step. A failure to write it is logged in one line and fails no step."""
+    """The published record of one step.
+
+    A failed write is logged once and does not fail the step.
+    """
 
     def __init__(self, step: str, at: str) -> None:
-        """Publish below `at`, the URI of the run; publish nothing if it is empty."""
+        """Publish below `at`, the URI of the run; publish nothing if `at` is empty."""
         self.at, self._has_failed = at, False
-        # The exit step sets this if it ran before this step began.
+        # The record of the exit step, if the exit step ran before this step began.
         self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 
@@ -214,7 +216,7 @@ class PublishedRecord:
             self._write()
 
     def end(self, result: StepResult, **more: Any) -> None:
-        """Publish the end of the step, with more fields of its record."""
+        """Publish the end of the step; `more` sets further fields of its record."""
         if not self.at:
             return
         began = self._record.began
@@ -230,16 +232,17 @@ class PublishedRecord:
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
-        # One line is enough, since the end is published in any case.
+        # Log only the first failure, because the final record is attempted in any case.
         what = "" if self._has_failed else f"the record of {self._record.step}"
         with harmless(what) as failures:
             yield
         self._has_failed = self._has_failed or bool(failures)
 
     def _attempt_seconds(self, before: StepRecord) -> float:
-        """Return the duration of an earlier attempt.
+        """Return the seconds that an earlier attempt took.
 
-        A killed attempt lasted until it was last seen.
+        A killed attempt is assumed to have lasted until the exit step began or, if that did not
+        run, until this attempt began.
         """
         if before.ended is not None:
             return before.ended - before.began
@@ -252,7 +255,7 @@ class PublishedRecord:
 
 
 def publish_config(at: str, text: str) -> None:
-    """Publish the configuration of the run at `at`, for its report; log a failure in one line."""
+    """Publish the run's configuration below `at` for its report; log a failure in one line."""
     if at:
         with harmless("the configuration"):
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
@@ -268,11 +271,11 @@ def read_records(at: str) -> list[StepRecord]:
 
 
 def read(at: str, *, well: bool) -> list[StepRecord]:
-    """Return the records of the run at the URI `at`, in order; raises `UserError`.
+    """Return the records of the run at URI `at`, in order; raises `UserError`.
 
-    A last record without an end means that the step was killed, unless the run ended `well`. A step
-    with a successor was done, even if its last record could not be written. A stage that only an
-    earlier pod of its step has reached is skipped.
+    If the last record has no end, its step was killed, unless the run ended `well`. A step with a
+    successor is done, even if its final record is missing. A stage that only an earlier pod of its
+    step reached is skipped.
     """
     records = read_records(at)
     found = [each for each in records if each.step != EXIT_STEP.name]
@@ -295,7 +298,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
 
 
 def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
-    """Return whether the step of a stage has restarted since then with an earlier stage."""
+    """Return whether the stage's step has since restarted from an earlier stage."""
     with suppress(LookupError):
         names = [each.name for each in find_step_of_stage(record.step).stages]
         earlier = names[: names.index(record.step)]
@@ -332,9 +335,13 @@ def _read_record(uri: str) -> StepRecord | None:
 
 @contextmanager
 def harmless(what: str) -> Iterator[list[Exception]]:
-    """Log store failures in this block to standard error, and raise none of them."""
+    """Log an exception in this block to standard error instead of raising it.
+
+    The message says that `what` could not be published; if `what` is empty, nothing is logged. The
+    block receives a list, to which the exception is added.
+    """
     failed: list[Exception] = []
-    # The step must report its end despite any errors here.
+    # A step must report its end, whatever error occurs here.
     try:
         with shorter_retry(_RETRY_SECONDS):
             yield failed

@@ -1,1 +1,1 @@
-"""The steps of a sweep on a KFP instance that a run does not have."""
+"""The steps that only the pipeline of a sweep has."""

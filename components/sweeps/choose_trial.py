@@ -1,4 +1,4 @@
-"""Chooses the trials of a sweep that continue: the survivors of a rung, or the best of all."""
+"""Chooses the trials of a sweep that survive a rung, and the best trial."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ def choose_trial(
     ended: list,  # type: ignore[type-arg]
     rung: int,
 ) -> NamedTuple("Chosen", [("config", str), ("checkpoint", str)]):
-    """Publish the trials that continue; return configuration and checkpoint of the best one."""
+    """Publish which trials continue; return the configuration and checkpoint of the best one."""
     from flotilla.components.records.record import run
     from flotilla.components.sweeps.choose_trial import work
 
@@ -47,7 +47,10 @@ def work(step: Step) -> Chosen:
 
 
 def choose(step: Step) -> Chosen:
-    """Choose by validation metric among the trials that `ended` a rung, as JSON texts."""
+    """Rank the trials by their validation metric, and publish the survivors of a rung.
+
+    `ended` holds the trials that ended this rung, each as a JSON text.
+    """
     plan = run_trial.parse_sweep(step.sweep)
     ended_here = [each for text in step.ended if (each := read_record(Trial, text))]
     here = {each.number: each for each in ended_here}
@@ -55,7 +58,7 @@ def choose(step: Step) -> Chosen:
         here.get(each.number) or run_trial.read_trial(step.root, step.run_id, each)
         for each in plan.trials
     ]
-    # If all trials of a rung failed, earlier results are used.
+    # If all trials of this rung failed, use the results of earlier rungs.
     best = find_best(every, plan.objective)
     if best is None:
         error = next((each.error for each in every if each.error), "none has ended")

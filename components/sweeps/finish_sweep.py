@@ -1,4 +1,4 @@
-"""The exit step of a sweep: ends the jobs of all trials and writes their table and the report."""
+"""The exit step of a sweep: ends the jobs of all trials, writes their table and the report."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,14 +33,14 @@ def finish_sweep(
     summary: dsl.Output[dsl.Markdown],
     trials: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End the remaining training jobs; write the table of the trials and the report."""
+    """End the training jobs that still exist; write the table of trials and the report."""
     from flotilla.components.sweeps.finish_sweep import run_step
 
     run_step(locals())
 
 
 def run_step(call: Mapping[str, Any]) -> None:
-    """End the jobs of all trials, and write their table; see `flotilla.components.finish`."""
+    """End the jobs of all trials, write their table, and then run the body of `finish`."""
     step = Step(**call)
     run_id = find_run_id(step.kfp_run_id)
     # A failure here must not prevent the report.
@@ -60,7 +60,7 @@ def run_step(call: Mapping[str, Any]) -> None:
 
 
 def _read_sweep(plan: Sweep, root: str, run_id: str) -> Sweep:
-    """Return the sweep as published by its steps; the report says how the run ended."""
+    """Return the sweep with the trials that its steps have published."""
     records = read_records(storage.join(root, run_id))
     best = next((each.metrics.get("best") for each in records if each.step == "choose_trial"), 0)
     return replace(

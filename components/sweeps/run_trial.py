@@ -1,4 +1,4 @@
-"""Trains one trial of a sweep; a failed trial is a result, and does not fail the sweep."""
+"""Trains one trial of a sweep. A failed trial counts as a result and does not fail the sweep."""
 
 import json
 import time
@@ -22,9 +22,9 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
-#: The result of a step whose place has no trial.
+#: The result of a step if there is no trial at its place.
 EMPTY = "{}"
-# Fields that training does not accept.
+# Arguments that the training step does not accept.
 _OWN = ("sweep", "place", "rung")
 
 
@@ -43,16 +43,16 @@ def run_trial(
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train the trial at this place to the steps of a rung; return its result as JSON."""
+    """Train the trial at this place up to the steps of the rung; return its result as JSON."""
     from flotilla.components.sweeps.run_trial import run_step
 
     return run_step(locals())
 
 
 def run_step(call: Mapping[str, Any]) -> str:
-    """Train a trial as a run next to that of the sweep, from which a retry resumes.
+    """Train a trial as a separate run, which a retry of the step resumes.
 
-    `config` is common to all trials; `place` is the index of the trial in the `rung`, from 0.
+    `config` is common to all trials; `place` is the zero-based index of the trial in the `rung`.
     """
     root, run_id, rung = call["root"], call["run_id"], call["rung"]
     plan, began = parse_sweep(call["sweep"]), time.monotonic()
@@ -74,7 +74,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # The stage has reported its error: the whole run was requested to stop.
+        # The stage has already reported its error. An interrupt stops the whole run, so pass it on.
         if ended.code == INTERRUPTED:
             raise
         record = _find_record(root, trial.run_id)
@@ -99,14 +99,14 @@ def _find_trial(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> T
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Return the sweep of the run parameter `sweep`; raises `ConfigError`."""
+    """Parse the run parameter `sweep`; raises `ConfigError`."""
     if found := read_record(Sweep, text):
         return found
     raise ConfigError("sweep: it is not a sweep that `flotilla sweep --compile` wrote")
 
 
 def trial_run_id(run_id: str, number: int) -> str:
-    """Return the id of the run of a trial."""
+    """Return the run id of a trial."""
     return f"{run_id}-t{number:02}"
 
 

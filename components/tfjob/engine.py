@@ -1,8 +1,8 @@
-"""TFJob, of the training operator 1.9: makes the job of a configuration, and interprets its status.
+"""The TFJob engine: builds the TFJob of a configuration and interprets its status.
 
-The operator fails a job when one of its pods is deleted, evicted or preempted, and deletes the
-Services of a suspended job: a last checkpoint that opens a new connection would fail. So a job is
-asked to stop through its lease, not by `suspend`.
+The training operator (1.9) fails a job if one of its pods is deleted, evicted or preempted. It also
+deletes the Services of a suspended job, and a last checkpoint that needs a new connection would
+fail. Therefore a job is asked to stop through its lease and not by `suspend`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ KIND = JobKind(
         "tfjobs.kubeflow.org, is not installed; flotilla doctor shows how to install it"
     ),
 )
-# The operator's names for the roles and for the port that it expects.
+# The operator's names of the roles, and the port name that it expects.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
 PORT_NAME = "tfjob-port"
 INDEX_LABEL = "training.kubeflow.org/replica-index"
-# The variable with the namespace of a pod, in the addresses of the tasks of a program.
+# Variable with the pod's namespace, which is part of the task addresses of a user's program.
 _NAMESPACE = "FLOTILLA_NAMESPACE"
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the TFJob that trains `job`, equal for equal arguments."""
+    """Return the TFJob that trains `job`; equal arguments give equal TFJobs."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -98,7 +98,7 @@ def manifest(job: Job, place: Place) -> Tree:
 def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     if not job.config.program.command:
-        # The operator sets TF_CONFIG in the container `tensorflow`.
+        # The operator sets TF_CONFIG in the container named `tensorflow`.
         return template
     is_alone = sum(counts.values()) == 1
     addresses = {
@@ -123,7 +123,7 @@ def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Pla
 
 def restart_policy(config: Config, role: str) -> str:
     """Return the operator's restart policy for a role."""
-    # Training does not depend on the evaluator, whose failure would fail the job with `ExitCode`.
+    # Training does not depend on the evaluator, but with `ExitCode`, its failure fails the job.
     default = "OnFailure" if role == "evaluator" else "ExitCode"
     return config.cluster.kubernetes.of(role).restart_policy or default
 
@@ -150,29 +150,29 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return drop_empty(policy)
 
 
-# The operator gives every failure the same reason, and states the cause in the message.
+# The operator gives the same reason for every failure; only the message states the cause.
 _PAST_DEADLINE = "active longer than specified deadline"
 
 
 class TFJobs(Engine):
-    """The operations on TFJobs."""
+    """The engine for TFJobs."""
 
     name = LAUNCHER
     kind = KIND
-    # The operator's CRD lacks some fields of Kubernetes' pods.
+    # The operator's CRD lacks some of Kubernetes' pod fields.
     is_strict = False
     fails_with_a_pod = True
 
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for settings that do not go with a program; all others apply."""
+        """Raise a `ConfigError` for settings that a user's program does not support."""
         program.check(config)
 
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the TFJob of a run."""
+        """Return the TFJob of a job."""
         return manifest(job, place)
 
     def templates(self, tree: Tree) -> Sequence[Tree]:
-        """Return the pod templates of a job, role by role."""
+        """Return a job's pod templates, one for each role."""
         return [each["template"] for each in tree["spec"]["tfReplicaSpecs"].values()]
 
     def owns(self, uid: str, pod: Tree) -> bool:
@@ -188,7 +188,7 @@ class TFJobs(Engine):
         return bool(tree["spec"].get("runPolicy", {}).get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None if it has not ended."""
+        """Return how the job ended; None if it has not ended."""
         if condition(tree, "Succeeded"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -201,30 +201,30 @@ class TFJobs(Engine):
         return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
 
     def is_failing(self, _api: Api, tree: Tree) -> bool:
-        """Return whether a job has failed; the operator reports it before it deletes a pod."""
+        """Return whether the job has failed; the operator reports this before it deletes pods."""
         return self.end(tree) is not None
 
     def failure(self, _api: Api, tree: Tree) -> JobEnd:
-        """Return the reason of a failure, from the job's condition."""
+        """Return the reason for a failure, taken from the job's condition."""
         return self.end(tree) or JobEnd(is_done=False)
 
     def is_final(self, config: Config, end: TaskEnd) -> bool:
-        """Return whether the restart policy of a role does not restart a task with this exit."""
+        """Return whether the restart policy of the role does not restart a task after this exit."""
         policy = restart_policy(config, end.task.role)
         if policy == "ExitCode":
             return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
 
     def stop(self, tree: Tree) -> Stop:
-        """Return the stop by the guard of the coordinating task."""
+        """Return how to stop the job: by the guard of the leading task."""
         roles = tree["spec"]["tfReplicaSpecs"]
         role = "Chief" if "Chief" in roles else "Worker"
         template = roles.get(role, {}).get("template", {})
         return Stop(KIND, tree, Task(role=role.lower(), index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Do nothing, since the operator replaces a pod itself."""
+        """Do nothing, because the operator replaces pods itself."""
 
     def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uid of the job, whose events the operator writes."""
+        """Return the uid of the job, to which the operator attaches its events."""
         return [tree["metadata"]["uid"]]
