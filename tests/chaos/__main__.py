@@ -1,9 +1,9 @@
 """Random failures on real runs: `python -m tests.chaos --on WHERE --runs N --seed S`.
 
-Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
-machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes.
-`--on tables` trains a recommender on this machine, whose tables grow, and checks their rows.
-The seed determines the faults; their exact times depend on the machine.
+Each run is the whole pipeline, and faults are injected while it trains. Training runs on this
+machine, or as a TFJob or JobSet on a fake Kubernetes cluster whose pods are processes. `--on
+tables` trains a recommender with growing tables on this machine and checks their rows. The seed
+determines the faults; their exact times depend on the machine.
 """
 
 import argparse
@@ -41,14 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
     tally = Tally()
     for seed in seeds:
         one(options.on, seed, folder, tally)
-        # The results so far, also of an interrupted series.
+        # Report the results so far, in case the series is interrupted.
         say(f"  so far: {tally}")
     say(f"{tally.table()}\nseed {options.seed}: {tally}, {time.monotonic() - began:.0f} seconds")
     return int(tally.is_violated)
 
 
 def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
-    """Run one plan; print its faults, and whether the invariants held."""
+    """Run one plan; print its faults and the violated invariants."""
     draw = ON_THIS_MACHINE.get(where)
     plan: Plan = draw(seed) if draw else draw_job_plan(seed, where)
     began = time.monotonic()

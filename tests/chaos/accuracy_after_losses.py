@@ -5,10 +5,10 @@
         --losses 20 --set training.checkpoint_seconds=10 --seed 1 --seed 2 --seed 3
 
 For each seed, two runs train the same number of steps, one after the other: an undisturbed run, and
-a run whose parameter servers are killed (SIGKILL) this many times. The kills are spaced evenly over
-the steps; the last one is as far from the end. Progress is reported about once a second, so each
-kill comes up to a second after the progress that reaches its step, drawn by the seed. A kill waits
-until the run has recovered from the previous kill.
+a run whose parameter servers are killed (SIGKILL) `--losses` times. The kills divide the steps into
+equal parts. Progress is reported about once a second, so each kill is delayed by up to a second
+after its step is reported, by a random time that depends on the seed. A kill waits until the run
+has recovered from the previous kill.
 
 The last checkpoints of both runs are evaluated on the same test split. Their difference includes
 the randomness of asynchronous training, so the differences between undisturbed runs of several
@@ -33,7 +33,7 @@ from tests.chaos.kills import Course, Kills
 
 METRICS = ("auc", "query_auc")
 SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}
-# Seconds between two progress reports.
+# Maximum delay of a kill, in seconds: the interval between two progress reports.
 SPREAD_SECONDS = 1.0
 Measured = Mapping[str, float]
 
@@ -77,7 +77,7 @@ def _spread(values: Sequence[float]) -> str:
 def _pair(
     options: argparse.Namespace, folder: Path, name: str, seed: int
 ) -> tuple[Measured, Measured]:
-    """Return the metrics of the undisturbed run of a seed and of the run that loses servers."""
+    """Return the metrics of a seed's undisturbed run and of its run that loses servers."""
     quiet, lossy = (
         _measured(options, folder, f"{name}-{kind}", seed, losses)
         for kind, losses in (("quiet", 0), ("killed", options.losses))
@@ -138,7 +138,7 @@ class EvenKills(Kills):
     def __init__(
         self, options: argparse.Namespace, folder: Path, name: str, seed: int, losses: int
     ) -> None:
-        """Train in a new folder below `folder`; all runs share one store, and so the dataset."""
+        """Train in a new folder below `folder`; all runs share one store and one dataset."""
         settings = {**SETTINGS, "training.steps": options.steps, "training.seed": seed}
         super().__init__(
             options.config,
@@ -148,7 +148,7 @@ class EvenKills(Kills):
             seed=seed,
             limit=options.limit,
         )
-        #: Return the number of killed servers.
+        #: The number of killed servers.
         self.struck = 0
         self._due = [options.steps * each / (losses + 1) for each in range(1, losses + 1)]
 

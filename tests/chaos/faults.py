@@ -1,4 +1,4 @@
-"""The injection of faults into a run: signals, files, limits of the kernel."""
+"""Injects faults into a run: signals, damaged files, kernel limits."""
 
 import random
 import resource
@@ -16,7 +16,7 @@ from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 
-# The free space of a full disk: less than any checkpoint needs.
+# Free bytes on a full disk: less than any checkpoint needs.
 ROOM = 4096
 
 
@@ -64,7 +64,7 @@ class Target:
         """Return the URIs of the published checkpoints, oldest first."""
         names = self.store.names(f"{self._run_id}/checkpoints")
         folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")]
-        # On a file system this includes unpublished files in a hidden folder.
+        # In a file system, the names include unpublished files in a hidden folder.
         published = [each for each in folders if not each.rpartition("/")[2].startswith(".")]
         return [storage.join(self.store.root, *each.split("/")) for each in published]
 
@@ -94,7 +94,7 @@ def lie_of(workdir: Path) -> Path:
 
 
 def inject(fault: Fault, target: Target) -> str:
-    """Inject a fault; return its effect in a few words; raises `MissedError`."""
+    """Inject a fault and return a short description of its effect; raises `MissedError`."""
     try:
         return FAULTS[fault.kind](fault, target) or "done"
     except psutil.NoSuchProcess:
@@ -122,14 +122,14 @@ def _pause(fault: Fault, target: Target) -> None:
 
 
 def _full_disk(fault: Fault, target: Target) -> None:
-    """Limit the size of the files of a task or the leader; a later process has no such limit."""
+    """Limit the file size of a task or the leader; a restarted process has no such limit."""
     process = target.task(fault.task) if fault.task else target.leader()
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, hard))
 
 
 def _torn_file(_fault: Fault, target: Target) -> str:
-    """Damage the newest checkpoint, and kill the leader, which must find an older one."""
+    """Damage the newest checkpoint, and kill the leader, which must then find an older one."""
     published = target.checkpoints()
     if not published:
         raise MissedError("there was no checkpoint")

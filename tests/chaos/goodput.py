@@ -1,12 +1,12 @@
-"""The share of speed that a job keeps when it repeatedly loses workers.
+"""Measures how much of its speed a job keeps while it repeatedly loses workers.
 
     python -m tests.chaos.goodput --launcher jobset --seconds 240 --every 60
 
-Two runs of the same length on the stand-in of a cluster, one after the other: an undisturbed one,
-and one whose workers are evicted in turn, with their grace period. The training operator fails the
-job each time, and the launcher recreates it; a JobSet loses only the pod. The goodput is the ratio
+Two runs of the same length train on a fake cluster, one after the other. The first is undisturbed;
+in the second, workers are evicted in turn, with their grace period. The training operator then
+fails the job, and the launcher recreates it; a JobSet loses only the pod. The goodput is the ratio
 of the newest checkpoint steps of the second and the first run: repeated or unpublished steps do not
-count. Without `--launcher` both engines are measured.
+count. Without `--launcher`, both engines are measured.
 """
 
 import argparse
@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True)
 class Course:
-    """The newest step of a run, and the seconds from each loss until all workers train."""
+    """The newest step of a run, and the seconds from each loss until all workers train again."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -49,18 +49,18 @@ class Course:
 
 
 class Lost:
-    """The worker that was lost last, until its new pod joins training."""
+    """The most recently lost worker, until its new pod trains."""
 
     def __init__(self) -> None:
         self._task = ""
         self._steps: float = math.inf
 
     def has_new_pod(self, task: str) -> None:
-        """Wait for this worker."""
+        """Start to wait for this worker."""
         self._steps, self._task = math.inf, task
 
     def is_back(self, progress: Progress) -> bool:
-        """Return whether the worker has trained since the previous progress, once per loss."""
+        """Return True once per loss: if the worker has trained since the previous progress."""
         if not self._task:
             return False
         steps = progress.metrics["workers"].get(self._task, {}).get("local_steps", 0)
@@ -104,7 +104,7 @@ def _load() -> str:
 
 
 def train(launcher: str, folder: Path, seconds: float, every: float) -> Course:
-    """Train for some seconds after the first progress, and evict a worker at intervals."""
+    """Train for `seconds` after the first progress, and evict a worker every `every` seconds."""
     folder.mkdir(parents=True)
     with real_cluster(folder / "kubernetes") as kube:
         if launcher == "jobset":

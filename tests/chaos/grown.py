@@ -1,4 +1,4 @@
-"""The rows of tables that grow in a checkpoint, read with TensorFlow's own reader."""
+"""Reads the rows of growing tables from a checkpoint, with TensorFlow's own reader."""
 
 import tempfile
 from collections import Counter
@@ -16,7 +16,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.contents import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
-# The rows by the table's name and the number of the shard.
+# Shards by the table's name and the shard's number.
 Shards = Mapping[tuple[str, int], "GrownShard"]
 
 
@@ -27,7 +27,7 @@ class GrownShard:
     Attributes:
         ids: the ids that have a row, by slot; an id with two rows occurs twice.
         given: number of rows that were assigned to ids.
-        empty: the `ids` whose row has only zeros, which no new row has.
+        empty: number of `ids` whose row has only zeros, although new rows never do.
         unfit: variables of rows or of the optimizer that are not finite or have the wrong length.
     """
 
@@ -45,7 +45,7 @@ class GrownShard:
 
     @property
     def miscounted(self) -> int:
-        """Return the difference between the number of rows and their count."""
+        """Return how far the number of rows differs from the number that the table counted."""
         return abs(len(self.ids) - (self.given - self.evicted))
 
 
@@ -96,8 +96,8 @@ def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
 def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
     """Describe the errors in the rows of one checkpoint.
 
-    The steps of up to `halfway` ids of a shard may have ended halfway; with `counts`, rows and
-    counts must agree.
+    Up to `halfway` ids per shard may be inconsistent, because their step was interrupted. With
+    `counts`, the number of rows must equal the number that the table counted.
     """
     for (table, number), each in shards.items():
         where = f"shard {number} of {table}"
@@ -133,7 +133,7 @@ def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[st
 
 
 def in_words(all_shards: Sequence[Shards]) -> str:
-    """Return one line about the rows in some checkpoints, oldest first."""
+    """Summarize the rows of some checkpoints, oldest first, in one line."""
     if not all_shards:
         return "no rows"
     last = all_shards[-1].values()

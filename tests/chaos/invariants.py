@@ -33,13 +33,13 @@ class Outcome:
         ends: exit code and error lines of each try.
         by_parts: whether servers write their own parts.
         tables: the features whose tables grow.
-        halfway: number of ids of a shard that a loss may leave halfway to a row.
+        halfway: maximum number of ids per shard that a loss may leave inconsistent.
         struck: the kind of each fault that found its target.
-        losses: number of faults that may have cost an attempt of the chief.
+        losses: number of faults that may have ended an attempt of the chief.
         cancels: number of faults that requested the end of a try.
         kills: number of faults that killed the command line.
-        most_failures: maximum number of failed tries; None if any fault may be the reason.
-        torn: the checkpoints that a fault has torn.
+        most_failures: maximum number of failed tries; None if there is no limit.
+        torn: the checkpoints that a fault has damaged.
         left: the orphans: processes that outlived the run.
     """
 
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Violation(NamedTuple):
-    """A violated invariant: the total that counts it, and its description."""
+    """A violated invariant: the tally total that counts it, and a description."""
 
     total: str
     words: str
@@ -118,14 +118,14 @@ def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
 
 
 def no_step_is_added(outcome: Outcome) -> Iterator[str]:
-    """A run trains the requested steps; only a lost worker's portion may be repeated."""
+    """A run trains exactly the requested steps; only a lost worker's portion may be repeated."""
     step = newest_checkpoint(outcome.checkpoints)[1]
     if step > outcome.steps + MAX_PORTION * restarts(outcome):
         yield f"the last checkpoint is of step {step}, and {outcome.steps} were asked for"
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """A lost server or leader, or a torn checkpoint, repeats the steps since a checkpoint."""
+    """After the loss of a server, leader or checkpoint, few steps are repeated."""
     if outcome.by_parts:
         return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
@@ -134,7 +134,7 @@ def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
 
 
 def with_newest(outcome: Outcome) -> Iterator[tuple[Event, int]]:
-    """Yield events, each with the step of the newest checkpoint that is published and whole."""
+    """Yield each event with the step of the newest published, undamaged checkpoint."""
     published: dict[str, int] = {}
     for event in outcome.events:
         if isinstance(event, CheckpointPublished):
@@ -145,7 +145,7 @@ def with_newest(outcome: Outcome) -> Iterator[tuple[Event, int]]:
 
 
 def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
-    """An attempt begins at the newest checkpoint that was published and is whole, or later."""
+    """An attempt begins at or after the newest published, undamaged checkpoint."""
     for event, newest in with_newest(outcome):
         if isinstance(event, AttemptBegin) and event.global_step < newest:
             yield f"an attempt began at step {event.global_step}, and {newest} was published"
@@ -162,8 +162,8 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
     """A table has allocated at least as many rows as at the step from which training continued."""
-    # The steps, and the number of rows that each table had allocated by then, including evicted
-    # rows.
+    # Pairs of a step and the number of rows that each table had allocated by then, including
+    # evicted rows.
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
     for event in outcome.events:
@@ -186,8 +186,8 @@ def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
 def rows_are_whole(outcome: Outcome) -> Iterator[str]:
     """In a checkpoint, an id has one row in one shard, with slots, and all rows are counted.
 
-    A step that ended halfway may leave an id with two rows, or a row that is not counted, if values
-    remained on the servers.
+    If values remained on the servers, an interrupted step may leave an id with two rows, or a row
+    that is not counted.
     """
     most, counts = outcome.halfway * _disturbances(outcome), not _has_kept_values(outcome)
     for uri, shards in rows_of(outcome).items():

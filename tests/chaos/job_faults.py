@@ -1,4 +1,4 @@
-"""The injection of faults into a job: its pods, its launcher, the API and the controller."""
+"""Injects faults into a job: its pods, its launcher, the API and the controller."""
 
 import signal
 import subprocess
@@ -13,7 +13,8 @@ from tests.kubernetes.cluster import NAMESPACE, Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
 
-# `kubectl delete`, a drain and the scheduler differ only in the reason.
+# `kubectl delete`, a drain and the scheduler delete a pod for different reasons, but in the same
+# way.
 REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "PreemptionByScheduler"}
 
 
@@ -63,7 +64,7 @@ class JobTarget:
         with self.kube.store.changed:
             for job in self._jobs():
                 metadata = job["metadata"]
-                # A cancelled run is not resumed.
+                # A cancelled job stays suspended.
                 if metadata["uid"] == uid and names.STOP not in metadata.get("annotations", {}):
                     self.kube.suspend(job, is_suspended)
 
@@ -82,7 +83,7 @@ class JobTarget:
 
 
 def inject_into_job(fault: Fault, target: JobTarget) -> str:
-    """Inject a fault; return its effect in a few words; raises `MissedError`."""
+    """Inject a fault and return a short description of its effect; raises `MissedError`."""
     if fault.task:
         with target.kube.store.changed:
             pod = target.pod(fault.task)
@@ -126,7 +127,7 @@ def _api_outage(fault: Fault, target: JobTarget) -> str:
 
 
 def _controller_outage(fault: Fault, target: JobTarget) -> str:
-    """Stop the controller and its webhook: no job is reconciled, and all changes are refused."""
+    """Stop the controller and its webhook: no job is reconciled, and all changes are rejected."""
     kube = target.kube
 
     def is_down(down: bool) -> None:

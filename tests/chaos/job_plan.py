@@ -1,4 +1,4 @@
-"""The plan of a run that trains as a job of an engine on the stand-in of a cluster."""
+"""The plan of a run that trains as a Kubernetes job on the fake cluster."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ STRATEGIES = (
     "in_graph",
     "multi_worker_mirrored",
 )
-# Each kind of fault with its weight; the kinds in the first line hit a task.
+# Each kind of fault with its weight; the kinds in the first line affect a task.
 OF_TASKS = {
     "delete": 4,
     "evict": 3,
@@ -34,7 +34,7 @@ LASTING = ("API outage", "controller outage", "suspend")
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(Plan):
-    """A run as a job of an engine, and its faults."""
+    """A run that trains as a job, and its faults."""
 
     launcher: str
     steps: int = STEPS
@@ -46,13 +46,13 @@ class JobPlan(Plan):
             **super().settings(),
             "cluster.launcher": self.launcher,
             "gate.min.accuracy": 0.7,
-            # Without a guard, the exit step ends a job whose launcher was killed.
+            # Long enough that the exit step, and not the guard, ends a job without a launcher.
             "cluster.kubernetes.deadlines.heartbeat": 300,
         }
 
     @property
     def most_failures(self) -> int:
-        """Return how many tries may fail: a try survives everything but a kill of its launcher."""
+        """Return how many tries may fail: only a kill of the launcher fails a try."""
         return sum(fault.kind == "kill launcher" for fault in self.faults)
 
 

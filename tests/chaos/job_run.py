@@ -1,4 +1,4 @@
-"""One run with faults as a job of an engine: the whole pipeline on the stand-in of a cluster."""
+"""One run with faults that trains as a Kubernetes job on the fake cluster."""
 
 import subprocess
 from pathlib import Path
@@ -17,7 +17,7 @@ HARMLESS = ("API outage", "controller outage")
 
 
 def run_job_plan(plan: JobPlan, folder: Path, say: Say, store: Store) -> Outcome:
-    """Run a plan below `folder`, and reuse the dataset of other runs there."""
+    """Run a plan below `folder`, reusing the dataset of other runs there."""
     with real_cluster(folder / f"run-{plan.seed}" / "kubernetes") as kube:
         if plan.launcher == "jobset":
             kube.install_jobset()

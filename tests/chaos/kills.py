@@ -23,10 +23,12 @@ ENDS = (0, 130)
 
 @dataclass(kw_only=True)
 class Course:
-    """The result of a run. Attributes:
-    progress: Unix timestamp and global step of each progress report.
-    returns: by role, the seconds from each kill until the global step was higher again.
-    memory: the total memory of its processes in MB, at some times.
+    """The result of a run.
+
+    Attributes:
+        progress: Unix timestamp and global step of each progress report.
+        returns: by role, the seconds from each kill until the global step was higher again.
+        memory: samples of the total memory of its processes, in MB.
     """
 
     checkpoint: str = ""
@@ -44,7 +46,7 @@ class Kills:
         self, config: Path, settings: Sequence[str], folder: Path, *, root: str, seed: int,
         limit: float,
     ) -> None:  # fmt: skip
-        """Prepare to train below the new `folder`; `limit` is the seconds until its end."""
+        """Prepare to train below the new `folder`, for at most `limit` seconds."""
         self.workdir = folder / "runs"
         self.found = Course()
         self.draw = random.Random(seed)

@@ -13,7 +13,7 @@ from flotilla.trainer.models.spec import InputSpec
 
 
 def mlp(spec: InputSpec, *, lie: str, hidden_units: Sequence[int] = (100,)) -> keras.Model:
-    """Return the model `mlp`, whose process ends when the file `lie` contains its id."""
+    """Return the model `mlp`, whose process ends when the file `lie` contains its process id."""
     threading.Thread(target=_lie, args=(Path(lie),), daemon=True).start()
     return classifiers.mlp(spec, hidden_units=hidden_units)
 

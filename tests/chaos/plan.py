@@ -1,4 +1,4 @@
-"""The plan of a run: drawn from a seed, so it can be repeated."""
+"""The plan of a run, drawn from a seed so that it can be repeated."""
 
 import random
 from dataclasses import dataclass, replace
@@ -8,7 +8,8 @@ EVERY = 250
 STALL_SECONDS = 15
 CLUSTERED = ("async_parameter_server", "sync_parameter_server", "in_graph")
 STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
-# Each kind of fault with its weight; the first fault of a run is chosen in turn.
+# Each kind of fault with its weight. The first fault of a run is not drawn: its kind is the next
+# one in turn.
 OF_TASKS = {"kill pair": 2, "kill": 3, "stop": 2, "pause": 2}
 OUTAGES = {"outage of 15 s": 15.0, "outage of 2 min": 120.0}
 OF_THE_RUN = {
@@ -26,7 +27,10 @@ KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault of a run, from a global step on; `silent`: connections are taken in an outage."""
+    """One fault of a run, injected at a global step.
+
+    If `silent`, an outage accepts connections but relays no data.
+    """
 
     kind: str
     task: str
@@ -82,7 +86,7 @@ class Plan:
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write their parts; these models are too small for that."""
+        """Return whether servers write parts of checkpoints; these models are too small."""
         return False
 
     @property
@@ -92,12 +96,12 @@ class Plan:
 
     @property
     def halfway(self) -> int:
-        """Return the number of ids that a loss may leave halfway to a row."""
+        """Return the maximum number of ids that a loss may leave inconsistent."""
         return 0
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command, with the configuration file unless it is the one for digits."""
+        """Return the command and the configuration file, which is omitted for the digits."""
         return ("run",)
 
     @property
@@ -126,7 +130,7 @@ class Plan:
 def draw_plan(seed: int) -> Plan:
     """Return the plan of a seed.
 
-    50 consecutive seeds have each kind of fault under each strategy.
+    50 consecutive seeds include each kind of fault under each strategy.
     """
     draw = random.Random(seed)
     turn, number = divmod(seed, len(STRATEGIES))
@@ -160,7 +164,7 @@ def _fault(draw: random.Random, plan: Plan, kind: str) -> Fault:
 
 
 def _tasks(draw: random.Random, plan: Plan, kind: str) -> list[str]:
-    """Draw one task or two, of different roles if the strategy has several."""
+    """Draw one or two tasks; two tasks have different roles if the strategy has several."""
     tasks = plan.tasks()
     one = draw.choice(tasks)
     if kind != "kill pair":

@@ -21,7 +21,7 @@ from tests.kubernetes.cluster import shared
 from tests.pipelines.called import processes_of
 
 SECONDS_TO_NOTICE = 30
-# The name avoids an import, which would load Keras.
+# The name of a function instead of an import, which would load Keras.
 LIAR = "tests.chaos.liar:mlp"
 # The roles whose loss costs no steps, by strategy.
 SPARED = {
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 def run_plan(plan: Plan, folder: Path, say: Say, store: Store) -> Outcome:
-    """Run a plan below `folder`, where the dataset of other runs is reused."""
+    """Run a plan below `folder`, reusing the dataset of other runs there."""
     return Run(plan, folder, say, store, store.variables).to_its_end()
 
 
@@ -62,9 +62,10 @@ class Run:
         self._resumable: tuple[int, ...] = (1, KILLED)
 
     def to_its_end(self) -> Outcome:
-        """Start the run, and resume it as long as it fails for a possible fault."""
+        """Start the run, and resume it as long as a fault may be the reason for its failure."""
         root = self._store.root
-        # Models with the same name would be compared with each other.
+        # Each run has a unique name, because models of the same name would be compared with each
+        # other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
         if self._plan.exits_early:
             lie = json.dumps({"lie": str(lie_of(self._workdir)), "hidden_units": [100]})
@@ -132,7 +133,7 @@ class Run:
         return Target(config.parent, self._store, random.Random(self._plan.seed), process)
 
     def _strike(self, fault: Fault, target: Any) -> str:
-        """Inject a fault; return its effect in a few words."""
+        """Inject a fault and return a short description of its effect."""
         self._found.losses += _attempts_lost(self._plan, fault)
         self._found.kills += fault.kind == "kill launcher"
         return inject(fault, target)
@@ -155,5 +156,5 @@ def _attempts_lost(plan: Plan, fault: Fault) -> int:
 
 
 def forget(folder: Path, seed: int) -> None:
-    """Remove the remains of a run on this machine."""
+    """Delete the files of a run on this machine."""
     shutil.rmtree(folder / f"run-{seed}", ignore_errors=True)

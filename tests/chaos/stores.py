@@ -1,4 +1,4 @@
-"""The storage of the runs: a folder, or an object store behind a proxy that faults close."""
+"""The storage of the runs: a folder, or an object store behind a proxy that simulates outages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bucket:
     def __init__(self, server: S3Server, door: Door) -> None:
         """Connect to the server directly; the runs connect through the proxy."""
         self._server, self._door = server, door
-        # All servers of this process share their objects.
+        # All servers in this process share their objects, so each run has its own bucket.
         self._bucket = f"chaos-{secrets.token_hex(4)}"
         self.root = f"s3://{self._bucket}/flotilla"
         server.create_bucket(self._bucket)
@@ -176,7 +176,7 @@ class Door:
 
 
 def _shut(*sockets: socket.socket) -> None:
-    """Wake the threads that wait for the connections; they close them."""
+    """Wake the threads that wait for these connections, so that they close them."""
     for each in sockets:
         with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)

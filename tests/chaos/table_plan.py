@@ -24,12 +24,13 @@ TURNS = (
 FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
 OF_TASKS = ("kill", "stop", "pause")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks_large"
-# About 2,200 users and nearly all items occur in these events; users are new for most of a run.
+# These events contain about 2,200 users and nearly all items; new users appear during most of a
+# run.
 CLICKS = {
     "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
     "categories": 64, "zipf": 0.2, "events": 60_000, "test_events": 4000,
 }  # fmt: skip
-# The slots of a shard of users and of items: enough for all, or so few that rows are reassigned.
+# Slots per shard, for users and for items: enough for all, or so few that rows are reassigned.
 ROOM, LITTLE_ROOM = (2048, 8192), (600, 2400)
 TABLES = ("user", "item", "segment", "category")
 
@@ -91,7 +92,7 @@ class TablePlan(Plan):
 
     @property
     def halfway(self) -> int:
-        """Return the number of ids of all workers that a loss may leave without a full row."""
+        """Return the maximum number of ids that a loss may leave inconsistent."""
         return BATCH * self.workers
 
     def settings(self) -> dict[str, object]:
@@ -123,14 +124,14 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
-            # The models learn little, since this only tests survival.
+            # The models learn little, because these runs only test survival.
             "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }
 
 
 def draw_table_plan(seed: int) -> TablePlan:
-    """Return the plan of a seed; 20 consecutive seeds have each kind of fault twice."""
+    """Return the plan of a seed; 20 consecutive seeds include each kind of fault twice."""
     draw = random.Random(seed)
     strategy = _one_of(draw, STRATEGIES)
     by_parts = draw.random() < 0.8

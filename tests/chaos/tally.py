@@ -1,4 +1,4 @@
-"""The results of many runs, by kind of fault and by strategy, and the totals."""
+"""Totals over many runs, and counts by kind of fault and by strategy."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

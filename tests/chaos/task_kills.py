@@ -1,15 +1,15 @@
-"""The share of speed that a local run keeps while tasks are repeatedly killed.
+"""Measures how much of its speed a local run keeps while tasks are repeatedly killed.
 
     export PYTHONPATH=examples/clicks_large
     python -m tests.chaos.task_kills $PYTHONPATH/clicks_large.yaml --seconds 1800 --every 60
 
-Three runs train one after the other, so that each has the whole machine: an undisturbed run for
-half of the seconds; a run with a task killed (SIGKILL) at intervals, each role in turn, the task
-drawn by the seed; and another undisturbed run for the other half, since the speed of a machine
-drifts. The goodput is the ratio of the newest checkpoint step of the second run and the sum of the
-others: repeated or unpublished steps do not count. If the machine drifts by more than the cost of
-the losses, the second run alone gives the cost: the steps that are missing from each kill to the
-next one, in seconds at the speed of the run before and after. This speed excludes the first
+Three runs train one after the other, so that each has the whole machine. The first and the third
+are undisturbed and take half of the seconds each, because the speed of a machine drifts. In the
+second, a task is killed (SIGKILL) at intervals: each role in turn, with a random task of that role.
+The goodput is the newest checkpoint step of the second run, divided by the sum of the other two:
+repeated or unpublished steps do not count. If the speed of the machine changes by more than the
+losses cost, the second run alone gives the cost: the steps that are missing between a kill and the
+next one, converted to seconds at the speed before and after. This speed excludes the first
 `RECOVERY_SECONDS` after a kill.
 """
 
@@ -37,9 +37,10 @@ ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}
 # Seconds until the speed recovers from a kill; at most half of the interval between two kills.
 RECOVERY_SECONDS = 15.0
-# The margin is longer than the time between two progress events, so no event spans a kill.
+# Time before a kill that is excluded from the speed, in seconds. It is longer than the interval
+# between two progress events, so no such interval contains a kill.
 PROGRESS_SECONDS = 2.0
-# Before the first progress event, and after the end.
+# Additional time limit for the start and the end of a run, in seconds.
 AROUND_SECONDS = 600.0
 
 
@@ -95,7 +96,7 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
     """Return the seconds of training that each kill of a run cost, in order.
 
     The first kill is `every` seconds after the first progress. The time after the last complete
-    interval is left out, and so is a kill without any step after the recovery.
+    interval is excluded, and so is a kill without any step after the recovery.
     """
     times, steps = zip(*progress, strict=True)
     recovery = min(RECOVERY_SECONDS, every / 2)
@@ -108,7 +109,7 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
     for number in range(1, int((times[-1] - times[0]) / every)):
         at = times[0] + number * every
         rests = [(begin + recovery, begin + every - PROGRESS_SECONDS) for begin in (at - every, at)]
-        # A machine that slows down steadily is also slower in the middle.
+        # The usual speed is interpolated, because the speed of the machine may drift steadily.
         speeds = [speed(*rest) for rest in rests]
         if min(speeds) > 0:
             usual = float(np.interp(at + every / 2, np.mean(rests, axis=1), speeds))

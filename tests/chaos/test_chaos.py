@@ -1,4 +1,4 @@
-"""Runs with faults, on this machine and on each engine with the stand-in for a cluster."""
+"""Runs with faults, on this machine and on each engine of the fake cluster."""
 
 import pytest
 
@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NOTHING = ", 0 lost, 0 unclear, 0 torn, 0 wrongly green, 0 inexact, 0 left, "
 
-# Together these have kills of a pair and of a server, a damaged file, exit code 0, and a store
+# These seeds include kills of a pair and of a server, a damaged file, exit code 0, and a store
 # outage.
 SEEDS = (4, 11, 17)
 
@@ -23,7 +23,7 @@ def test_the_invariants_hold(tmp_path, capsys, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# Together these have a cancel, deletions and evictions of each role, a killed launcher, and an
+# These seeds include a cancel, deletions and evictions of each role, a killed launcher, and an
 # outage.
 JOB_SEEDS = (5, 2, 16)
 
@@ -39,7 +39,7 @@ def test_the_invariants_hold_on_an_engine(tmp_path, capsys, engine, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# Together these have kills of a server, of the chief and of two tasks, and a damaged checkpoint.
+# These seeds include kills of a server, of the chief and of two tasks, and a damaged checkpoint.
 TABLE_SEEDS = (1, 2, 3)
 
 

@@ -1,4 +1,4 @@
-"""The rows of growing tables: each invariant detects its violation; the faults in plans."""
+"""Tests the invariants of growing tables and the plans of their runs."""
 
 from functools import partial
 
@@ -52,7 +52,7 @@ def keep(folder, step, *shards):
 
 @pytest.fixture
 def grown_run(tmp_path):
-    """Return a sound run with a table, and a function that publishes another checkpoint of it."""
+    """Return a valid run with a table, and a function that publishes another checkpoint of it."""
     outcome = Outcome(
         checkpoints=storage.uri_of(tmp_path / "checkpoints"),
         steps=300,

@@ -1,4 +1,4 @@
-"""When a fault hits a run, and when the run counts as recovered."""
+"""Tests when a kill happens, and when a run counts as recovered."""
 
 import argparse
 import itertools

@@ -1,6 +1,6 @@
 """Queries a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
 
-It queries once at the start and once per input line, on one channel like a chief.
+It queries once at the start and once per input line, on one channel, as a chief does.
 """
 
 import sys
@@ -28,7 +28,7 @@ def _devices(session: tf.compat.v1.Session) -> int:
         try:
             return len(session.list_devices())
         except tf.errors.UnavailableError:
-            # Errors come at once, and gRPC does not report when the channel retries.
+            # Errors are returned at once, and gRPC does not tell when the channel reconnects.
             time.sleep(0.2)
 
 

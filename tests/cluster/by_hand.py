@@ -1,4 +1,4 @@
-"""Tasks that are started one by one, as containers and published examples start them."""
+"""Tasks that a test starts one by one, as containers and published examples do."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
-# An upper limit for a busy machine.
+# Maximum duration of a cluster on a busy machine, in seconds.
 SECONDS = 600
 
 
@@ -37,7 +37,7 @@ class ByHand:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def start(self, task: Task, flags: tuple[str, ...] = (), module: str = "trainer") -> None:
-        """Start a task with TF_CONFIG, or with flags."""
+        """Start a task that gets its cluster from TF_CONFIG, or from flags."""
         config = self.folder / "config.json"
         config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
         settings = {**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"}
@@ -58,7 +58,7 @@ class ByHand:
         """Wait until the output of a task contains a text; fail if the task ends first."""
         while text not in self.log(task):
             assert self.processes[task].poll() is None, self.log(task)
-            # A file has no event for appended data.
+            # Nothing signals that data was appended to a file, so poll.
             time.sleep(0.1)
 
     def flags(self, task: Task) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class ByHand:
 def by_hand(
     folder: Path, dataset: str, cluster: Cluster, config: dict[str, object]
 ) -> Iterator[ByHand]:
-    """End all tasks at the end of the block."""
+    """Yield an object that starts tasks; at the end of the block, end all of them."""
     tasks = ByHand(folder, dataset, cluster, config)
     try:
         yield tasks

@@ -26,7 +26,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _forks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Fork tasks from one process that has loaded TensorFlow, as a local run does."""
+    """Fork tasks from one process that has imported TensorFlow, as a local run does."""
     if not any(item.get_closest_marker("cluster") for item in request.session.items):
         yield
         return
@@ -45,13 +45,13 @@ def _forks(
 def kube(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
-    """Yield a cluster whose pods train; it serves JobSets where the test's engine is `jobset`."""
+    """Yield a cluster whose pods train; with the engine `jobset`, it supports JobSets."""
     with real_cluster(tmp_path / "kubernetes", {"store": {"accesskey": "abc"}}) as made:
         parameters = getattr(request.node, "callspec", None)
         if parameters and parameters.params.get("engine") == "jobset":
             made.install_jobset()
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
-        # The launcher's variables; the pods have a separate environment.
+        # Only the launcher gets these variables; the pods have a separate environment.
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
         yield made
 

@@ -1,4 +1,4 @@
-"""A parameter server that is killed at the request to publish its second part."""
+"""A parameter server that kills itself when it has to publish its second part."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from flotilla.trainer.checkpoints import part_server
 
 
 def main() -> None:
-    """Run the task, and kill it as the kernel does when memory is exhausted."""
+    """Run the task, and kill it with SIGKILL, as when memory is exhausted."""
     publish = part_server._ACTIONS["publish"]
     seen = []
 

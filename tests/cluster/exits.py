@@ -1,4 +1,4 @@
-"""A model that ends the process, as code from a script may do."""
+"""A model that ends its process, as a user's script may do."""
 
 import sys
 from typing import NoReturn

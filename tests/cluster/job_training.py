@@ -1,4 +1,4 @@
-"""Training as a job on Kubernetes, with processes as pods: the common part of the engines."""
+"""Training as a Kubernetes job whose pods are processes; shared by the tests of both engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS_TO_END = 120
 def on_engines(
     tfjob: pytest.MarkDecorator | None = None, jobset: pytest.MarkDecorator | None = None
 ) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs on both engines, with one more mark for each."""
+    """Return the mark of a test that runs on both engines; each may have an additional mark."""
     marks = {"tfjob": tfjob, "jobset": jobset}
     return pytest.mark.parametrize(
         "engine",
@@ -36,7 +36,7 @@ def on_engines(
 
 
 class Training:
-    """One run: its settings, the process of its launcher, its events and its checkpoints."""
+    """One run, with its settings, its launcher process, its events and its checkpoints."""
 
     def __init__(self, kube: Cluster, engine: str, folder: Path, dataset: str) -> None:
         self.kube, self.engine = kube, engine
@@ -80,7 +80,7 @@ class Training:
         return code, message
 
     def kill_launcher(self) -> None:
-        """Kill the launcher, as KFP or a lost node does."""
+        """Kill the launcher, as KFP or the loss of a node does."""
         self.step.signal(signal.SIGKILL)
         self.end()
 
@@ -109,7 +109,8 @@ class Training:
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
         """Kill a worker, and wait until it joins training again."""
-        # Work that was dispatched to the worker before the kill counts too.
+        # Steps that were dispatched to the worker before the kill are counted later, so wait for
+        # several increases.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
 

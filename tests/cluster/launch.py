@@ -1,4 +1,4 @@
-"""A process that launches a job as a pipeline step does: `python -m tests.cluster.launch JOB`."""
+"""Launches a job as a pipeline step does: `python -m tests.cluster.launch JOB`."""
 
 import json
 import os
@@ -13,8 +13,9 @@ from flotilla.trainer.runtime.errors import UserError
 
 
 def main() -> int:
-    """Launch the job of a JSON file; return its exit code."""
-    # The file stays open until this process ends; then the reader sees the end of the events.
+    """Launch the job in a JSON file; return its exit code."""
+    # Keep the pipe open until this process ends, so that the reader then sees the end of the
+    # events.
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:

@@ -1,4 +1,4 @@
-"""A launched job for a test: its events as they arrive, its tasks, and its end."""
+"""A launched job under test: its events as they arrive, its tasks, and its exit code."""
 
 import json
 import os
@@ -22,7 +22,10 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 class Launched:
-    """A launcher process. Its events come through a pipe, so that waiting needs no clock."""
+    """A launcher process.
+
+    Its events arrive through a pipe, so waiting for them needs no polling.
+    """
 
     def __init__(self, process: subprocess.Popen[str], pipe: TextIO, folder: Path) -> None:
         self.process = process
@@ -44,7 +47,7 @@ class Launched:
         return self.wait_for(lambda e: isinstance(e, Progress) and e.global_step >= step)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the launcher's end; return its exit code and output."""
+        """Wait until the launcher ends; return its exit code and output."""
         self.seen += filter(None, map(events.parse, self._pipe))
         said, _ = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, said
@@ -53,12 +56,12 @@ class Launched:
         return next(process for process in self.tasks() if _folder_of(process).name == name)
 
     def tasks(self) -> list[psutil.Process]:
-        """Return the processes of all tasks; the parent of a forked task is its fork server."""
+        """Return the processes of all tasks, including those forked from a fork server."""
         place = self.folder / "cluster"
         return [each for each in psutil.process_iter() if _folder_of(each).parent == place]
 
     def kill(self, name: str) -> None:
-        """Kill a task with SIGKILL, as the kernel does when memory is exhausted."""
+        """Kill a task with SIGKILL, as when memory is exhausted."""
         self.task(name).send_signal(signal.SIGKILL)
 
     def events(self, kind: type[Kind]) -> list[Kind]:
@@ -74,7 +77,7 @@ class Launched:
 
 
 def _folder_of(process: psutil.Process) -> Path:
-    """Return the folder of a task's configuration; `.` if the process is not a task."""
+    """Return the folder of a task's configuration, or `.` if the process is not a task."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         for word in process.cmdline():
             if word.endswith("/config.json"):
@@ -84,7 +87,7 @@ def _folder_of(process: psutil.Process) -> Path:
 
 @contextmanager
 def launched(config: dict[str, Any], dataset: str, folder: Path) -> Iterator[Launched]:
-    """Start a launcher for a configuration; it is killed at the end if it still runs."""
+    """Start a launcher for a configuration; if it still runs at the end of the block, kill it."""
     folder.mkdir(exist_ok=True)
     job = folder / "job.json"
     checkpoints = storage.uri_of(folder / "checkpoints")

@@ -1,4 +1,4 @@
-"""Leads a strategy under test: `python -m tests.cluster.lead SPEC`, the JSON of a `Trial`."""
+"""Leads a strategy under test: `python -m tests.cluster.lead SPEC` (a `Trial` as JSON)."""
 
 import importlib
 import json
@@ -15,7 +15,7 @@ from tests.cluster.servers import WORDS
 
 
 def say(**words: Any) -> None:
-    """Write one line for the test, to standard output if no descriptor is named."""
+    """Write a line for the test to the descriptor that WORDS names, or to standard output."""
     with os.fdopen(int(os.environ.get(WORDS, "1")), "w", closefd=False) as lines:
         lines.write(json.dumps(words) + "\n")
 

@@ -1,9 +1,10 @@
 """A chief that starts with the values on the servers, trains, and dies.
 
-`python -m tests.cluster.leaving SPEC`, which is a JSON file: `config` (sections that differ from
-the defaults), `uri` of the checkpoints of its run, `saved`, the global step of the newest of them
-or -1, `layers`, the number of additional layers, and `torn`, whether it dies while it assigns
-values. A line of JSON describes the found and the remaining state.
+Run it with `python -m tests.cluster.leaving SPEC`. SPEC is a JSON file with `config` (sections that
+differ from the defaults), `uri` of the run's checkpoints, `saved` (the global step of the newest
+checkpoint, or -1), `layers` (the number of additional layers) and `torn` (whether it dies while it
+assigns values). The chief writes a line of JSON that describes the state that it found and the
+state that it leaves.
 """
 
 import json
@@ -37,7 +38,7 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
     """Return a problem with a fixed table, a growing table and layers."""
 
     def looked_up(given: Any) -> Any:
-        # Each model of a run does the same.
+        # All models of a run must have the same variable names.
         reset_uids()
         rows = ShardedEmbedding(ROWS, 4, name="table")(given)
         grown = EmbeddingTable(2 * IDS, 4, name="grown")(given)
@@ -50,10 +51,10 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
 
 
 def main() -> None:
-    """Begin like the outer loop, then kill this process."""
+    """Begin a run like the outer loop, then kill this process."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    # All but the smallest variables have no values before they are bound to the servers' values.
+    # Most variables get no values before they are bound to the servers' values.
     placement.LARGE_BYTES = 64
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))

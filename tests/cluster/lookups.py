@@ -1,8 +1,9 @@
 """Trains on a table and measures its traffic: `python -m tests.cluster.lookups SPEC`.
 
-SPEC is a JSON file: `config` (sections that differ from the defaults), `counter` (see
-`benchmarks.relay`) and `trials`, pairs of the rows of a table and of a batch. A line of JSON for
-each trial: `bytes` of one step, and `devices` and `shapes` of the variables.
+SPEC is a JSON file with `config` (sections that differ from the defaults), `counter` (see
+`benchmarks.relay`) and `trials` (pairs of the number of rows of a table and the batch size). For
+each trial, a line of JSON contains the `bytes` of one step, and the `devices` and `shapes` of the
+variables.
 """
 
 import json
@@ -31,7 +32,7 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
     """Return a problem whose batches read one row per example, spread over the table."""
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # A multiple of a prime maps a thousand consecutive ids to a thousand rows.
+        # Multiplying by a prime maps a thousand consecutive ids to a thousand different rows.
         return number * 7919 % rows, number % 2
 
     def looked_up(given: Any) -> Any:

@@ -4,8 +4,8 @@
         cluster.lose(Task(role="worker", index=0))
 
 Names are resolved as in Kubernetes: every pod asks a name server, which answers with the address of
-the newest pod of that name, even if it is lost. The address of a lost pod disappears: nothing
-answers there, not even with a refusal. Needs root, Linux.
+the newest pod of that name, even if that pod is lost. The address of a lost pod disappears: nothing
+answers there, not even with a refusal. Root and Linux are required.
 """
 
 import os
@@ -31,14 +31,13 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 
 DOMAIN, PORT = "fleet.test", 2222
-# From the block for benchmarks (RFC 2544), which no real network uses.
+# An address block for benchmarks (RFC 2544), which no real network uses.
 NETWORK, ROUTER = "198.18.{}.{}", "198.18.0.1"
 PREFIX = f"fl{os.getpid()}"
-# The start time of a new pod, as measured on Kubernetes.
+# Seconds until a new pod starts, as measured on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# The pause before a chief that lost its cluster is restarted, as in
-# `flotilla.components.kubernetes`.
+# Seconds until a chief that lost its cluster is restarted, as in `flotilla.components.kubernetes`.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -46,7 +45,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 def why_not() -> str:
-    """Return why this machine does not allow network namespaces; empty if it does."""
+    """Return why network namespaces are not possible on this machine; empty if they are."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need Linux, root and iproute2"
     name = f"{PREFIX}try"
@@ -85,7 +84,7 @@ class NameServer:
                     self._socket.sendto(self._answer(query), sender)
 
     def _answer(self, query: bytes) -> bytes:
-        """Return a response with an address, without one, or "no such name" (RFC 1035)."""
+        """Return a response with an address, with no address, or with "no such name" (RFC 1035)."""
         labels, at = [], 12
         while length := query[at]:
             labels.append(query[at + 1 : at + 1 + length].decode().lower())
@@ -113,7 +112,7 @@ class Pod:
 
 @dataclass
 class Pods:
-    """The tasks of one run; after `lag` seconds a new pod's name resolves to its address."""
+    """The tasks of one run; a new pod's name resolves to its address after `lag` seconds."""
 
     folder: Path
     dataset: str
@@ -160,20 +159,20 @@ class Pods:
         _later(lag, lambda: self.server.names.update({name: address}))
 
     def lose(self, task: Task) -> float:
-        """Remove the pod of a task, start a new one later; return the time of the removal."""
+        """Remove the pod of a task and start a new one later; return the time of the removal."""
         pod = self.pods.pop(task)
         pod.process.kill()
         pod.process.wait()
         gone = time.monotonic()
-        # The kernel closes its connections first, as a kubelet stops containers before it takes
-        # their network away: peers notice at once.
+        # Let the kernel close the connections first, as a kubelet stops containers before it
+        # removes their network. Then peers notice the loss at once.
         time.sleep(CLOSING_SECONDS)
         _remove(pod)
         _later(BACK_SECONDS, lambda: self.start(task))
         return gone
 
     def cut_off(self, task: Task, other: Task | None = None) -> Callable[[], None]:
-        """Cut the network of a pod, or only to `other`; return a function that reconnects."""
+        """Cut off a pod, from all or only from `other`; return a function that reconnects it."""
         pod = self.pods[task]
         if other:
             lost = ("route", "add", "blackhole", self.pods[other].address)
@@ -185,7 +184,7 @@ class Pods:
         return partial(_ip, "-n", pod.namespace, *back)
 
     def wait_for(self, wanted: Callable[[Event], bool], after: float = 0.0) -> tuple[float, Event]:
-        """Wait until the chief has emitted an event after a time; return the event and its time."""
+        """Wait for an event after `after` that `wanted` accepts; return its time and the event."""
 
         def found() -> tuple[float, Event] | None:
             return next((each for each in self.seen if each[0] > after and wanted(each[1])), None)
@@ -206,7 +205,7 @@ class Pods:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def supervise(self) -> int:
-        """Restart the chief whenever it has lost its cluster; return its exit code."""
+        """Restart the chief whenever it has lost its cluster; finally return its exit code."""
         while True:
             pod = self.pods.get(CHIEF)
             code = pod.process.wait() if pod else None
@@ -224,7 +223,7 @@ class Pods:
 
     def read_events(self, pipe: Path) -> None:
         """Read the events of the chief until this process ends."""
-        # The pipe is also open for writing, since chiefs are replaced.
+        # This process also opens the pipe for writing, so that the pipe outlasts a chief.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):
@@ -272,7 +271,7 @@ def _later(seconds: float, act: Callable[[], object]) -> None:
 def _remove(pod: Pod) -> None:
     pod.process.kill()
     pod.process.wait()
-    # The kernel cleans up a namespace slowly, and names are reused.
+    # Delete the link explicitly: the kernel cleans up a namespace slowly, and names are reused.
     _ip("link", "del", pod.link("v"))
     _ip("netns", "del", pod.namespace)
     shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
@@ -288,7 +287,7 @@ def pods(  # noqa: PLR0913
     environment: Mapping[str, str] | None = None,
     lag: float = 0.0,
 ) -> Iterator[Pods]:
-    """Start a pod for each task, with additional variables; remove everything at the end."""
+    """Start a pod for each task, with additional environment variables; finally remove them."""
     addresses = {
         role: tuple(f"run-{role}-{index}.{DOMAIN}:{PORT}" for index in range(count))
         for role, count in roles.items()
@@ -297,7 +296,7 @@ def pods(  # noqa: PLR0913
     os.mkfifo(pipe)
     (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
     with ExitStack() as stack:
-        # The bridge has its own address; otherwise the address changes with the pods, and peers
+        # The bridge has a fixed MAC address. Otherwise its address changes with the pods, and peers
         # lose it.
         _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
         stack.callback(_ip, "link", "del", PREFIX)

@@ -40,20 +40,20 @@ CLASSES = 3
 
 
 def examples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and labels, the same in every process."""
+    """Return inputs and labels, which are the same in every process."""
     random = np.random.default_rng(seed)
     inputs = random.normal(size=(count, FEATURES)).astype("float32")
     return inputs, random.integers(0, CLASSES, size=count)
 
 
 def number() -> tf.Tensor:
-    """Return the number of the task that executes this graph."""
+    """Return the index of the task that executes this graph."""
     return tf.strings.to_number(tf.io.read_file("number.txt"), tf.int64)
 
 
 def two_layers() -> keras.Model:
-    """A small network with fixed weights."""
-    # `clear_session` would break the active scope of a strategy.
+    """Return a small network with fixed weights."""
+    # `clear_session` would break a strategy's active scope.
     reset_uids()
     keras.utils.set_random_seed(7)
     return keras.Sequential(
@@ -77,7 +77,7 @@ def problem(
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        # Models that replace this one have no loss yet.
+        # The test may have replaced the model by one without a loss.
         loss=lambda model, batch, outputs: objective.loss(objective.attach(model), batch, outputs),
         chance_loss=objective.task.chance_loss(),
         batches=batches,
@@ -95,7 +95,7 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
 
 
 def located() -> Problem:
-    """The loss is that of `equal`, plus 100 times the number of the task."""
+    """The loss is that of `equal`, plus 100 times the index of the task."""
     known = equal()
 
     def loss(*of_batch: object) -> tf.Tensor:
@@ -105,13 +105,13 @@ def located() -> Problem:
 
 
 def measured() -> Problem:
-    """Equal batches, and an evaluation of 23 examples in six batches that returns sums."""
+    """Every worker gets equal batches; an evaluation of 23 examples in six batches returns sums."""
     objective = of_classes(CLASSES)
 
     def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
         batches = tf.data.Dataset.from_tensor_slices(examples(23, seed=1)).batch(4)
         mine = batches.shard(of, tf.cast(part, tf.int64))
-        # One decimal digit per worker: the number of parts that it has measured.
+        # Decimal digit i is the number of parts that worker i has evaluated.
         where = tf.cast([10 ** number()], tf.float64)
         return tf.concat([objective.totals(model, mine), where], 0)
 
@@ -121,13 +121,13 @@ def measured() -> Problem:
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
-    """Worker i of n gets the i-th of each n batches: together, one batch n times as large."""
+    """Worker i of n gets every n-th batch from the i-th on; together these are one larger batch."""
     data = examples(batches_each * batch_size * workers)
     return problem(lambda: in_turn(data, batch_size, workers), **named)
 
 
 def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
-    """Return every `workers`-th batch of some examples, beginning with this worker's."""
+    """Return every `workers`-th batch of some examples, from this worker's index on."""
     batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
     mine = batches.enumerate().filter(lambda i, _: i % workers == number())
     return mine.map(lambda _, batch: batch).repeat()
@@ -136,7 +136,7 @@ def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
 def of_ids(
     config: Config, looked_up: Callable[[Any], Any], example: Callable[[tf.Tensor], Any], batch: int
 ) -> Problem:
-    """Return a problem of two classes; `looked_up` maps ids to the input of the last layer."""
+    """Return a problem with two classes; `looked_up` maps ids to the input of the last layer."""
 
     def build_model() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -167,7 +167,7 @@ def net(spec: InputSpec) -> keras.Model:
 
 
 class Idle(keras.layers.Layer):
-    """A model with an unused variable."""
+    """A layer with an unused variable."""
 
     def build(self, _shape: object) -> None:
         self.idle = self.add_weight(shape=(2,), name="idle")
@@ -177,7 +177,7 @@ class Idle(keras.layers.Layer):
 
 
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A loss with L2, and a gradient that is clipped by its global norm at every step."""
+    """The loss includes L2, and each step clips the gradient by its global norm."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -200,7 +200,7 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def normed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A model with moving averages, which each step changes."""
+    """The model has moving averages, which each step updates."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -218,7 +218,7 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A table in two parts; a batch looks up any number of rows of each."""
+    """The model has a table in two parts; a batch looks up any number of rows of each part."""
     return embedded(batch_size, workers, ShardedEmbedding)
 
 
@@ -227,7 +227,7 @@ def embedded(
     workers: int = 2,
     table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
 ) -> Problem:
-    """A table of which each batch looks up some rows, one of them several times."""
+    """The model has a table, of which each batch looks up some rows, one of them several times."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -251,7 +251,7 @@ def embedded(
 
 
 def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """Two labels per example, in units of their deviation, with example weights."""
+    """Each example has a weight and two labels, in units of the labels' standard deviations."""
     count = 12 * batch_size * workers
     random = np.random.default_rng(1)
     numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")
@@ -271,7 +271,7 @@ def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A class and a number, whose losses weigh 0.25 and 2."""
+    """The model predicts a class and a number, whose losses have the weights 0.25 and 2."""
     inputs, classes = examples(12 * batch_size * workers)
     labels = {"kind": classes, "size": inputs.sum(axis=1)}
     parts = {
@@ -304,7 +304,7 @@ def _of_task(
 
 
 class OwnLoss(keras.Sequential):
-    """Computes its loss and tracks the mean of it as Keras documents."""
+    """A model that computes its loss and tracks its mean, as Keras documents it."""
 
     def __init__(self, layers):
         super().__init__(layers)
@@ -318,7 +318,7 @@ class OwnLoss(keras.Sequential):
 
 
 class OwnStep(keras.Sequential):
-    """Applies the gradient of twice its loss."""
+    """A model that applies the gradient of twice its loss."""
 
     def train_step(self, data):
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)
@@ -348,13 +348,13 @@ def stepped(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def halved(problem: str, batch_size: int, workers: int) -> Problem:
-    """The batches of another problem in two halves, one after the other."""
+    """Each batch of another problem is divided into two consecutive halves."""
     whole = PROBLEMS[problem](batch_size, workers)
     return replace(whole, batches=lambda: whole.batches().rebatch(batch_size // 2))
 
 
 def dropped(batch_size: int = 8) -> Problem:
-    """Each task has the same batches: losses that differ from task to task come from Dropout."""
+    """Every task gets the same batches, so losses differ between tasks only because of Dropout."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -369,7 +369,7 @@ def dropped(batch_size: int = 8) -> Problem:
         random = np.random.default_rng(0)
         inputs = random.normal(size=(batch_size, FEATURES)).astype("float32")
         labels = random.integers(0, CLASSES, size=batch_size)
-        # The tasks' inputs have different means, which the moving averages must show.
+        # The inputs of the tasks have different means, which the moving averages must reflect.
         shift = tf.cast(number(), tf.float32)
         data = tf.data.Dataset.from_tensors((inputs, labels))
         return data.map(lambda x, y: (x + shift, y)).repeat()
@@ -387,7 +387,7 @@ SEQUENCE_FEATURES = {
 
 
 def recurrent() -> keras.Model:
-    """Return a small network that masks the padding, with fixed weights."""
+    """Return a small network with fixed weights that masks the padding."""
     reset_uids()
     keras.utils.set_random_seed(7)
     given = keras.Input((None,), dtype="int64")
@@ -425,12 +425,12 @@ TABLE = "table"
 
 
 def ids_of(numbers: tf.Tensor) -> tf.Tensor:
-    """Return raw ids of 64 bits, which are far apart."""
+    """Return raw 64-bit ids that are far apart."""
     return numbers * (2**55 + 12345) - 2**62
 
 
 def growing(ids: int, capacity: int, **training: object) -> Problem:
-    """Return a problem whose examples take turns in their numbers of ids."""
+    """Return a problem with a growing table, whose examples cycle through `ids` ids."""
     config = parse_config({"training": training})
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -446,7 +446,7 @@ FAILURE = "the well is dry"
 
 
 def slowed(worker: int, times: int, microseconds: int) -> Problem:
-    """Every batch of one worker takes `times` as long as the `microseconds` of the others."""
+    """A batch takes `microseconds`, and on the given worker `times` as long."""
     usual = equal()
 
     def batches() -> tf.data.Dataset:
@@ -456,11 +456,11 @@ def slowed(worker: int, times: int, microseconds: int) -> Problem:
 
 
 def lent(worker: int, times: int, microseconds: int) -> Problem:
-    """The same problem with `data.partition: dynamic`."""
+    """The problem `slowed` with `data.partition: dynamic`."""
     data = examples(800)
 
     def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # TensorFlow calls it twice: for an element, and at the end of the data.
+        # TensorFlow calls `sleep` twice: for an element, and at the end of the data.
         delay = sleep(_factor(worker, times) * microseconds // 2)
         wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
         inputs, labels = held
@@ -477,7 +477,7 @@ def _factor(worker: int, times: int) -> tf.Tensor:
 
 
 def failing(worker: int, after: int) -> Problem:
-    """One worker's input fails for good after some batches."""
+    """The input of one worker fails permanently after some batches."""
     usual = equal()
 
     def checked(index: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> object:
@@ -489,18 +489,18 @@ def failing(worker: int, after: int) -> Problem:
 
 
 EXAMPLES = 192
-# In float16 a gradient times the first scale is infinite.
+# With this factor, a gradient times the initial loss scale is infinite in float16.
 LARGE = 64.0
 
 
 def dense(batch_size: int, workers: int = 1) -> Problem:
-    """The same examples in the same order, however they are divided among the workers."""
+    """The examples and their order are the same for any number of workers."""
     each = EXAMPLES // (batch_size * workers)
     return dealt(batch_size, workers, each, model=two_layers, optimizer="adam", learning_rate=0.01)
 
 
 def rows(batch_size: int, workers: int = 1) -> Problem:
-    """Rows of a table are looked up on the device of the table."""
+    """The rows of a table are looked up on the table's device."""
     floats = dense(batch_size, workers).batches
 
     def batches() -> tf.data.Dataset:
@@ -514,7 +514,7 @@ def exact(batch_size: int, workers: int = 1) -> Problem:
 
 
 def large(batch_size: int, workers: int = 1, precision: str = "float16") -> Problem:
-    """A loss whose gradient overflows in float16 with the first scale."""
+    """The gradient of the loss overflows in float16 with the initial loss scale."""
 
     def model() -> keras.Model:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}" if precision else "float32")
@@ -528,7 +528,7 @@ def large(batch_size: int, workers: int = 1, precision: str = "float16") -> Prob
 
 
 class TwoDevices(Replicated):
-    """Two replicas in one process, as on two GPUs."""
+    """One process with two replicas, as with two GPUs."""
 
     def replicate(self) -> tf.distribute.Strategy:
         (processor,) = tf.config.list_physical_devices("CPU")
@@ -538,10 +538,10 @@ class TwoDevices(Replicated):
 
 
 class TwoGpus(AsyncParameterServer):
-    """Asynchronous training on workers with two GPUs."""
+    """Asynchronous training on workers with two GPUs each."""
 
     def connect(self) -> None:
-        """Connect, where each worker has GPUs next to its devices."""
+        """Connect, and add GPUs to the logical devices of each worker."""
         listed = tf.config.list_logical_devices
         worker = "/job:worker/replica:0/task:0"
 

@@ -1,4 +1,4 @@
-"""A worker with virtual devices as `DEVICES`, or a parameter server, under test."""
+"""A worker or a parameter server under test; a worker has `DEVICES` virtual devices."""
 
 import os
 
@@ -9,7 +9,7 @@ from flotilla.trainer.runtime import signals
 
 
 def main() -> None:
-    """Serve until killed, or until the test's process ends."""
+    """Serve until this process is killed, or until the process of the test ends."""
     signals.end_with_parent()
     cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     devices = int(os.environ.get("DEVICES", "1")) if task.role == "worker" else 1

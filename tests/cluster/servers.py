@@ -3,9 +3,9 @@
     with serving(tmp_path, ps=1, workers=2) as servers:
         outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))
 
-Every task is a process with a folder of its own. A process can join one TensorFlow cluster in its
-lifetime, so a process leads the strategy too (`tests.cluster.lead`), and says the results. One set
-of servers may serve any number of leading processes, one after the other.
+Every task is a process with its own folder. A process can join only one TensorFlow cluster, so a
+separate process leads the strategy (`tests.cluster.lead`) and reports the results. The same servers
+can serve any number of leading processes, one after the other.
 """
 
 import json
@@ -26,18 +26,18 @@ from flotilla.trainer.runtime import signals
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
-# The file descriptor for the results of a leading process.
+# The environment variable with the file descriptor for the results of a leading process.
 WORDS = "WORDS"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a leading process is to do.
+    """The instructions for a leading process.
 
     Attributes:
         config: the sections of a configuration that differ from the defaults.
         problem: `module:function` that returns a `Problem`, called with `arguments`.
-        runs: the steps of each call of `run`.
+        runs: number of steps of each call of `run`.
         start: values of variables by path, set before the first run.
     """
 
@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The output of a leading process: a report per run, and all variables at the end."""
+    """The output of a leading process: a report per run, and the final values of all variables."""
 
     reports: list[Words]
     variables: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Leading:
-    """A process that leads a strategy; its output is read as it arrives."""
+    """A process that leads a strategy; its output can be read as it arrives."""
 
     def __init__(self, process: forked.Process, words: TextIO, log: Path) -> None:
         self.process = process
@@ -71,7 +71,7 @@ class Leading:
         self.said: list[Words] = []
 
     def next(self) -> Words:
-        """Wait for its next message: a report of a run, or the result."""
+        """Wait for the next message of the process: the report of a run, or the result."""
         line = self._words.readline()
         assert line, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
         self.said.append(json.loads(line))
@@ -103,18 +103,18 @@ class Servers:
         self.processes[str(task)] = self._process(task, ["tests.cluster.server"], settings)
 
     def kill(self, task: Task) -> None:
-        """Kill a task as the kernel does when memory is exhausted."""
+        """Kill a task with SIGKILL, as when memory is exhausted."""
         _end(self.processes.pop(str(task)))
 
     def lead(self, trial: Trial) -> Outcome:
         return self.start_lead(trial).outcome()
 
     def start_lead(self, trial: Trial, task: Task = CHIEF) -> Leading:
-        """Start a leading process, or one per worker if the workers lead themselves."""
+        """Start a leading process; without a chief, call this once for each worker's task."""
         return self.start_module("tests.cluster.lead", asdict(trial), task)
 
     def start_module(self, module: str, spec: Words, task: Task = CHIEF) -> Leading:
-        """Start a leading process from a module, which reads its `spec` from a file."""
+        """Start a leading process from another module, which reads `spec` from a file."""
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "spec.json"
@@ -175,10 +175,10 @@ def _end(process: forked.Process) -> None:
 def serving(
     folder: Path, *, ps: int = 0, workers: int = 0, chief: bool = True, devices: int = 1
 ) -> Iterator[Servers]:
-    """Start parameter servers and workers, and end all of the tasks in the end.
+    """Start parameter servers and workers, and end all tasks at the end of the block.
 
-    Without a chief `start_lead(trial, task)` starts each worker. Without any server it is one
-    process.
+    Without a chief, `start_lead(trial, task)` starts each worker. Without servers and workers, the
+    leading process is the only one.
     """
     roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
     with reserve_cluster({role: count for role, count in roles.items() if count}) as cluster:

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-# Connections on one machine are made, or dropped, within the call that asks for them, or soon
-# after it where the kernel is busy.
+# Maximum wait for a connection, in seconds. On one machine, a connection is made or dropped almost
+# at once, or a little later if the kernel is busy.
 SECONDS = 2.0
 
 
 def other_addresses() -> list[str]:
-    """Return this machine's addresses outside of loopback; skip the test if it has none."""
+    """Return the addresses of this machine other than loopback; skip the test if there are none."""
     found = [
         each.address
         for addresses in psutil.net_if_addrs().values()

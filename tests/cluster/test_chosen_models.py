@@ -1,4 +1,4 @@
-"""The models that the first command chooses train the exact number of steps on clusters."""
+"""The models that `flotilla run` chooses by itself train the exact number of steps on clusters."""
 
 import random
 

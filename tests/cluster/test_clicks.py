@@ -1,4 +1,4 @@
-"""Two small recommenders: one with fixed tables, and one with growing tables over two nights."""
+"""Tests two small recommenders: with fixed tables, and with growing tables over two nights."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ CONFIG = load_config(Path(__file__).parents[2] / "configs" / "clicks.yaml")
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The folder of the exported model, the evaluation and the export."""
+    """Return the folder with the exported model, the evaluation and the export."""
     folder = tmp_path_factory.mktemp("clicks")
     dataset = prepare(CONFIG.data, storage.uri_of(folder), folder / "scratch").uri
     with launched(CONFIG.model_dump(mode="json"), dataset, folder) as run:
@@ -93,7 +93,7 @@ TINY = (
 
 
 def night(folder, day, *assignments, champion=""):
-    """Train, evaluate, judge and export; return the run, its evaluation and the model's URI."""
+    """Train, evaluate, decide and export; return the run, its evaluation and the model's URI."""
     given = [*TINY, f"data.builder_args.day={day}", *assignments]
     config = load_config(FILE, given)
     folder.mkdir()
@@ -152,7 +152,7 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
         before, after = rows_of(checkpoint, feature), rows_of(later, feature)
         days = [ids_of(day, feature) for day in (0, 1)]
         assert before.keys() == days[0]
-        # New ids got rows, and yesterday's ids kept theirs.
+        # New ids have rows, and ids of the previous day have kept theirs.
         assert after.keys() == days[0] | days[1]
         assert days[1] - days[0]
         gone = days[0] - days[1]
@@ -170,7 +170,7 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
     }
     found = answered(model, pairs)
     strangers = found["user_vector"].numpy()
-    # Unseen ids share one row; only the segment distinguishes them.
+    # Unseen ids share one row, so these examples differ only in the segment.
     np.testing.assert_array_equal(strangers[0], strangers[1])
     assert (strangers[0] != strangers[2]).any()
     assert len(np.unique(found["item_vector"].numpy(), axis=0)) == 1

@@ -1,4 +1,4 @@
-"""The evaluator during training evaluates every checkpoint; its death does not affect training."""
+"""The evaluator evaluates every checkpoint during training, and training continues if it dies."""
 
 import pytest
 
@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def measured(dataset, uri, folder):
-    """Return the validation loss of a checkpoint, measured in this process."""
+    """Compute the validation loss of a checkpoint in this process."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     config = parse_config({})
     objective = tasks.make_objective(config, spec)

@@ -1,4 +1,4 @@
-"""Each step is counted once, and each example is in the batch where it belongs."""
+"""Each step is counted once, and each example is in the expected batch."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# The other strategies always use several processes or always one.
+# The other strategies use a fixed number of processes: always several, or always one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -45,7 +45,7 @@ def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:
 
 
 def counted(run: Launched) -> int:
-    """Return the global step of the newest checkpoint: from its manifest and from its counter."""
+    """Return the global step of the newest checkpoint; the manifest and the counter must agree."""
     step = run.newest()
     uri, _ = newest_checkpoint(run.checkpoints)
     assert storage.read_manifest(uri).fields["global_step"] == step
@@ -61,7 +61,7 @@ CHAIN_STEPS = 100
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_each_strategy_goes_on_from_the_checkpoint_of_another(dataset, tmp_path):
-    """The first strategy is also the last; shards are dealt anew to another number of workers."""
+    """The first strategy is also the last; a new number of workers redistributes the shards."""
     for number, strategy in enumerate([*STRATEGIES, STRATEGIES[0]]):
         steps = CHAIN_STEPS * (number + 1)
         sizes = {"in_process": strategy in IN_PROCESS, "workers": 3 if strategy == SYNC else 2}
@@ -132,7 +132,7 @@ def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
             assert_same(each.outcome(), alone)
 
 
-# The time between two kills.
+# Steps between two kills.
 DYNAMIC_STEPS = 250
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
@@ -145,8 +145,8 @@ def numbers(tmp_path_factory) -> str:
 def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
     """Check weights against position and batches: an example is repeated only with its update.
 
-    After each of `lost` kills of a worker, a portion of `MAX_PORTION` updates at most runs again.
-    The worker may have died after it had pushed a gradient and before it counted the update.
+    After each of `lost` kills of a worker, up to `MAX_PORTION` updates run again: the worker may
+    have died after it pushed a gradient but before the update was counted.
     """
     seen, fields = visited.visits(run.checkpoints)
     position = fields["input_position"]
@@ -158,12 +158,12 @@ def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
         position["visited"] // visited.EXAMPLES,
         -(-position["visited"] // visited.EXAMPLES),
     )
-    # Only the examples of the next visits are missing here.
+    # An example may have fewer visits only if it is in a gap, and more only if it was repeated.
     assert np.maximum(least - seen, 0).sum() <= gaps
     assert np.maximum(seen - most, 0).sum() <= more
 
 
-# The number of batches per update, for two workers and for three.
+# Number of gradients per update, for two workers and for three.
 AVERAGED = {
     "single": (1, 1),
     ASYNC: (1, 1),
@@ -189,7 +189,7 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
             strategy,
             steps,
             averaged,
-            # The third worker of three is a backup: its gradients are dropped.
+            # The third worker is a backup whose gradients are dropped.
             training={"replicas_to_aggregate": 2 if strategy == SYNC else 0},
             cluster={"workers": workers},
         )
@@ -201,7 +201,7 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
 
 
 def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launched:
-    """Kill tasks one after the other, each some steps after the previous one is back."""
+    """Kill tasks one after the other, each some steps after the previous task is back."""
     draw = random.Random(len(names))
     config = visited.settings(
         strategy,
@@ -241,12 +241,12 @@ def test_each_example_is_visited_once_after_twenty_random_kills(numbers, tmp_pat
 
 
 def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
-    """Check visits after kills; in synchronous training, a killed worker costs no update."""
+    """Check visits after kills; in synchronous training, a killed worker must cost no update."""
     lost = sum(name.startswith("worker") for name in names) if strategy == ASYNC else 0
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-# The step time of a slow worker, as a multiple of the others.
+# Factor by which the steps of the slow worker take longer.
 SLOWER = 4
 
 
@@ -254,7 +254,7 @@ SLOWER = 4
 @pytest.mark.long
 def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
     config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
-    # Long enough that the other costs of a step are negligible.
+    # Steps are so long that their other costs are negligible.
     uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
     trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
     with serving(tmp_path, ps=1, workers=2) as servers:
@@ -272,7 +272,7 @@ BATCH = 16
 
 
 def staged(dataset: str, folder: Path, workers: int, partition: str = "disjoint") -> list[Path]:
-    """Stage the examples of every worker; return their working folders."""
+    """Stage the examples of every worker; return the workers' folders."""
     cluster = Cluster(addresses={"worker": tuple(f"host-{i}:1" for i in range(workers))})
     config = parse_config({"data": {"partition": partition}, "cluster": {"workers": workers}})
     folders = [folder / f"worker-{index}" for index in range(workers)]
@@ -284,7 +284,7 @@ def staged(dataset: str, folder: Path, workers: int, partition: str = "disjoint"
 
 
 def drawn(spec: DatasetSpec, count: int, seed: int = 0) -> list[tuple[bytes, int]]:
-    """Return the first examples that training sees in the working folder, in their order."""
+    """Return the first examples that training reads from the working folder, in order."""
     batches = training_batches(spec, PATTERN, batch_size=BATCH, seed=seed)
     return [
         (image.tobytes(), int(label))
@@ -321,7 +321,7 @@ def test_an_epoch_of_all_workers_is_every_example_once(whole, tmp_path, monkeypa
         monkeypatch.chdir(folder)
         examples = drawn(whole.spec, 2 * count)
         first, second = examples[:count], examples[count:]
-        # The second epoch is the same examples in another order.
+        # The second epoch has the same examples in a different order.
         assert Counter(first) == Counter(second)
         assert first != second
         seen.update(first)
@@ -341,7 +341,8 @@ def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
 
 RUNS = [3]
 EXAMPLES = 23
-# Each of two workers evaluates one part, or one worker evaluates both; see `problems.measured`.
+# `problems.measured` has one digit per worker: each of two workers evaluated one part, or one
+# worker evaluated both.
 ON_WORKERS = {2, 11, 20}
 
 

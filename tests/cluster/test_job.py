@@ -1,4 +1,4 @@
-"""A job on the Kubernetes stand-in whose pods train: launched, lost, suspended, cancelled."""
+"""Tests jobs on the fake cluster whose pods train: launched, lost, suspended, cancelled."""
 
 import os
 import signal
@@ -102,7 +102,7 @@ SECRET = {"pod": {"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}}}
 
 
 def require_last_checkpoint(training, reached):
-    """Cancel the run, and check that only a checkpoint remains."""
+    """Cancel the run, and check that only its checkpoint is left."""
     training.step.signal(signal.SIGTERM)
     code, message = training.end()
     assert code == INTERRUPTED, message
@@ -114,14 +114,14 @@ def require_last_checkpoint(training, reached):
 
 
 def kill_each_task(training):
-    """Kill the process of a task of each role; it begins again in its pod."""
+    """Kill the process of one task per role; each must be restarted in its pod."""
     for task in ("worker-1", "ps-0", "chief-0"):
         pod = training.kube.pod(task)["metadata"]
         training.kube.kubelet.kill_task(pod["namespace"], pod["name"])
         line = training.wait_for_line(f'"task": "{task}", "cause": "exit code 137')
         assert line.startswith(f"[{task}]")
         if task == "ps-0":
-            # The chief exits by itself when it sees the loss; its successor is killed.
+            # The chief exits by itself when it notices the loss, so kill its successor.
             training.wait(AttemptBegin)
     training.wait(Progress)
     assert {"worker-1", "ps-0", "chief-0"} <= {each.task for each in training.said(Restart)}
@@ -136,14 +136,14 @@ def suspend_and_resume(training):
     training.kube.suspend(training.job(), False)
     assert training.wait(AttemptBegin, lambda begin: begin.resumed).global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
-    # A suspension is not a failure.
+    # A suspension does not count as a restart.
     assert len(training.said(Restart)) == restarts
 
 
 @pytest.mark.slow
 @on_engines(tfjob=pytest.mark.long)
 def test_no_step_is_lost_with_a_launcher_with_tasks_in_a_suspension_and_by_a_cancel(training):
-    # The heartbeat lasts longer than the next launcher takes to start.
+    # The heartbeat must last until the next launcher has started.
     kubernetes = {**SECRET, "deadlines": {"heartbeat": 60}}
     with training.begun(STEPS, every=STEPS, kubernetes=kubernetes):
         training.wait(Progress)
@@ -184,7 +184,7 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
     with training.begun(STEPS, every=STEPS):
         reached = training.wait(Progress).global_step
         training.step.signal(signal.SIGTERM)
-        # KFP may kill the launcher a second later, and also the exit step.
+        # KFP may kill the launcher a second after SIGTERM, and the exit step too.
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()

@@ -28,7 +28,7 @@ ENDLESS = {"training": {**SETTINGS["training"], "strategy": "single", "steps": 1
 
 
 def launch_second(run, config, dataset, folder):
-    """Run another launcher for the checkpoints of `run` to its end; return the result."""
+    """Run another launcher for the checkpoints of `run` until it ends; return its result."""
     folder.mkdir()
     job = {
         "config": config,
@@ -49,7 +49,7 @@ def launch_second(run, config, dataset, folder):
 
 
 def kill_all(run):
-    """Kill a launcher, and wait until its tasks, which could still write, have also ended."""
+    """Kill a launcher, and wait until its tasks, which could still write, have ended too."""
     tasks = run.tasks()
     run.process.kill()
     run.process.wait()
@@ -61,7 +61,7 @@ def holders(run):
 
 
 def content(run):
-    """Return the files of all checkpoints, and the other files of a run, with their times."""
+    """Return the contents of all checkpoints, and the other files of a run, with their times."""
     folder = storage.local_path(run.checkpoints)
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 
@@ -111,7 +111,7 @@ def left_elsewhere(run):
     (number,) = lease.holders(run.checkpoints)
     place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
-    # Long enough for a busy machine.
+    # On a busy machine, the lease must not expire during the test.
     other = {"writer": "another-boot.1/1/77", "renewed": time.time() + 600}
     storage.write_bytes(place, json.dumps({**left, **other}).encode())
     return place
@@ -166,7 +166,7 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert f"was taken over by run later (process {holder.process}" in said
     assert f"; run {tmp_path.name} stops writing: " in said
     assert run.events(Restart) == []
-    # Only the checkpoint that was being written then may be new.
+    # Only the checkpoint that was being written at that time may be new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
     # The lease of the other holder is unchanged.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

@@ -64,7 +64,7 @@ def run_of(strategy, **cluster):
 
 
 def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
-    """Make the task at an address read a file; raises TensorFlow's error."""
+    """Let the task at an address read a file; raises TensorFlow's error."""
     host = f"[{address}]" if ":" in address else address
     settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=1000 * seconds)
     with tf.Graph().as_default():
@@ -77,7 +77,7 @@ def require_no_stranger(run, count, others, metrics_port=0):
     found = {process: open_ports(process) for process in run.tasks()}
     assert len(found) == count
     ports = sorted(port for each in found.values() for port in each)
-    # The metrics are served for IPv4 only.
+    # Metrics are served over IPv4 only.
     expected = [(address, port) for address in ("127.0.0.1", "::1") for port in ports]
     assert reached(["127.0.0.1", "::1"], ports) == [
         each for each in expected if each != ("::1", metrics_port)
@@ -104,7 +104,7 @@ def test_no_stranger_reaches_a_task_of_a_local_run(dataset, tmp_path, config, ta
 
 
 def scrape_until(port, wanted):
-    """Return the first scrape that matches; no other interface shows the activity of a task."""
+    """Return the first scrape that `wanted` accepts; only the metrics show that a task is alive."""
     until, pause = time.monotonic() + SECONDS, threading.Event()
     while not wanted(found := scrape(port)):
         assert time.monotonic() < until, found
@@ -138,7 +138,7 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         run.wait_for_step(100)
         require_no_stranger(run, 5, others, port)
         (served,) = open_ports(run.task("ps-0"))
-        # Other processes of this machine can do this.
+        # Other processes on this machine can read files through a task.
         assert read_as_task("127.0.0.1", served, str(secret), seconds=120) == b"secret"
         for address in others:
             if "%" not in address:
@@ -149,7 +149,7 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         run.wait_for(lambda event: isinstance(event, Restart))
         back = ("flotilla_restarts_total", "worker")
         alive = ("flotilla_tasks_alive", "worker")
-        # A task counts as alive from its start, before it answers.
+        # A task counts as alive from its start, even before it responds.
         scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 
@@ -169,7 +169,7 @@ def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader
         require_scraped_and_profiled(run, port, leader)
 
 
-# The body of `train_model`.
+# A program that runs the body of `train_model`.
 STEP = """
 import json, sys
 from pathlib import Path
@@ -240,7 +240,7 @@ UNSHARED = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_O
 
 @pytest.fixture
 def folder(tmp_path):
-    """The only writable folder; skips the test if this machine does not permit a mount."""
+    """Return the only writable folder; skip the test if this machine does not allow mounts."""
     refused = f"! touch {ROOT}/probe 2>/dev/null && ! touch {tmp_path.parent}/probe 2>/dev/null"
     probe = [*UNSHARED, str(tmp_path), "sh", "-c", f"touch probe && {refused}"]
     try:
@@ -349,7 +349,7 @@ def fail(dataset, tmp_path, monkeypatch):
             "model": {"name": f"blocks:{model}", "args": args},
             "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
             "cluster": {"workers": 1},
-            # Its layer has no get_config.
+            # The layer has no get_config.
             "export": {"formats": ["saved_model"]},
         }
         with launched(settings, dataset, tmp_path / "run") as run:

@@ -1,4 +1,4 @@
-"""A user's program as pods of the stand-in, in an image from which Flotilla cannot be imported."""
+"""A user's program in pods of the fake cluster, in an image without Flotilla."""
 
 import os
 import signal
@@ -139,12 +139,13 @@ def run(kube, engine, tmp_path):
 
 @on_engines()
 def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube):
-    # It waits after a checkpoint at this step, in its first attempt.
+    # In its first attempt, the program saves at this step and then waits.
     run.program = {"env": {"WAITS_AT": "60"}}
     with run.begun(100):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
-        # The agent looks for checkpoints once a second: this one is hardly published.
+        # The agent looks for checkpoints once a second, so this one is published at the last
+        # moment.
         kube.kill("ps-0")
         kube.kill("worker-0", reason="OOMKilled")
         line = run.wait_for("worker 0 begins at")
@@ -155,7 +156,7 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
     said = list(events.read(run.folder / "events.jsonl"))
     causes = [each.cause for each in said if isinstance(each, events.Restart)]
     assert "out of memory (OOMKilled, exit code 137)" in causes
-    # The second agent of the new pod has found a program that runs.
+    # The restarted agent of the new pod found the program running, and did not start it again.
     assert sum("worker 0 begins at" in line for line in run.lines) == 2
     assert run.is_over(100)
     kube.store.wait(lambda: not kube.of_jobs())

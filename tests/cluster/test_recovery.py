@@ -22,7 +22,7 @@ EVERY, END = 400, 2000
 
 @pytest.fixture
 def leaving(tmp_path):
-    """Return a function that runs a chief until it dies, and one that kills a server."""
+    """Return a function that starts servers, and one that runs a chief until it dies."""
 
     def serve(servers):
         return serving(tmp_path, ps=servers, workers=1)
@@ -50,7 +50,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving):
         second = said(started, 3)
         third = said(started, 3, torn=True)
         fourth = said(started, 3)
-        # It has different variables and keeps their values.
+        # Another optimizer has other variables, and no values are kept.
         fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
         more = said(started, 3, layers=1)
         fewer = said(started, 3)
@@ -59,7 +59,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving):
     assert (second["found"], second["taken"], second["step"]) == (STEPS, every, 2 * STEPS)
     assert second["begun"] == first["left"]
     assert second["left"] != second["begun"]
-    # Every id of the batches has one row, although two chiefs gave them out.
+    # Every id of the batches has exactly one row, although two chiefs assigned rows.
     assert second["metrics"]["grown"]["rows"] == IDS
     assert third["begun"] == second["left"]
     assert (fourth["found"], fourth["taken"], fourth["step"]) == (3, [], STEPS)
@@ -80,7 +80,7 @@ def test_servers_that_live_keep_their_values_to_the_bit(leaving):
         for work in (started.kill, started.start):
             work(Task(role="ps", index=lost))
         second = said(started, 3)
-        # Only the chief died: the values that the server got again are there too.
+        # Only the chief died, so the restarted server's values are also kept.
         third = said(started, 3)
     assert (second["found"], second["taken"]) == (STEPS, [1 - lost])
     # The step count is kept even if its server is lost.
@@ -116,7 +116,7 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
 ):
     """Only the variables of a lost server go back; a chief and a worker cost nothing."""
     end = END + EVERY
-    # Tasks whose memory has grown begin again with an attempt as well.
+    # Tasks whose memory has grown are also restarted with an attempt.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)
     lost = []
     with launched(config, dataset, tmp_path) as run:
@@ -138,24 +138,24 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
     assert killed == ["ps-0", "ps-1", "chief-0", "worker-1"]
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun == [0, *(each.global_step for each in lost), attempt.global_step]
-    # An update in progress on the server when its worker died may count too.
+    # An update that was in progress on the server when its worker died may be counted too.
     assert end <= run.newest() <= end + 1
     saved = [step for _, step in list_checkpoints(run.checkpoints)]
     assert saved == [*range(0, end, EVERY), run.newest()]
     require_marked(run, lost)
-    # Also if a server died at a boundary, before the validation.
+    # This holds even if a server died at a boundary, before the validation.
     assert validated(run) == [1, 2, 3, 4, 5, 6]
 
 
 def require_marked(run, lost):
-    """Check that only the next checkpoint records the variables that went back."""
+    """Check that only the next checkpoint records the variables with restored values."""
     saved = {step: fields(run.checkpoints, step) for _, step in list_checkpoints(run.checkpoints)}
     marked = {step: each[RECOVERED] for step, each in saved.items() if RECOVERED in each}
     for name, event in zip(("ps-0", "ps-1"), lost, strict=True):
         assert (event.servers, event.recovery, event.reason) == ((name,), "partial", "")
         assert event.back_to % EVERY == 0
         assert event.global_step - 2 * EVERY <= event.back_to <= event.global_step
-        # This includes the row of the step itself, which the next attempt saves.
+        # The loss may also affect the row of its own step, which the next attempt saves.
         after = max(-(-event.global_step // EVERY) * EVERY, event.back_to + EVERY)
         assert marked[after][name]["global_step"] == event.back_to
         assert marked[after][name]["variables"]

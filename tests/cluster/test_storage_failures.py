@@ -1,4 +1,4 @@
-"""A cluster whose checkpoint storage is full, in use, damaged or unreachable."""
+"""Tests a cluster whose checkpoint storage is full, damaged or unreachable."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def settings_of_disk(steps, **cluster):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a disk of one megabyte at the folder of the checkpoints."""
+    """Mount a disk of one megabyte as the folder of the checkpoints."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

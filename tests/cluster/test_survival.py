@@ -1,4 +1,4 @@
-"""A cluster survives lost tasks and attempts; the end of training."""
+"""A cluster survives the loss of tasks and attempts, until the end of training."""
 
 import itertools
 import json
@@ -146,7 +146,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, 
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"
-    # The other workers of a mirrored strategy restart with it.
+    # The other workers of a mirrored strategy are restarted with it.
     assert {each.restarts for each in others} <= {1}
 
 
@@ -154,7 +154,7 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 CHIEF_ATTEMPTS_SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # Servers keep no values, which would allow them to grow more.
+    # The servers keep no values between attempts, which would also increase their memory.
     "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 
@@ -183,13 +183,13 @@ def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
         assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)
 
 
-# This is more than any machine trains before the interrupt, and few enough for a complete history.
+# More steps than any machine trains before the interrupt, but few enough for a complete history.
 HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 
 
 @pytest.fixture
 def run(kube, tmp_path, monkeypatch):
-    """Return a function that starts or resumes the run on an engine, and cancels it if asked to."""
+    """Return a function that starts or resumes the run on an engine, and may cancel it."""
     monkeypatch.delenv("FLOTILLA_EVENTS")
     kube.install_jobset()
     workdir = tmp_path / "runs"
@@ -235,6 +235,6 @@ def test_a_run_that_changes_its_engine_twice_ends_at_its_exact_step(kube, run):
     steps = [row["global_step"] for row in read_history(checkpoints)]
     assert steps == sorted(set(steps))
     assert steps[-1] == reached[-1] + MORE
-    # Each engine has added its own fields.
+    # Each engine has appended its own rows.
     for begin, end in itertools.pairwise([0, *reached, reached[-1] + MORE]):
         assert [step for step in steps if begin < step <= end]

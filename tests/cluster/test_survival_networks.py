@@ -28,7 +28,8 @@ from tests.cluster.pods import CHIEF, pods, why_not
 pytestmark = pytest.mark.cluster
 
 NAME = "pod.fleet.test"
-# gRPC's own interval between two resolutions is 30 s, and an attempt to connect at most 20 s.
+# Maximum time of a reconnection, in seconds: shorter than gRPC's own interval of 30 s between two
+# resolutions; a connection attempt takes at most 20 s.
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500
@@ -41,7 +42,7 @@ PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
 
 
 class Relay:
-    """A relay that listens at one address and passes connections on to a port of 127.0.0.1."""
+    """A relay from one address to a port of 127.0.0.1."""
 
     def __init__(self, address: str, port: int, target: int) -> None:
         self._target = target
@@ -50,7 +51,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Close the relay and all connections, as the end of a process does."""
+        """Close the relay and all connections, as happens when a process ends."""
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -64,7 +65,7 @@ class Relay:
                 try:
                     called = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
-                    # The address does not exist yet: the caller retries.
+                    # The address does not exist yet; the caller tries again.
                     caller.close()
                     continue
                 self._sockets.append(called)
@@ -74,7 +75,7 @@ class Relay:
                     ).start()
 
     def _passing(self) -> Callable[[], bool]:
-        """Return a function that tells whether data of a new connection is relayed."""
+        """Return a function that tells whether the data of a new connection are passed on."""
         return lambda: True
 
 
@@ -86,7 +87,7 @@ def _pass_on(source: socket.socket, target: socket.socket, is_passed: Callable[[
 
 
 def _can_mount() -> bool:
-    """Return whether a process may have its own file of hosts."""
+    """Return whether a process may mount its own hosts file."""
     if sys.platform != "linux" or not shutil.which("unshare"):
         return False
     tried = subprocess.run(
@@ -163,7 +164,7 @@ def _local_steps(event: object) -> int:
 
 @pytest.fixture
 def running_of_rejoin(dataset, tmp_path):
-    """Return a run whose tasks are pods, which has a checkpoint."""
+    """Yield a run whose tasks are pods and which has a checkpoint."""
     if why := why_not():
         pytest.skip(why)
     with pods(tmp_path, dataset, CONFIG, ROLES) as run:
@@ -185,7 +186,7 @@ def _end(run) -> int:
 def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
     before = running_of_rejoin.pods[WORKER].address
     gone = running_of_rejoin.lose(WORKER)
-    # All earlier work of the worker has ended.
+    # Wait until all earlier work of the worker has ended.
     _, other = running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone)
     _, other = running_of_rejoin.wait_for(
         lambda e: isinstance(e, Progress) and e.global_step > other.global_step + 10 * TURN,
@@ -195,7 +196,7 @@ def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rej
     assert running_of_rejoin.pods[WORKER].address != before
     step = _end(running_of_rejoin)
     assert len([e for _, e in running_of_rejoin.seen if isinstance(e, AttemptBegin)]) == 1
-    # Updates of an unfinished turn are counted for no worker.
+    # The updates of an unfinished turn are not counted for any worker.
     assert 0 <= step - running_of_rejoin.attempt_steps <= TURN
 
 
@@ -212,26 +213,26 @@ def test_after_a_server_has_come_back_at_another_address_an_attempt_begins(runni
 
 CUT_OFF_EVERY, STALL = 500, 10
 TIME, TIMEOUT = "grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms"
-# A hanging call would last until the time-out of the test.
+# Maximum time until a call ends, in seconds; a hanging call would last until the test times out.
 CUT_OFF_CEILING = 120
 
 
 def options(seconds: int) -> str:
-    """Return Flotilla's channel options, with a keepalive ping after some seconds."""
+    """Return Flotilla's channel options, with a keepalive ping after `seconds`."""
     ours = {**liveness.CHANNEL_OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
     assert ours.keys() == liveness.CHANNEL_OPTIONS.keys()
     return ",".join(f"{name}={value}" for name, value in ours.items())
 
 
 class Swallowing(Relay):
-    """A relay to a port, which can lose all data of its current connections."""
+    """A relay to a port that can drop all data of its current connections."""
 
     def __init__(self, target: int) -> None:
         self._lost = threading.Event()
         super().__init__("127.0.0.1", 0, target)
 
     def lose(self) -> None:
-        """Lose all data of the current connections; later connections work."""
+        """Drop all data of the current connections; later connections work."""
         self._lost.set()
         self._lost = threading.Event()
 
@@ -258,8 +259,8 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
                 **os.environ,
                 **signals.parent_environment(),
                 "GRPC_FAIL_FAST": "use_caller",
-                # gRPC's bandwidth probe is such a ping too. It is off: it would end the call only
-                # when a probe happens to be in progress.
+                # gRPC's bandwidth probe is also a ping. It is off, because it would end the call
+                # only if a probe happens to be in progress.
                 liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
             },
             stdin=subprocess.PIPE,
@@ -304,7 +305,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # Stretches are short, because an idle channel with such frequent pings would be closed.
+    # The intervals are short, because gRPC would close an idle channel with such frequent pings.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
@@ -312,7 +313,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         run.cut_off(WORKER)
         _, at = run.seen[-1]
-        # The cut lasts across a boundary, at which all workers are idle.
+        # The cut lasts beyond a boundary, at which all workers are idle.
         run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
         assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
 
@@ -321,12 +322,13 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
-    # All others reach this worker; only its packets to the server are lost.
+    # Only the packets from this worker to the server are lost; the other tasks can reach the
+    # worker.
     with pods(tmp_path, dataset, settings_of_cut_off("sync_parameter_server"), ROLES) as run:
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         connect = run.cut_off(WORKER, PS)
         while not run.lost:
-            # The chief exits, and is restarted.
+            # The chief exits and is restarted.
             assert run.pods[CHIEF].process.wait() == BEGIN_AGAIN, run.log(CHIEF)
         connect()
         _, attempt = run.wait_for(lambda e: isinstance(e, AttemptBegin), after=run.lost[0])

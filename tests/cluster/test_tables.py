@@ -1,4 +1,4 @@
-"""Tables on parameter servers: sharded, growing, fine-tuned and warm-started."""
+"""Tests tables on parameter servers: sharded, growing, fine-tuned and warm-started."""
 
 import json
 import subprocess
@@ -30,15 +30,16 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# The messages of a lookup: an id up, a row down and a gradient up.
+# Bytes per example of a lookup: an id to the server, a row back, and a gradient to the server.
 EXAMPLE = 4 + 2 * DIMENSION * 4
-# The other messages of a step: announcements, learning rate, counters and small variables.
+# Maximum bytes of all other messages of a step: announcements, learning rate, counters and small
+# variables.
 ROUND_TRIPS = 20_000
 
 
 @pytest.fixture(scope="module")
 def relayed(tmp_path_factory):
-    """Start two parameter servers and two workers with a counter of the bytes between all tasks."""
+    """Start two parameter servers and two workers, and count the bytes between all tasks."""
     with reserve_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
@@ -71,7 +72,7 @@ def relayed(tmp_path_factory):
 
 
 def measured(relayed, strategy, trials, optimizer="adam", **args):
-    """Return the result of each trial of rows and batch size."""
+    """Return the result of each trial, a pair of table rows and batch size."""
     servers, counter = relayed
     settings = {"name": optimizer, "args": args}
     config = {
@@ -167,7 +168,7 @@ def servers(tmp_path_factory):
 
 
 def rows_of(variables):
-    """Return the row of each id that has one; assert that no id has two."""
+    """Return the row of each id that has one; check that no id has two."""
     found = {}
     for shard in range(SHARDS):
         own = {
@@ -181,7 +182,7 @@ def rows_of(variables):
 
 
 def grown(outcome):
-    """Assert that exactly the seen ids have rows, and that these rows were trained."""
+    """Check that exactly the seen ids have rows, and that these rows were trained."""
     rows = rows_of(outcome.variables)
     assert set(rows) == {int(ids_of(np.int64(each))) for each in range(IDS)}
     metrics = outcome.reports[-1]["metrics"]["tables"][TABLE]
@@ -209,7 +210,7 @@ def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
         again = other.lead(trial("async_parameter_server", [10], 1, 1, start=start))
     later = grown(again)
     assert 10 * GROWING_BATCH > IDS
-    # Training resumed from the old rows; new rows would be within 0.05 of zero.
+    # Training resumed from the old rows: new rows would be within 0.05 of zero.
     apart = max(np.abs(later[each] - rows[each]).max() for each in rows)
     assert apart < 0.2 < min(np.abs(row).max() for row in rows.values())
 
@@ -228,7 +229,7 @@ FROZEN = ["dense/*", "batch_normalization/*"]
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A file with the model of three classes, whose variables all have different values."""
+    """Return a file with a model of three classes, whose variables all have different values."""
     reset_uids()
     model = net(InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(3,)))
     for number, variable in enumerate(model.variables):
@@ -277,7 +278,8 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# Without a chief; the tables below have one. `make test-long` runs the other cases.
+# This strategy has no chief; the tests of tables below have one. `make test-long` runs the other
+# cases.
 LED_DIFFERENTLY = ("multi_worker_mirrored",)
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
@@ -309,7 +311,7 @@ def trained(folder, dataset, *, steps, strategy, model, **training):
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory, dataset):
-    """A checkpoint of a stateful model that one process has trained."""
+    """Return a checkpoint of a stateful model that was trained in one process."""
     folder = tmp_path_factory.mktemp("digits")
     model = {"name": "tests.cluster.problems:net"}
     found, _ = trained(folder, dataset, steps=60, strategy="single", model=model)
@@ -318,7 +320,7 @@ def digits(tmp_path_factory, dataset):
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory):
-    """A checkpoint of sharded tables that workers and two servers have trained."""
+    """Return a checkpoint of sharded tables that were trained on workers and two servers."""
     folder = tmp_path_factory.mktemp("clicks")
     dataset = prepare(CLICKS, storage.uri_of(folder), folder / "scratch").uri
     found, _ = trained(folder, dataset, steps=60, strategy="async_parameter_server", model=TABLES)
@@ -333,7 +335,7 @@ def require_begun_with(uri, found, run):
     assert storage.read_manifest(found[0]).fields["global_step"] == 0
     assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
     assert {event.uri for event in run.events(WarmStart)} == {uri}
-    # Training resumes from there.
+    # Training has changed the weights.
     last = values(found[max(found)])
     assert any((last[key] != first[key]).any() for key in first)
 

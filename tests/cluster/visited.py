@@ -1,7 +1,8 @@
-"""A model that counts its visits in weights, which a checkpoint stores with its position.
+"""A model that counts the visits of each example in a weight.
 
-The gradient of the weight of an example is -1 / batch size in each batch that has it, and 0 in all
-others: plain SGD with the batch size as its rate adds 1 for each visit.
+The gradient of an example's weight is -1 / batch size in each batch that contains the example, and
+0 in all others. Plain SGD with the batch size as its learning rate therefore adds 1 per visit. A
+checkpoint stores these counts together with the input position.
 """
 
 from pathlib import Path
@@ -69,7 +70,7 @@ def published(folder: Path) -> str:
 
 
 def settings(strategy: str, steps: int, averaged: int = 1, **named: Any) -> dict[str, Any]:
-    """Return the configuration of a run; `averaged` is the number of batches per update."""
+    """Return the configuration of a run that averages `averaged` batches per update."""
     sections = {
         "data": {
             "dataset": "tests.cluster.visited:Numbers",
