@@ -1,4 +1,4 @@
-"""The paths of an instance: the requests and responses of each, by the client's models."""
+"""The paths of an instance, with the client's models of their requests and responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 V2 = "/apis/v2beta1"
 HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
-# The UI answers every unknown page with this one.
+# The UI responds to every unknown path with this page.
 UI = b"<!DOCTYPE html><html><head><title>Kubeflow Pipelines</title></head></html>"
 Handle = Callable[..., Tree]
 # The namespace of the pods of a single-user instance.
@@ -31,7 +31,7 @@ class Request:
 
 
 def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return the answers outside the API: versions and logs."""
+    """Return a response that is not part of the API, such as a version or a log, or None."""
     if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
         body = {**HEALTH, "multi_user": instance.multi_user}
         if path.startswith(V2):
@@ -47,7 +47,7 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
 
 
 def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return the responses of the UI's endpoints, which only its address has."""
+    """Return a response of the endpoints that only the UI's address has, or None."""
     if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
         return _object(instance, stored[2])
     if path == "/k8s/pod/logs":
@@ -56,21 +56,21 @@ def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int,
 
 
 def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
-    """Return a run in version v1beta1 of the API, which the address of the UI serves too."""
+    """Return a run in version v1beta1 of the API, which the UI's address also serves."""
     if not instance.has_v1beta1:
         raise RefusedError(404, "Not Found")
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         if workflow is None:
             raise RefusedError(404, f"Run {run} not found")
-        # Before the first report of the workflow it is empty.
+        # The workflow is empty until Argo first reports it.
         runtime = {"workflow_manifest": workflow.manifest()} if workflow.nodes else {}
     tree = {"run": {"id": run}, "pipeline_runtime": runtime}
     return 200, "application/json", json.dumps(tree).encode()
 
 
 def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
-    """Return a log; for an absent pod an error with status 200, as the header is sent before."""
+    """Return a log. For a missing pod it is an error with status 200, which was sent before."""
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         logs = {**workflow.archive, **workflow.logs} if workflow else {}
@@ -94,7 +94,7 @@ def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
 
 
 def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
-    """Return a log like the UI, which has no log of a deleted pod."""
+    """Return a log as the UI does, which has no logs of deleted pods."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     with instance.store.lock:
@@ -126,7 +126,7 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
 
 
 def _kept(instance: Instance) -> tuple[str, ...]:
-    """Return the filter operations of the pipeline store, if it supports only some of them."""
+    """Return the filter operations that the pipeline store supports; empty if all."""
     return () if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 
@@ -151,13 +151,13 @@ def _upload(instance: Instance, request: Request) -> Tree:
     name = request.query["name"]
     body = {"display_name": name, "namespace": request.query.get("namespace", "")}
     made = instance.store.create_pipeline({key: value for key, value in body.items() if value})
-    # Its first version has the name of the pipeline.
+    # The first version of a pipeline has the pipeline's name.
     instance.store.upload_version(made["pipeline_id"], name, "", request.sent)
     return made
 
 
 def _version(instance: Instance, _pipeline: str, key: str, _request: Request) -> Tree:
-    # The server ignores the pipeline's id.
+    # The server ignores the id of the pipeline.
     return found(instance.store.versions, key, "pipeline version")
 
 
@@ -207,7 +207,7 @@ _RECURRING = f"{V2}/recurringruns"
 
 @dataclass(frozen=True)
 class Route:
-    """A path and method, its handler, the request model and the response model."""
+    """A path and its method, with the handler, the request model and the response model."""
 
     path: str
     method: str

@@ -1,4 +1,4 @@
-"""The KFP instance as a fixture, for its own tests."""
+"""Provides the fixtures of a KFP instance for its own tests."""
 
 from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
 

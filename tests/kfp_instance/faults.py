@@ -1,4 +1,4 @@
-"""Faults of an instance, on demand."""
+"""Faults that a test injects into an instance."""
 
 import re
 import threading
@@ -10,8 +10,8 @@ class Fault:
     """A faulty response, sent `times` times to requests that match `pattern`.
 
     The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a
-    response, -1 sends nothing until the server ends, -2 sends a byte from time to time. A `late`
-    fault executes the request first.
+    response, -1 sends nothing until the server ends, and -2 sends a byte from time to time. A
+    `late` fault first executes the request.
     """
 
     pattern: str
@@ -23,7 +23,7 @@ class Fault:
 
 
 class Faults:
-    """All faults of a server; `met` counts the matches of each pattern."""
+    """All faults of a server; `met` counts the requests that matched each pattern."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

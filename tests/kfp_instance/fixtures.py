@@ -1,4 +1,4 @@
-"""An instance on loopback, and the command line that uses it."""
+"""Fixtures: an instance on loopback, and the command line that uses it."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tests.kfp_instance.server import Instance
 
 
 class _Tree(dict[str, Any]):
-    """A JSON object whose error for a missing key shows its content."""
+    """A JSON object whose error for a missing key shows the whole object."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(f"{key} in {dict(self)}")
@@ -27,7 +27,7 @@ class _Tree(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a call."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class CommandResult:
 
     @property
     def json(self) -> dict[str, Any]:
-        """Return the JSON object, which must be the only output on standard output."""
+        """Return the JSON object, which must be the whole standard output."""
         [line] = self.out.splitlines()
         return _Tree(json.loads(line))
 
@@ -45,13 +45,13 @@ Flotilla = Callable[..., CommandResult]
 
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
-    """Yield a KFP instance, with a separate home folder and polls that do not wait."""
+    """Yield a KFP instance; the test has its own home folder, and polling does not wait."""
     monkeypatch.setattr(kfp_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     with Instance() as served:
-        # This machine can read this store.
+        # This machine can read the objects in this store.
         served.store.pipeline_root = (tmp_path / "store").as_uri()
         served.store.disk = (tmp_path / "disk").as_uri()
         yield served
@@ -59,11 +59,11 @@ def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
 
 @pytest.fixture
 def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
-    """Call `flotilla` on the instance, in an empty folder."""
+    """Return a function that runs `flotilla` on the instance, in an empty folder."""
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    # Compilation is slow and always gives the same result.
+    # Compilation is slow and always has the same result, so the tests share it.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
 
     def call(*words: object) -> CommandResult:
@@ -75,7 +75,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
-# The fixture above replaces this function.
+# The original function, which the fixture above replaces.
 _COMPILE = compile._text_of_pipeline
 _COMPILED: dict[str, str] = {}
 

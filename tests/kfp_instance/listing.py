@@ -1,7 +1,7 @@
-"""Pages of a list: filter, order, page token and page size of the API server.
+"""Pages of a list, with the filter, order, page token and page size of the API server.
 
-The behaviour was read in `backend/src/apiserver` of 2.17 (`server/list_request_util.go`, `list`,
-`filter`) and observed.
+The behavior was observed, and read in `backend/src/apiserver` of 2.17
+(`server/list_request_util.go`, `list`, `filter`).
 """
 
 import base64
@@ -13,9 +13,9 @@ from urllib.parse import unquote_plus
 
 from tests.kfp_instance.store import RefusedError, Tree
 
-# The SDK sends the number of an operation.
+# The SDK sends an operation as a number.
 OPERATIONS = {1: "EQUALS", 9: "IS_SUBSTRING"}
-# The keys of filters and orders, by the kind of object.
+# Keys for filters and orders, by kind of object.
 _ALL = ("display_name", "name", "created_at", "description", "namespace", "id")
 FIELDS = {
     "pipelines": (*_ALL, "pipeline_id"),
@@ -32,7 +32,10 @@ _PREDICATE = {"operation", "key", "stringValue", "string_value"}
 def page_of(
     things: Iterable[Tree], name: str, query: dict[str, str], *, operations: tuple[str, ...] = ()
 ) -> Tree:
-    """Return an ordered page of the objects that pass the filter with these operations."""
+    """Return a sorted page of the objects that match the filter.
+
+    If `operations` is not empty, the filter may use only these.
+    """
     rows, text = list(things), query.get("filter", "")
     wanted = {"sort_by": query.get("sort_by", ""), "filter": text}
     first = 0
@@ -72,7 +75,7 @@ def _place(token: str) -> tuple[int, dict[str, str]]:
 
 
 def _predicates(text: str) -> list[Tree]:
-    """Return the predicates of a filter, which is percent-decoded again after the query."""
+    """Return the predicates of a filter, which is percent-decoded twice."""
     if not text:
         return []
     if re.search(r"%(?![0-9a-fA-F]{2})", text):
@@ -108,7 +111,7 @@ def _let_through(
 
 
 def _like(text: str) -> re.Pattern[str]:
-    """Return what MySQL's LIKE '%text%' finds: `%` and `_` match anything, `\\` escapes."""
+    """Return a pattern for MySQL's LIKE '%text%': `%` and `_` match anything, `\\` escapes."""
     parts, letters = [], iter(text)
     for letter in letters:
         literal = next(letters, "\\") if letter == "\\" else ""

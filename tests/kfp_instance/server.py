@@ -1,4 +1,4 @@
-"""A KFP instance over HTTP: the part of the API of 2.17 that the client uses, from a `Store`."""
+"""A KFP instance over HTTP: the part of the API of 2.17 that the client uses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ UPLOADED = re.compile(rb'name="uploadfile".*?\r\n\r\n(.*)\r\n--', re.DOTALL)
 
 
 class Instance(ThreadingHTTPServer):
-    """The API on a port of loopback; as a context manager it serves until the block ends.
+    """The API on a loopback port, served until the end of the `with` block.
 
     Attributes:
         token: the required token after `Bearer`; empty if none is needed.
-        multi_user: whether requests must name the namespace.
-        pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
-        has_ui: whether the address is the UI's, which forwards the API.
-        has_v1beta1: whether it serves the API version that has the nodes; KFP 3 drops it.
+        multi_user: whether requests must name their namespace.
+        pipeline_store: where pipelines are stored: `database`, or `kubernetes` with fewer filters.
+        has_ui: whether the address is that of the UI, which also forwards the API.
+        has_v1beta1: whether it serves v1beta1, which contains the nodes and which KFP 3 drops.
         received: line, headers and body of each request, without credentials.
     """
 
@@ -66,7 +66,7 @@ class Instance(ThreadingHTTPServer):
         return [request for request in self.requests if re.search(pattern, request)]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: tests break connections on purpose."""
+        """Log nothing, because tests break connections on purpose."""
 
     def __enter__(self) -> Instance:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -80,7 +80,8 @@ class Instance(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
+    # Head and body are two writes. With Nagle's algorithm, the second would wait up to 40 ms for
+    # the acknowledgement of the first.
     disable_nagle_algorithm = True
     server: Instance
 
@@ -142,7 +143,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise RefusedError(400, f"proto: syntax error: {error}") from None
         with self.server.store.lock:
             tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
-        # A bug of the stand-in must fail the test, since the client would not report it.
+        # A bug in the fake must fail the test, because the client would not report it.
         check(tree, route.gives)
         return 200, "application/json", json.dumps(tree).encode()
 
@@ -161,11 +162,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refused_upload(self, error: RefusedError) -> tuple[int, str, bytes]:
         tree = {"error_message": str(error), "error_details": f"Error: {error}"}
-        # Early errors come before the content type is set, and the server guesses it.
+        # Early errors occur before the content type is set, so the server guesses it.
         kind = "text/plain; charset=utf-8" if error.status == 400 else "application/json"
         return error.status, kind, json.dumps(tree).encode()
 
-    # The base class defines the names.
+    # The base class prescribes these names.
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:

@@ -1,4 +1,4 @@
-"""JSON on the wire, checked against the models of the KFP client, which drops unknown keys."""
+"""Checks JSON against the models of the KFP client, which itself ignores unknown keys."""
 
 import re
 from typing import Any
@@ -8,12 +8,12 @@ from kfp_server_api import models
 SCALARS = {"str": str, "bool": bool, "int": int, "float": (int, float), "datetime": str}
 
 
-# Responses have 64-bit numbers as text; a request may send a number.
+# Responses contain 64-bit numbers as strings; a request may contain numbers.
 INT64 = ("max_concurrency", "interval_second")
 
 
 def with_text(tree: Any) -> Any:
-    """Return the JSON with 64-bit numbers as an instance writes them."""
+    """Return the JSON with 64-bit numbers as strings, as an instance writes them."""
     if isinstance(tree, dict):
         return {
             key: str(value) if key in INT64 and isinstance(value, int) else with_text(value)
@@ -23,11 +23,11 @@ def with_text(tree: Any) -> Any:
 
 
 class ShapeError(ValueError):
-    """A JSON tree does not match its model."""
+    """A JSON value does not match its model."""
 
 
 def check(tree: Any, kind: str, where: str = "") -> None:
-    """Raise a `ShapeError` unless `tree` is JSON of the model `kind`."""
+    """Raise `ShapeError` unless `tree` matches the model `kind`."""
     place = where or kind
     if listed := re.fullmatch(r"list\[(.*)\]", kind):
         _require(isinstance(tree, list), place, "list")

@@ -16,7 +16,7 @@ Tree = dict[str, Any]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# The API accepts any number as an integer.
+# The API accepts any number for an integer.
 TYPES = {
     "STRING": str,
     "NUMBER_INTEGER": (int, float),
@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 class Store:
-    """All state; methods are called under `lock`."""
+    """All objects of an instance; methods are called under `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -45,13 +45,13 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        # The default experiment for runs without one.
+        # The default pipeline root of runs.
         self.pipeline_root = ""
-        # The folder of the buckets of the cluster's store, as a URI.
+        # URI of the folder that contains the buckets of the cluster's store.
         self.disk = ""
-        # Whether a schedule may be deleted without its workflows, which is possible since 2.16.
+        # Whether a schedule can be deleted without its workflows, as since 2.16.
         self.leaves_orphans = True
-        # The events of a run; each request for the run applies the next event.
+        # Changes of a run; each request for the run applies the next one.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
 
@@ -132,7 +132,7 @@ class Store:
         return made
 
     def get_run(self, run_id: str) -> Tree:
-        """Return a run with its nodes, after its next event."""
+        """Apply the next change of a run, and return it with its nodes."""
         run = found(self.runs, run_id, "run")
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
@@ -140,13 +140,12 @@ class Store:
         return run
 
     def end_run(self, run_id: str, state: str) -> None:
-        """End a run; KFP does not report the reason."""
         run = self.runs[run_id]
         run["state"], run["finished_at"] = state, self._now()
         self._note(run)
 
     def terminate(self, run_id: str) -> Tree:
-        """Terminate a run: its state becomes CANCELING, and then FAILED."""
+        """Terminate a run: its state becomes CANCELING and later FAILED."""
         run = found(self.runs, run_id, "run")
         begun = run["state"] in ("PENDING", "RUNNING", "PAUSED")
         _require(begun, INVALID, f"Failed to terminate a run {run_id}. Row not found")
@@ -171,14 +170,15 @@ class Store:
         _require(cron is None or is_cron(cron), INVALID, f"Schedule cron is not supported: {cron}")
         made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
         made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
-        # If each run uses the newest version, there is no workflow yet that has the default.
+        # A schedule that uses the newest version has no workflow yet from which to take the
+        # default.
         if body["pipeline_version_reference"].get("pipeline_version_id"):
             made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
         return made
 
     def fire(self, recurring_run_id: str) -> Tree:
-        """Start the next run of a schedule, as its controller does through the same API."""
+        """Start the next run of a schedule through the API, as the schedule's controller does."""
         each = self.recurring[recurring_run_id]
         copied = ("runtime_config", "experiment_id", "pipeline_version_reference")
         body = {key: each[key] for key in copied}
@@ -187,9 +187,9 @@ class Store:
         return run
 
     def delete_recurring(self, recurring_run_id: str, propagation: str = "") -> Tree:
-        """Delete a schedule and the objects that it owns: its workflows with their pods.
+        """Delete a schedule with the objects that it owns: its workflows and their pods.
 
-        The rows of runs remain.
+        The database still contains the runs.
         """
         found(self.recurring, recurring_run_id, "recurring run")
         del self.recurring[recurring_run_id]
@@ -206,13 +206,13 @@ class Store:
         return {}
 
     def _spec(self, body: Tree) -> tuple[Tree, Tree]:
-        """Return the spec and the reference to its version, by default the newest one."""
+        """Return the spec of a version and a reference to it; the default is the newest version."""
         if given := body.get("pipeline_spec"):
             return given, {}
         reference = body.get("pipeline_version_reference") or {}
         pipeline = reference.get("pipeline_id")
         if key := reference.get("pipeline_version_id"):
-            # The server wraps the 404 in a 500.
+            # The server turns this 404 into a 500.
             version = found(self.versions, key, "PipelineVersion", BROKEN)
             same = version["pipeline_id"] == pipeline
             _require(same, INVALID, f"Pipeline version {key} belongs to another pipeline")
@@ -239,7 +239,7 @@ def found(things: dict[str, Tree], key: str, what: str, status: int = NOT_FOUND)
 
 
 def is_cron(text: str) -> bool:
-    """Return whether the scheduler reads a cron expression: the first field is of seconds."""
+    """Return whether the scheduler accepts a cron expression, whose first field is seconds."""
     words = text.split()
     most = (59, 59, 23, 31, 12, 7)[: len(words)]
     numbers = [[int(each) for each in re.findall(r"\d+", word)] for word in words]
@@ -248,7 +248,7 @@ def is_cron(text: str) -> bool:
 
 
 def check_parameters(spec: Tree, values: Tree) -> None:
-    """Refuse unknown parameters and parameters of a wrong type, as KFP does."""
+    """Reject unknown parameters and parameters of a wrong type, as KFP does."""
     pipeline = spec.get("pipeline_spec") or spec
     known = pipeline["root"].get("inputDefinitions", {}).get("parameters", {})
     for name, value in values.items():

@@ -1,4 +1,4 @@
-"""The stand-in serves the KFP client as an instance does, and rejects the same requests."""
+"""The fake instance serves the KFP client like a real one, and rejects the same requests."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def package(tmp_path):
 
 
 def known_paths():
-    """Return method and path of every call of the generated client."""
+    """Return the method and the path of every call of the generated client."""
     folder = Path(kfp_server_api.__file__).parent / "api"
     for file in sorted(folder.glob("*_api.py")):
         calls = re.findall(r"call_api\(\s+'([^']+)', '([A-Z]+)'", file.read_text())
@@ -403,7 +403,7 @@ def workflow(instance, run_id):
 
 @pytest.fixture
 def get(instance):
-    """Return the status, the kind and the text of a response."""
+    """Return a function that fetches the status, content type and text of a response."""
 
     def fetch(path):
         try:
@@ -438,7 +438,7 @@ def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     assert workflow.pod("train_model") == (
         f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
     )
-    # The published test vector of this hash.
+    # These are published test vectors of the hash.
     assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)
 
 
@@ -456,12 +456,11 @@ def played(*stages):
 
 
 def pods(nodes):
-    """Return the number of pods of each kind."""
     return Counter(each["templateName"] for each in nodes if each["type"] == "Pod")
 
 
 def compiled_pods(spec):
-    """Return the number of pods of each kind in a run of a compiled pipeline."""
+    """Return the number of pods of each kind in a whole run of a compiled pipeline."""
     found = Counter({"system-dag-driver": 1})
     dags = [spec["root"]["dag"]]
     while dags:
@@ -478,7 +477,8 @@ def compiled_pods(spec):
 def test_a_whole_run_has_the_pods_of_the_compiled_pipeline(compiled):
     found = pods(played(*(stage.name for stage in WORKING)))
     assert found == compiled_pods(compiled.spec.get("pipeline_spec", compiled.spec))
-    # The drivers of the root, of the exit handler, and of the groups of training and export.
+    # The DAG drivers are those of the root, the exit handler, and the groups of training and
+    # export.
     expected = {"system-dag-driver": 4, "system-container-driver": 5, IMPLEMENTATION: 5}
     assert found == expected
 
@@ -539,7 +539,7 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     instance.has_ui = True
     path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
     assert get(path)[:2] == (200, "text/html")
-    # This address serves the API too.
+    # This address also serves the API.
     assert nodes(get, run_id)
 
 

@@ -1,16 +1,17 @@
 """The nodes, pod logs and records of a run, as KFP 2.17 and Argo 4.0.5 write them.
 
-KFP's configuration of Argo gives every template a retry strategy, so that each task is a node `x`
-and a node `x(0)` for its first try. A step is a task `x-driver` and a task `x` with a task
-`executor` in it; the pod of a step is that of `executor(0)`. A node's id is the name of the
-workflow with the FNV-1a hash of the node's name, and the pod's name has the template in between.
-The API's list of nodes does not contain pod names.
+KFP's configuration of Argo gives every template a retry strategy, so each task has a node `x` and a
+node `x(0)` for its first try. A step is a task `x-driver` and a task `x` that contains a task
+`executor`; the pod of a step is that of `executor(0)`. A node's id consists of the workflow's name
+and the FNV-1a hash of the node's name; the pod's name has the template in between. The API's list
+of nodes does not contain pod names.
 
-Each group of steps, the root included, has a driver too. The graph is that of Flotilla's pipeline:
-the steps after the first one are in a group with a condition, and the export is in a nested group.
+Each group of steps, including the root, also has a driver. The graph is that of Flotilla's
+pipeline: the steps after the first one are in a conditional group, and the export is in a nested
+group.
 
-The code of a step publishes the records of its stages below the root of the run. An hour after the
-end, the pods are deleted; the logs are then in the archive, and the nodes in the database.
+The code of a step publishes the records of its stages below the root of the run. The pods are
+deleted an hour after the end; then the logs are in the archive and the nodes in the database.
 """
 
 import itertools
@@ -26,11 +27,11 @@ from flotilla.trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-# KFP compiles a separate template for this number of annotations and labels of pods.
+# KFP compiles a separate template for each combination of numbers of pod annotations and labels.
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
-# The SDK's names of the nested condition groups.
+# The SDK's names of the nested conditional groups.
 CONDITIONS = ("condition-2", "condition-3")
 Node = dict[str, Any]
 
@@ -47,9 +48,9 @@ def fnv(name: str) -> int:
 
 
 class Workflow:
-    """The nodes of one run; each change is a second later than the one before.
+    """The nodes of one run; each change happens one second after the previous one.
 
-    The methods accept any stage of a step for the step.
+    Methods that take a step also accept any of its stages.
 
     Attributes:
         has_old_steps: whether each stage is a step, as in older pipelines.
@@ -82,7 +83,7 @@ class Workflow:
         self._outer = self._enter(self._handler)
 
     def begin(self, step: str, *, image: str = IMAGE) -> None:
-        """Start the step of a stage, if it has not begun; its code has written nothing yet."""
+        """Start the step of a stage, unless it has started; its code writes nothing yet."""
         if self._has(step):
             return
         self._drive(step)
@@ -117,7 +118,7 @@ class Workflow:
         self._records[stage].progress(metrics)
 
     def end(self, stage: str, state: str = "SUCCEEDED", **record: Any) -> None:
-        """End a stage with its outcome; the step ends with its last stage or a failure."""
+        """End a stage with an outcome; its step ends after its last stage or after a failure."""
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "seconds": 1.5}
         self.say_begin(stage)
@@ -130,7 +131,7 @@ class Workflow:
             self.stop(stage, state)
 
     def stop(self, step: str, state: str, message: str = "") -> None:
-        """End a step without a record; KFP has the message of its pod."""
+        """End a step that wrote no record; KFP only has the message of its pod."""
         failed = state == "FAILED"
         said = message or ("main: Error (exit code 1)" if failed else "")
         self._close(self._group(step), "Failed" if failed else "Succeeded", pod_message=said)
@@ -142,7 +143,6 @@ class Workflow:
         self._named(last["name"].rpartition("(")[0])["message"] = f"Backoff for {pause}"
 
     def try_again(self, step: str) -> None:
-        """Create the next pod of a step whose pod was lost."""
         last = self._last(step)
         name, _, number = last["name"].removesuffix(")").rpartition("(")
         self._named(name)["message"] = ""
@@ -151,7 +151,7 @@ class Workflow:
         self.logs[self.pod(step)] = ""
 
     def fail_driver(self, step: str, message: str = "main: Error (exit code 1)") -> None:
-        """Fail KFP's own driver of a step, or of the whole run (`root`)."""
+        """Let KFP's own driver fail, for a step or for the whole run (`root`)."""
         if step == "root":
             self.nodes, self.logs, self._outer = [], {}, ""
             self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
@@ -166,11 +166,11 @@ class Workflow:
             self.logs[pod] += "driver.Container(run=1) failed: no such bucket\n"
 
     def omit(self, step: str) -> None:
-        """Skip a step because an earlier step failed."""
+        """Omit a step because an earlier step failed."""
         self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
     def skip(self) -> None:
-        """Skip the next group with a condition."""
+        """Skip the next conditional group."""
         outer = self._outer
         for name in CONDITIONS:
             group = f"{outer}.{name}"
@@ -182,7 +182,7 @@ class Workflow:
             outer = f"{group}(0)"
 
     def terminate(self) -> None:
-        """Terminate as Argo does when the deadline of the workflow is set to 0 seconds."""
+        """Terminate the run as Argo does when the workflow's deadline is set to 0 seconds."""
         self.active_deadline = 0
         for node in self.nodes:
             if node["phase"] in ("Running", "Pending"):
@@ -191,12 +191,12 @@ class Workflow:
                 node.update(phase="Failed", finishedAt=self._now())
 
     def lose_pods(self) -> None:
-        """Remove the workflow and its pods, as happens an hour after the end."""
+        """Delete the workflow and its pods, as happens an hour after the end."""
         self.archive.update(self.logs)
         self.logs.clear()
 
     def collect(self) -> None:
-        """Delete the workflow with its pods; a log is archived when its pod has ended."""
+        """Delete the workflow and its pods; the log of a pod is archived when the pod ends."""
         running = {pod_name(node) for node in self.nodes if node["phase"] == "Running"}
         self.archive.update({pod: log for pod, log in self.logs.items() if pod not in running})
         self.logs.clear()
@@ -209,7 +209,7 @@ class Workflow:
         return pod_name(self._named(f"{self._group(step)}-driver(0)"))
 
     def manifest(self) -> str:
-        """Return the workflow as the API of version v1beta1 has it: a text with JSON."""
+        """Return the workflow as JSON text, as v1beta1 of the API does."""
         nodes = {node["id"]: node for node in self.nodes}
         phase = self.nodes[0]["phase"] if self.nodes else ""
         spec: dict[str, Any] = {"entrypoint": "entrypoint"}
@@ -224,7 +224,7 @@ class Workflow:
         )
 
     def _enter(self, group: str) -> str:
-        """Add a group of steps, and its driver; return the name of its try."""
+        """Add a group of steps and its driver; return the name of the group's first try."""
         self._pod_of(f"{group}-driver", "system-dag-driver", "Succeeded")
         return self._tried(group, f"comp-{group.rpartition('.')[2]}", "DAG")
 
@@ -276,7 +276,7 @@ class Workflow:
         return node
 
     def _pod_spec(self, step: str, image: str) -> dict[str, Any]:
-        """Return the pod spec that KFP's driver gives the launcher of a step."""
+        """Return the pod spec that KFP's driver passes to the launcher of a step."""
         name = self._kfp_name(step)
         place = f"{self._pipeline_root}/flotilla-training/{self.run_id}/{name}/77/place"
         given = {
@@ -288,7 +288,7 @@ class Workflow:
         return {"parameters": [{"name": "pod-spec-patch", "value": json.dumps(spec)}]}
 
     def _group(self, step: str) -> str:
-        """Return the name of the node of a step; the exit step is in a hook of the steps."""
+        """Return the node name of a step; the exit step is in a hook of the exit handler."""
         if step != "finish":
             groups = (f"{name}(0)" for name in self._conditions(step))
             return ".".join((self._outer, *groups, self._kfp_name(step)))
@@ -298,7 +298,7 @@ class Workflow:
         return f"{hook}(0).finish"
 
     def _conditions(self, step: str) -> tuple[str, ...]:
-        """Return the groups with a condition that a step is in, the outer one first."""
+        """Return the conditional groups that contain a step, the outermost first."""
         if self.has_old_steps or step in ("root", "finish"):
             return ()
         return CONDITIONS[: {PREPARE: 0, EXPORT: 2}.get(find_step_of_stage(step).name, 1)]
@@ -338,13 +338,13 @@ def pod_name(node: Node) -> str:
 
 
 def log_of(event: Event) -> str:
-    """Return the line that a step's code writes into its log for an event."""
+    """Return the line that a step's code writes to its log for an event."""
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("flotilla.trainer.events")
     level = logger.level
-    # Only the method `setLevel` clears the logger's cache of enabled levels.
+    # Only `setLevel` clears the logger's cache of enabled levels.
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)

@@ -1,7 +1,7 @@
 """A loopback address for each pod with a hostname, such as the pods of a JobSet.
 
-TensorFlow's server listens on all addresses, so each pod gets a free port, to which the network
-relays connections to the port of the manifest.
+TensorFlow's server listens on all addresses, so each pod also gets a free port. The network relays
+connections for the port in the manifest to that port.
 """
 
 import itertools
@@ -20,18 +20,18 @@ class Addresses:
     """The addresses of pods by their UID, and the ports on which they listen."""
 
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
-        """Write the real port of each pod to `ports`, by the port of its manifest."""
+        """Write the free port of each pod to `ports`, by the port in its manifest."""
         self._ports = ports
-        # The port of a pod of a TFJob by its name: all of them share one machine.
+        # Returns the port of a TFJob's pod by name: all these pods share one machine.
         self.of_tfjobs: Callable[[str], int] = {}.__getitem__
         self._held = ExitStack()
         self._found: dict[str, str] = {}
-        # Other tests on this machine use other addresses.
+        # Use a random block, because other tests on this machine use addresses too.
         self._net = f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._next = itertools.count(1)
 
     def of(self, pod: Tree) -> str:
-        """Return the address of a pod; empty if the pod shares the address of the machine."""
+        """Return the address of a pod, or an empty string if it shares the machine's address."""
         if not pod["spec"].get("hostname"):
             return ""
         uid = pod["metadata"]["uid"]
@@ -42,7 +42,7 @@ class Addresses:
         return self._found[uid]
 
     def mapped(self, pod: Tree, name: str, text: str) -> str:
-        """Return the value of a variable: in TF_CONFIG, with a free port for the pod itself."""
+        """Return the value of a variable; in TF_CONFIG, a free port replaces the pod's own."""
         spec = pod["spec"]
         if name == "TF_CONFIG" and _TFJOB in pod["metadata"].get("labels", {}):
             return re.sub(
@@ -59,7 +59,7 @@ class Addresses:
         ports = self._ports.setdefault(pod["metadata"]["uid"], {})
         asked = int(found[2])
         if asked not in ports:
-            # The socket reserves the port and does not listen, so the pod still can.
+            # The socket reserves the port but does not listen, so the pod can listen on it.
             holder = self._held.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("127.0.0.1", 0))
@@ -67,5 +67,4 @@ class Addresses:
         return f'"{found[1]}:{ports[asked]}"'
 
     def close(self) -> None:
-        """Release all ports."""
         self._held.close()

@@ -1,6 +1,6 @@
-"""Pod Security admission: what the standard `restricted` rejects, in the words of Kubernetes.
+"""Pod Security admission: what the standard `restricted` rejects, with Kubernetes's messages.
 
-It has only the checks that a training pod can fail; `baseline` is not enforced.
+Only the checks that a training pod can fail are implemented; `baseline` is not enforced.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ _PROFILES = ("RuntimeDefault", "Localhost")
 
 
 def refusal(pod: Tree, labels: Mapping[str, str]) -> str:
-    """Return why a namespace with these labels rejects a pod, or an empty string."""
+    """Return why a namespace with these labels rejects a pod; an empty string if it does not."""
     if labels.get(ENFORCE) != RESTRICTED:
         return ""
     found = [text for check in _CHECKS for text in check(pod["spec"])]
@@ -40,7 +40,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _of(tree: Tree, *path: str) -> Any:
-    """Return a field of the security context of a pod or a container; None where it is not set."""
+    """Return a field of the security context of a pod or a container, or None."""
     node: Any = tree.get("securityContext") or {}
     for key in path:
         node = (node or {}).get(key)

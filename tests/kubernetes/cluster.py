@@ -1,4 +1,4 @@
-"""A cluster for tests: API server and operator, with a kubelet or a test that replaces it."""
+"""A fake cluster for tests: API server and operator, and a kubelet unless the test replaces it."""
 
 import json
 import signal
@@ -20,12 +20,12 @@ from tests.kubernetes.server import Server
 from tests.kubernetes.store import Store, Tree
 
 NAMESPACE = "models"
-# The service account of the tasks of a job.
+# The service account of a job's tasks, and its token.
 TRAINER, TRAINER_TOKEN = f"system:serviceaccount:{NAMESPACE}:flotilla-trainer", "a-pods-token"
 
 
 class Cluster:
-    """The actions and views of a test; without a kubelet the test sets the states of pods."""
+    """What a test does and sees; without a kubelet, the test sets the states of pods."""
 
     def __init__(self, server: Server, operator: Operator, kubeconfig: Path) -> None:
         self.server = server
@@ -52,7 +52,7 @@ class Cluster:
     def install_jobset(
         self, version: str = "v0.12.0", replicas: int = 1, lacks: Iterable[str] = ()
     ) -> None:
-        """Serve JobSets without the fields in `lacks`, and start or stop their controller."""
+        """Serve JobSets, without the fields in `lacks`, and start or stop their controller."""
         name, place = "jobset-controller-manager", "jobset-system"
         parts = {"name": "jobset", "instance": "jobset", "component": "manager"}
         labels = {f"app.kubernetes.io/{key}": value for key, value in parts.items()}
@@ -93,7 +93,7 @@ class Cluster:
         return {task_of(job): job for job in self.store.all("jobs", NAMESPACE)}
 
     def pods_of(self, task: str) -> list[Tree]:
-        """Return all pods of a task, those that have ended included, the oldest first."""
+        """Return all pods of a task, including those that have ended, oldest first."""
         found = self.store.all("pods", NAMESPACE)
         return [pod for pod in found if task_of(pod) == task]
 
@@ -112,7 +112,7 @@ class Cluster:
         return found[0]
 
     def wait_until_deleted(self) -> None:
-        """Wait until no job or pod remains."""
+        """Wait until there are no jobs and no pods."""
         kinds = ("tfjobs", "jobsets", "jobs", "pods")
         self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
@@ -121,7 +121,7 @@ class Cluster:
         return [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
 
     def suspend(self, job: Tree, is_suspended: bool) -> None:
-        """Suspend or resume a job, as Kueue or a person does."""
+        """Suspend or resume a job, as Kueue or a user does."""
         is_tfjob = "tfReplicaSpecs" in job["spec"]
 
         def change(tree: Tree) -> None:
@@ -134,7 +134,7 @@ class Cluster:
     def pods(self) -> dict[str, Tree]:
         """Return the pods by task, such as `worker-0`.
 
-        For a task with several pods it is the newest running one, or else the newest.
+        If a task has several pods, it is the newest running one, or otherwise the newest.
         """
         found: dict[str, Tree] = {}
         for pod in self.store.all("pods", NAMESPACE):
@@ -144,7 +144,7 @@ class Cluster:
         return found
 
     def pod(self, task: str, but: str = "") -> Tree:
-        """Wait for the pod of a task, one with another uid than `but`, and return it."""
+        """Wait until a task has a pod whose uid is not `but`, and return the pod."""
 
         def found() -> Tree | None:
             pod = self.pods().get(task)
@@ -154,7 +154,6 @@ class Cluster:
         return tree
 
     def all_pods(self) -> dict[str, Tree]:
-        """Wait until the job has all its pods, and return them by task."""
         self.store.wait(lambda: self.jobs() or self.jobsets())
         if self.jobsets():
             roles = self.jobset()["spec"]["replicatedJobs"]
@@ -165,7 +164,7 @@ class Cluster:
         return self.pods()
 
     def wait_watched(self, *kinds: str, times: int = 1) -> None:
-        """Wait until this many watches of each kind have begun; by default TFJobs and pods."""
+        """Wait until each kind has had this many watches; the default kinds are TFJobs and pods."""
         for kind in kinds or ("tfjobs", "pods"):
 
             def watched(kind: str = f"{kind}?") -> bool:
@@ -175,7 +174,7 @@ class Cluster:
             self.store.wait(watched)
 
     def wait_followed(self, task: str) -> None:
-        """Wait until a client has begun to read the log of the newest pod of a task."""
+        """Wait until a client starts to read the log of the newest pod of a task."""
         self.store.wait(
             lambda: (
                 (pods := self.pods_of(task))
@@ -187,7 +186,7 @@ class Cluster:
         def found() -> str:
             for lease in self.leases():
                 beat = read_heartbeat(lease)
-                # Another launcher is a different holder.
+                # A renewal by another launcher has another holder.
                 if is_renewed(lease) and beat.partition(" ")[0] != but.partition(" ")[0]:
                     return beat
             return ""
@@ -195,7 +194,6 @@ class Cluster:
         return str(self.store.wait(found))
 
     def run_all(self) -> dict[str, Tree]:
-        """Set every pod of the job running."""
         for pod in self.all_pods().values():
             pods.running(self.store, pod)
         return self.pods()
@@ -206,7 +204,7 @@ class Cluster:
             self.server.logs.write(uid, 0, line)
 
     def write_event(self, task: str, event: Event) -> str:
-        """Write an event to the log of a task as the task does, and return the line."""
+        """Write an event to the log of a task, as the task itself does, and return the line."""
         [container] = self.pod(task)["spec"]["containers"]
         job = next(each["value"] for each in container["env"] if each["name"] == JOB)
         line = f"2026-01-01 00:00:00,000 INFO {json.dumps({**to_tree(event), 'job': job})}"
@@ -228,7 +226,7 @@ class Cluster:
         return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
-        """Delete the pod of a task, with a reason like Kubernetes or without one like a person."""
+        """Delete the pod of a task; Kubernetes gives a `reason`, and a user does not."""
         with self.store.changed:
             pod = self.pod(task)
             if reason:
@@ -238,7 +236,7 @@ class Cluster:
         return pod
 
     def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
-        """End the pods that are being deleted, with these exit codes by task or 143."""
+        """End the pods that are being deleted; `codes` has exit codes by task (default: 143)."""
         for pod in self.store.all("pods", NAMESPACE):
             if pod["metadata"].get("deletionTimestamp"):
                 if pod["status"]["phase"] == "Running":
@@ -282,7 +280,7 @@ def jobset(
     pod: Mapping[str, object] | None = None,
     **spec: object,
 ) -> Tree:
-    """Return a JobSet whose tasks do nothing, and which completes with its chief."""
+    """Return a JobSet whose tasks do nothing, and which is complete when its chief ends."""
     container = {"name": "tensorflow", "command": ["true"]}
     pods_spec = {"containers": [container], "restartPolicy": "Never", **(pod or {})}
     template = {"spec": {"completions": 1, "parallelism": 1, "template": {"spec": pods_spec}}}
@@ -304,7 +302,7 @@ def jobset(
 
 
 def task_of(tree: Tree) -> str:
-    """Return the task of a pod, or of a Job, such as `worker-0`."""
+    """Return the task of a pod or of a Job, such as `worker-0`."""
     meta = tree["metadata"]
     labels = meta.get("labels") or {}
     if jobset_controller.ROLE in labels:
@@ -351,7 +349,7 @@ def real_cluster(
 
 
 def shared(folder: Path) -> str:
-    """Return the setting for a shared folder, which local processes do not need."""
+    """Return the setting for a shared folder; processes on this machine do not need it."""
     volume = {"name": "shared", "mount_path": str(folder), "source": {"emptyDir": {}}}
     return f"cluster.kubernetes.pod.volumes={json.dumps([volume])}"
 

@@ -1,4 +1,4 @@
-"""The conditions of a job, as the training operator adds, replaces and removes them."""
+"""The conditions of a job, which the training operator adds, replaces and removes."""
 
 from datetime import UTC, datetime
 
@@ -8,7 +8,7 @@ from tests.kubernetes.store import Tree, now
 def condition(
     job: Tree, kind: str, reason: str = "", message: str = "", status: str = "True"
 ) -> None:
-    """Set a condition of a job as the operator does; nothing changes once a job has failed."""
+    """Set a condition of a job as the operator does; a failed job keeps its conditions."""
     if is_true(job, "Failed"):
         return
     reason = reason or f"TFJob{kind}"
@@ -34,7 +34,7 @@ def condition(
 
 
 def put(tree: Tree, kind: str, status: str, reason: str, message: str) -> bool:
-    """Set a condition, as JobSets and Jobs do; return whether anything has changed."""
+    """Set a condition as JobSet and Job controllers do; return whether anything changed."""
     found = tree.setdefault("status", {}).setdefault("conditions", [])
     new = {"type": kind, "status": status, "reason": reason, "message": message}
     same = next((each for each in found if each["type"] == kind), None)
@@ -67,7 +67,7 @@ def message_of(job: Tree, kind: str) -> str:
 
 
 def seconds_since(time: str | None) -> float:
-    """Return the seconds since a time of the API; below zero for none."""
+    """Return the seconds since a time of the API; a negative number if there is none."""
     if not time:
         return -1.0
     return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()

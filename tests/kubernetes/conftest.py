@@ -1,4 +1,4 @@
-"""A cluster, and the official client for it."""
+"""Fixtures: a fake cluster, and the official client for it."""
 
 import pytest
 from kubernetes import client

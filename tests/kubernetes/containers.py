@@ -1,8 +1,8 @@
 """The containers of a pod as processes of this machine: mounts, variables, images.
 
-Each pod has a folder with its volumes; mount paths are replaced in the command, the working folder
-and the variables of its containers. An image is a folder with `bin/python3`, from which Flotilla
-cannot be imported; any image that is not listed is that of Flotilla.
+Each pod has a folder with its volumes. Mount paths are replaced in the command, the working folder
+and the environment variables of its containers. An image is a folder with a `bin/python3` that
+cannot import Flotilla; an unknown image is Flotilla's own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Command:
     message: Path
 
     def begin(self) -> subprocess.Popen[bytes]:
-        """Start it."""
         return subprocess.Popen(
             self.words,
             cwd=self.folder,
@@ -49,7 +48,7 @@ class Command:
         )
 
     def succeeds(self) -> bool:
-        """Run it to its end, as a probe, and return whether its exit code was 0."""
+        """Run the process until it ends, as a probe does; return whether its exit code was 0."""
         with suppress(OSError, subprocess.TimeoutExpired):
             ended = subprocess.run(
                 self.words,
@@ -64,7 +63,7 @@ class Command:
 
 
 class Node:
-    """What the containers of all pods of this machine have in common."""
+    """What the containers of all pods on this machine share."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Node:
     def command(
         self, pod: Tree, container: Tree, more: Mapping[str, str], words: list[str] | None = None
     ) -> Command:
-        """Return the process of a container, or another one in it, such as a probe."""
+        """Return the process of a container, or another process in it, such as a probe."""
         folder = self._folder / f"{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
         image = self.images.get(container.get("image", ""))
         mounts = {}
@@ -102,7 +101,7 @@ class Node:
                 "FLOTILLA_PARENT": str(os.getpid()),
                 **more,
                 **self._environment,
-                # Only these contain paths of the pod's file system.
+                # Only these values contain paths in the pod's file system.
                 **{name: mounted(value, mounts) for name, value in variables.items()},
             },
             message=Path(mounted(message, mounts)),
@@ -111,7 +110,7 @@ class Node:
     def _paths(self, image: Path | None) -> dict[str, str]:
         site = self._folder / ("site-of-images" if image else "site")
         if not site.is_dir():
-            # It installs the name resolver in every Python process of a pod.
+            # This module installs the name resolver in every Python process of a pod.
             text = f"{inspect.getsource(resolver)}\n\ninstall()\n" if image else resolver.SITE
             site.mkdir(parents=True)
             (site / "sitecustomize.py").write_text(text, encoding="utf-8")
@@ -140,7 +139,7 @@ class Node:
 
 
 def expanded(text: str, values: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` where NAME is known, and `$$` by `$`, as Kubernetes does."""
+    """Replace `$(NAME)` if NAME is known, and `$$` by `$`, as Kubernetes does."""
 
     def by(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -151,7 +150,7 @@ def expanded(text: str, values: Mapping[str, str]) -> str:
 
 
 def mounted(text: str, mounts: Mapping[str, str]) -> str:
-    """Replace the mount path with which a text begins."""
+    """Replace the mount path at the beginning of a text."""
     for path, place in mounts.items():
         if text == path or text.startswith(f"{path}/"):
             return place + text[len(path) :]

@@ -9,26 +9,26 @@ from tests.kubernetes.jobset_api import JobSetApi
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree
 
 USER = "ann@example.com"
-# The operator installs it with `failurePolicy: Fail`, for CREATE and UPDATE.
+# The operator installs this webhook with `failurePolicy: Fail` for CREATE and UPDATE.
 WEBHOOK_FAILED = (
     "Internal error occurred: failed calling webhook "
     '"validator.tfjob.training-operator.kubeflow.org": failed to call webhook: Post '
     '"https://training-operator.kubeflow.svc:443/validate-kubeflow-org-v1-tfjob?timeout=10s": '
     'no endpoints available for service "training-operator"'
 )
-# Groups of the API server itself.
+# API groups that the API server itself provides.
 BUILT_IN = {"networking.k8s.io", "batch", "coordination.k8s.io"}
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
 class Control:
-    """Answers every request that is not about the objects of a namespace.
+    """Responds to all requests that do not concern the objects of a namespace.
 
     Attributes:
-        user: the sender of requests without a token of `users`.
+        user: the user of requests whose token is not in `users`.
         granted: pairs of verb and resource per user; a user without an entry may do everything.
-        denied: `(user, verb, resource)`, whatever is granted.
-        is_webhook_silent: whether the webhook for TFJobs has no server.
+        denied: triples `(user, verb, resource)` that are denied even if they are granted.
+        is_webhook_silent: whether the webhook for TFJobs does not respond.
     """
 
     def __init__(self, store: Store) -> None:
@@ -64,7 +64,7 @@ class Control:
         raise NotServedError
 
     def check_served(self, group: str, version: str, kind: str) -> None:
-        """Reject a path without a resource, as the HTTP server of the cluster does."""
+        """Reject a path without a resource, as the cluster's HTTP server does."""
         if kind in ("jobsets", "jobs", "leases") and group != rbac.GROUPS[kind]:
             raise NotServedError
         if group in BUILT_IN:
@@ -73,7 +73,7 @@ class Control:
             raise NotServedError
 
     def call_webhook(self) -> None:
-        """Have the operator validate a written TFJob, where its webhook is installed."""
+        """Let the operator validate a written TFJob, if its webhook is installed."""
         if self.is_webhook_silent:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
@@ -81,7 +81,7 @@ class Control:
         self.kinds["kueue.x-k8s.io/v1beta1"] = ["localqueues", "clusterqueues", "workloads"]
 
     def admitted(self, kind: str, tree: Tree, query: dict[str, str]) -> Tree:
-        """Return an object as its API stores it, with its defaults, or refuse it."""
+        """Return an object with its defaults, as the API stores it, or reject it."""
         if kind == "jobsets":
             return self.jobsets.created(tree, strict=query.get("fieldValidation") == "Strict")
         if kind == "jobs":
@@ -90,17 +90,16 @@ class Control:
         return tree
 
     def deny(self, user: str, *permissions: str) -> None:
-        """Revoke permissions such as `create tfjobs` or `get pods/log` of a user."""
+        """Revoke permissions of a user, such as `create tfjobs` or `get pods/log`."""
         for permission in permissions:
             verb, _, resource = permission.partition(" ")
             self.denied.add((user, verb, resource))
 
     def user_of(self, token: str) -> str:
-        """Return the user of this token."""
         return self.users.get(token, self.user)
 
     def may(self, user: str, verb: str, resource: str) -> bool:
-        """Return whether a user has a permission; `resource` is such as `pods/log`."""
+        """Return whether a user may use a verb on a resource such as `pods/log`."""
         granted = self.granted.get(user)
         is_granted = granted is None or (verb, resource) in granted
         return is_granted and (user, verb, resource) not in self.denied

@@ -1,7 +1,7 @@
 """The API server's handling of a custom resource: defaults, unknown fields, types.
 
-The schema is that of the CRD, which is not part of this repository: without it, objects are not
-checked. The behaviour was read in Kubernetes 1.33, `apiextensions-apiserver`; the messages of a
+The schema comes from the CRD, which is not part of this repository; without it, objects are not
+checked. The behavior is that of Kubernetes 1.33 (`apiextensions-apiserver`); the messages of the
 strict decoder were observed.
 """
 
@@ -37,9 +37,9 @@ def schema(name: str) -> Tree:
 
 
 def pruned(tree: Tree, schema: Tree, lacks: Collection[str] = ()) -> list[str]:
-    """Drop the fields that a schema does not have, set its defaults, and return the dropped fields.
+    """Drop unknown fields, set defaults, and return the dropped fields.
 
-    `lacks` names fields that an older schema did not have yet, such as `spec.coordinator` or
+    `lacks` names fields that an older schema does not have, such as `spec.coordinator` or
     `spec.replicatedJobs.groupName`.
     """
     if not schema:
@@ -78,7 +78,7 @@ def _pruned(
 
 
 def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
-    """Return why an object violates the schema: types, required fields, values."""
+    """Return the violations of the schema: types, required fields, values."""
     kind, found = schema.get("type", ""), []
     wanted = _TYPES.get(kind, (object,))
     is_bool = isinstance(node, bool) and kind in ("integer", "number")
@@ -109,12 +109,12 @@ def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
 
 
 def changed(old: Tree, new: Tree, schema: Tree) -> list[str]:
-    """Return the fields of the specification that a rule of the schema makes immutable."""
+    """Return the errors for changed fields that a rule of the schema makes immutable."""
     properties = schema.get("properties", {}).get("spec", {}).get("properties", {})
     return [
         f'spec.{key}: Invalid value: "{each.get("type", "object")}": Value is immutable'
         for key, each in properties.items()
-        # A transition rule needs both an old and a new value.
+        # A transition rule applies only if there is both an old and a new value.
         if key in old["spec"] and key in new["spec"] and old["spec"][key] != new["spec"][key]
         for rule in each.get("x-kubernetes-validations", [])
         if rule["rule"] == "self == oldSelf"

@@ -1,4 +1,4 @@
-"""The events that the parts of a cluster write about its objects: one per message."""
+"""The events that components of a cluster write about its objects; equal events exist once."""
 
 import hashlib
 from contextlib import suppress
@@ -7,7 +7,7 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 
 def warn(store: Store, involved: Tree, reason: str, message: str) -> None:
-    """Write a warning about an object; repeated warnings are written once, without a count."""
+    """Write a warning about an object; a repeated warning is written once and not counted."""
     write(store, involved, reason, message)
 
 
@@ -16,7 +16,7 @@ def note(store: Store, involved: Tree, reason: str, message: str) -> None:
 
 
 def write(store: Store, involved: Tree, reason: str, message: str, **more: object) -> None:
-    """Write an event about an object, which is a warning unless `more` sets another type."""
+    """Write an event about an object: a warning, unless `more` sets another type."""
     metadata = involved["metadata"]
     digest = hashlib.sha256(f"{metadata['uid']} {reason} {message}".encode()).hexdigest()
     tree: Tree = {

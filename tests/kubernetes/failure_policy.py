@@ -1,13 +1,13 @@
 """A Job's `podFailurePolicy`, applied to a failed pod.
 
-Read in Kubernetes 1.33, `pkg/controller/job/pod_failure_policy.go`.
+The source is `pkg/controller/job/pod_failure_policy.go` of Kubernetes 1.33.
 """
 
 from tests.kubernetes.store import Tree
 
 
 def judged(policy: Tree | None, pod: Tree) -> tuple[str, bool]:
-    """Return the message if the Job fails, and whether the pod is counted."""
+    """Return the message if the Job fails (or ""), and whether the pod counts as failed."""
     for index, rule in enumerate((policy or {}).get("rules", [])):
         found = _matching(rule, pod)
         if found and rule["action"] == "Ignore":

@@ -1,10 +1,10 @@
-"""Faults of an API server, on demand."""
+"""Faults that a test injects into an API server."""
 
 import re
 import threading
 from dataclasses import dataclass, field
 
-# The status of a fault that does not answer before the server ends.
+# The status of a fault that sends no response until the server ends.
 SILENCE = -1
 
 
@@ -12,9 +12,9 @@ SILENCE = -1
 class Fault:
     """A faulty response, sent `times` times to requests that match `pattern`.
 
-    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without an
-    answer. A `late` fault executes the request before its wrong answer. A fault that `echoes`
-    repeats the headers of the request in its message.
+    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a
+    response. A `late` fault first executes the request. If the fault `echoes`, its message contains
+    the headers of the request.
     """
 
     pattern: str
@@ -26,7 +26,7 @@ class Fault:
 
 
 class Faults:
-    """All faults of a server; `hits` counts the requests that each pattern has met."""
+    """All faults of a server; `hits` counts the requests that matched each pattern."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed

@@ -1,11 +1,11 @@
-"""The Job controller of Kubernetes 1.33: the observable behaviour of Jobs and their pods.
+"""The Job controller of Kubernetes 1.33: the observable behavior of Jobs and their pods.
 
-A Job has a pod for each index, named with a random suffix. A failed pod stays, and a new pod takes
-its index after a back-off. The back-off doubles and is never reset during the life of a Job; a pod
-that a policy ignores counts as well. A finalizer keeps each pod until its end is counted.
+A Job has a pod for each index, whose name has a random suffix. A failed pod is kept, and a new pod
+takes its index after a back-off. The back-off doubles, and is never reset while the Job exists;
+pods that a policy ignores also increase it. A finalizer keeps each pod until its end is counted.
 With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a dead node.
-Read in `pkg/controller/job`: conditions, events, and the order in which they come. Not here:
-limits by index, and success policies.
+Conditions, events and their order come from `pkg/controller/job`. Limits by index and success
+policies are not implemented.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 TRACKED = "batch.kubernetes.io/job-tracking"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ENDED = ("Succeeded", "Failed")
-# A pod's name has at most 63 letters, of which five are random.
+# Maximum length of the prefix of a pod's name: a name has at most 63 characters, five of them
+# random.
 NAME_LENGTH = 58
 
 
 @dataclass(kw_only=True)
 class Backoff:
-    """The failures of a Job's pods and the refusals of the API since the Job was created."""
+    """The failures of a Job's pods, and the rejections by the API, since the Job was created."""
 
     failures: int = 0
     failed: float = 0.0
@@ -38,9 +39,9 @@ class Backoff:
     refused: float = 0.0
 
     def is_over(self, unit: float, limit: float) -> bool:
-        """Return whether a pod may be created now."""
         at = time.monotonic()
-        # The queue of the controller tries again after a second, and then more slowly.
+        # After a rejection, the queue of the controller tries again after a second, and then more
+        # slowly.
         tries = min(limit, unit / 10 * 2 ** (self.refusals - 1)) if self.refusals else 0.0
         return at - self.failed >= self.seconds(unit, limit) and at - self.refused >= tries
 
@@ -50,7 +51,7 @@ class Backoff:
 
 
 class JobController(Reconciler):
-    """Reconciles the pods and the status of all Jobs; the back-off is 10 to 600 s in reality."""
+    """Reconciles the pods and the status of all Jobs; the real back-off is 10 to 600 s."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -100,7 +101,7 @@ class JobController(Reconciler):
         self._count(sync)
 
     def _fail(self, sync: Sync, reason: str, message: str) -> None:
-        """Delete running pods; the Job has failed once no pod runs."""
+        """Delete the running pods; the Job has failed once none is left."""
         for pod in sync.active:
             self._delete(sync.job, pod)
         put(sync.job, "FailureTarget", "True", reason, message)
@@ -119,7 +120,7 @@ class JobController(Reconciler):
         job = sync.job
         if job["spec"].get("suspend"):
             for pod in sync.active:
-                # The end of an untracked pod is not counted, so it is not a failure.
+                # The end of a pod without a finalizer is not counted, so it is not a failure.
                 self._release(pod)
                 self._delete(job, pod)
                 sync.deleted.append(pod)
@@ -149,7 +150,7 @@ class JobController(Reconciler):
             events.note(self._store, job, "SuccessfulCreate", words)
 
     def _count(self, sync: Sync) -> None:
-        """Write the status, and remove the finalizers of the pods that it counts."""
+        """Write the status, and remove the finalizers of the pods that the status now counts."""
         job, status = sync.job, sync.job["status"]
         running = [p for p in sync.active if p not in sync.deleted]
         status["active"] = len(running) + len(sync.created)
@@ -181,7 +182,7 @@ class JobController(Reconciler):
 
 
 class Sync:
-    """A Job with its pods, grouped by their meaning for the Job."""
+    """A Job, with its pods grouped by what they mean for the Job."""
 
     def __init__(self, job: Tree, pods: list[Tree]) -> None:
         self.job = job
@@ -205,12 +206,12 @@ class Sync:
 
     def _is_failed(self, pod: Tree) -> bool:
         phase = pod["status"].get("phase")
-        # A terminating pod counts at once if it may be replaced at once.
+        # If a terminating pod may be replaced at once, it also counts at once.
         is_going = bool(pod["metadata"].get("deletionTimestamp")) and phase != "Succeeded"
         return phase == "Failed" or (is_going and not self.waits)
 
     def failure(self) -> tuple[str, str]:
-        """Return the reason and the message if the Job fails, else empty texts."""
+        """Return the reason and the message if the Job fails; otherwise empty strings."""
         for each in self.job["status"].get("conditions", []):
             if each["type"] == "FailureTarget":
                 return each["reason"], each["message"]
@@ -228,7 +229,7 @@ class Sync:
         return "", ""
 
     def _crashed(self) -> bool:
-        """Return whether containers have restarted in their pods more often than allowed."""
+        """Return whether containers have restarted in their pods more often than the limit."""
         spec = self.job["spec"]
         if spec["template"]["spec"].get("restartPolicy") != "OnFailure":
             return False
@@ -237,7 +238,7 @@ class Sync:
         return bool(restarts >= max(1, spec.get("backoffLimit", 6)))
 
     def missing(self) -> list[int]:
-        """Return the indexes for which pods are to be created."""
+        """Return the indexes that need a new pod."""
         held = [*self.active, *(self.terminating if self.waits else [])]
         taken = self.succeeded | {index_of(pod) for pod in held}
         left = [index for index in range(self.completions) if index not in taken]
@@ -246,7 +247,7 @@ class Sync:
 
 
 def is_tracked(pod: Tree) -> bool:
-    """Return whether the end of a pod has not been counted yet."""
+    """Return whether a pod has the finalizer, so that its end is not counted yet."""
     return TRACKED in pod["metadata"].get("finalizers", [])
 
 

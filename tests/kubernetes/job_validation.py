@@ -1,4 +1,4 @@
-"""The defaults and the validation of Jobs in the API of Kubernetes 1.33, in its words."""
+"""The defaults and the validation of Jobs in Kubernetes 1.33, with the messages of its API."""
 
 from tests.kubernetes.store import RefusedError, Tree
 
@@ -6,7 +6,7 @@ _TEMPLATE = "spec.template.spec.restartPolicy"
 
 
 def defaulted(job: Tree) -> Tree:
-    """Return a Job with its defaults; with a `podFailurePolicy`, pods are replaced when failed."""
+    """Return a Job with its defaults; with a `podFailurePolicy`, only failed pods are replaced."""
     spec = job["spec"]
     if "completions" not in spec and "parallelism" not in spec:
         spec |= {"completions": 1, "parallelism": 1}
@@ -40,7 +40,7 @@ def check(job: Tree) -> None:
 
 
 def refuse(kind: str, name: str, found: list[str], before: str = "") -> None:
-    """Refuse an object for these reasons, if there are any."""
+    """Reject an object for these reasons, if there are any."""
     if found:
         listed = found[0] if len(found) == 1 else f"[{', '.join(found)}]"
         raise RefusedError(422, "Invalid", f'{before}{kind} "{name}" is invalid: {listed}')

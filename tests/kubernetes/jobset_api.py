@@ -30,7 +30,7 @@ class JobSetApi:
         self.is_installed, self.is_away, self.lacks = True, is_away, frozenset(lacks)
 
     def created(self, tree: Tree, *, strict: bool) -> Tree:
-        """Return a JobSet as stored, or refuse it; only the controller sets the status."""
+        """Return a JobSet as stored, or reject it; only the controller sets its status."""
         schema = crd.schema(CRD)
         unknown = crd.pruned(tree, schema, self.lacks)
         if unknown and strict:
@@ -54,7 +54,7 @@ class JobSetApi:
         return tree
 
     def changed(self, old: Tree, new: Tree) -> None:
-        """Refuse an invalid change of a JobSet; drop fields that the schema does not have."""
+        """Reject an invalid change of a JobSet; drop fields that the schema does not have."""
         schema = crd.schema(CRD)
         crd.pruned(new, schema, self.lacks)
         new["status"] = old.get("status", {})

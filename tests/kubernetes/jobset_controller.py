@@ -1,9 +1,10 @@
 """The part of the controller of JobSet v0.12.0 that a launcher can observe.
 
-It creates the headless Service and a Job for each replica, ends the JobSet by its policies of
-success and failure, suspends and resumes, and follows the TTL. Read in `pkg/controllers` of that
-version; conditions, names, labels and the order of events were observed on a real cluster. Missing:
-startup in order, `dependsOn`, coordinator, volume claims, rules of failure, feature gates.
+It creates the headless Service and a Job for each replica, ends the JobSet according to its success
+and failure policies, suspends and resumes it, and applies the TTL. The source is `pkg/controllers`
+of that version; conditions, names, labels and the order of events were observed on a real cluster.
+Startup order, `dependsOn`, coordinator, volume claims, failure policy rules and feature gates are
+not implemented.
 """
 
 import copy
@@ -79,7 +80,7 @@ class JobSetController(Reconciler):
         ]
 
     def _put(self, jobset: Tree, kind: str, status: str, reason: str, message: str) -> None:
-        """Set a condition, and write an event of its reason and message."""
+        """Set a condition, and write an event with the same reason and message."""
         if put(jobset, kind, status, reason, message):
             is_bad = status == "True" and kind in ("Failed", "Restarting")
             self._event(jobset, reason, message, "Warning" if is_bad else "Normal")
@@ -89,7 +90,7 @@ class JobSetController(Reconciler):
         events.write(self._store, jobset, reason, message, type=event, action="Reconciling", **at)
 
     def _delete(self, jobs: list[Tree]) -> None:
-        """Delete Jobs in the foreground: they exist until their pods have gone."""
+        """Delete Jobs in the foreground: a Job exists until its pods are deleted."""
         for job in jobs:
             meta = job["metadata"]
             if not meta.get("deletionTimestamp"):
@@ -108,7 +109,7 @@ class JobSetController(Reconciler):
             self._store.delete("jobsets", meta["namespace"], meta["name"], meta["uid"])
 
     def _fail(self, jobset: Tree, failed: list[Tree]) -> None:
-        """Fail the JobSet or restart the whole JobSet, according to its failure policy."""
+        """Fail or restart the whole JobSet, according to its failure policy."""
         policy, status = jobset["spec"].get("failurePolicy"), jobset["status"]
         first = min(failed, key=failed_at)["metadata"]["name"]
         named = f"(first failed job: {first})"
@@ -128,7 +129,7 @@ class JobSetController(Reconciler):
         status["terminalState"] = "Failed"
 
     def _serve(self, jobset: Tree) -> None:
-        """Create the headless Service; an existing one of that name is used, whatever its owner."""
+        """Create the headless Service; if one of that name exists, it is used, whoever owns it."""
         network, meta = jobset["spec"]["network"], jobset["metadata"]
         name = network.get("subdomain") or meta["name"]
         if not network["enableDNSHostnames"]:
@@ -170,7 +171,7 @@ class JobSetController(Reconciler):
             raise RefusedError(500, "InternalError", refused[0])
 
     def _suspend(self, jobset: Tree, active: list[Tree], suspended: bool) -> None:
-        """Suspend or resume the Jobs; the condition does not wait for their pods."""
+        """Suspend or resume the Jobs; the condition is set before their pods have ended."""
         for job in active:
             meta = job["metadata"]
             if bool(job["spec"].get("suspend")) == suspended:
@@ -213,7 +214,7 @@ def failed_at(job: Tree) -> str:
 def counted(
     jobset: Tree, active: list[Tree], succeeded: list[Tree], failed: list[Tree]
 ) -> list[Tree]:
-    """Return the counts of Jobs by role, in the reverse order that the controller uses."""
+    """Return the counts of Jobs by role, in the reversed order that the controller uses."""
     found = []
     for role in jobset["spec"]["replicatedJobs"]:
         its = [job for job in active if job["metadata"]["labels"][ROLE] == role["name"]]
@@ -248,7 +249,7 @@ def owner_of(jobset: Tree) -> Tree:
 
 
 def marks(jobset: Tree, role: Tree, index: int) -> dict[str, str]:
-    """Return the labels of a Job and its pods, which are also their annotations."""
+    """Return the labels of a Job and its pods; the same values are set as annotations."""
     meta, roles = jobset["metadata"], jobset["spec"]["replicatedJobs"]
     name = f"{meta['name']}-{role['name']}-{index}"
     before = roles[: roles.index(role)]

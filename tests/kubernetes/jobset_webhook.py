@@ -1,7 +1,8 @@
 """The webhooks of JobSet v0.12.0: defaults and validation of a JobSet.
 
-Read in `pkg/webhooks` of that version. All have `failurePolicy: Fail`: without the controller no
-JobSet is created or patched and no pod of one is created, while reading and deleting work.
+The source is `pkg/webhooks` of that version. All webhooks have `failurePolicy: Fail`: without the
+controller, JobSets cannot be created or patched and their pods cannot be created, but both can be
+read and deleted.
 """
 
 import copy
@@ -25,7 +26,7 @@ _GATE = (
     "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when "
     "RestartJob feature gate is disabled"
 )
-# The fields that Kueue may change while a JobSet is suspended.
+# Fields of a pod template that Kueue may change while a JobSet is suspended.
 _MUTABLE = ("nodeSelector", "tolerations", "schedulingGates")
 
 
@@ -40,7 +41,7 @@ def unanswered(name: str, path: str) -> RefusedError:
 
 
 def defaulted(jobset: Tree) -> Tree:
-    """Return a JobSet with the defaults of the webhook."""
+    """Return a JobSet with the webhook's defaults."""
     spec = jobset["spec"]
     spec.setdefault("successPolicy", {"operator": "All"})
     spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
@@ -48,7 +49,7 @@ def defaulted(jobset: Tree) -> Tree:
     network.setdefault("enableDNSHostnames", True)
     network.setdefault("publishNotReadyAddresses", True)
     for role in spec.get("replicatedJobs", []):
-        # These two are defaults of the schema.
+        # These two defaults come from the schema.
         role.setdefault("replicas", 1)
         role.setdefault("groupName", "default")
         job = role["template"]["spec"]
@@ -60,7 +61,7 @@ def defaulted(jobset: Tree) -> Tree:
 
 
 def check_created(jobset: Tree) -> None:
-    """Refuse a JobSet with invalid names, or with policies that refer to missing objects."""
+    """Reject a JobSet with invalid names, or with policies that name missing replicated Jobs."""
     spec = jobset["spec"]
     roles = spec.get("replicatedJobs", [])
     found = []
@@ -99,7 +100,7 @@ def _wrong(label: str, kind: str) -> list[str]:
 
 
 def check_changed(old: Tree, new: Tree) -> None:
-    """Refuse changes of replicated Jobs, except mutable fields of a suspended JobSet."""
+    """Reject changes of replicated Jobs, except of mutable fields in a suspended JobSet."""
     judged = copy.deepcopy(new["spec"].get("replicatedJobs", []))
     before = {role["name"]: role for role in old["spec"]["replicatedJobs"]}
     if old["spec"].get("suspend") or new["spec"].get("suspend"):
@@ -117,7 +118,7 @@ def check_changed(old: Tree, new: Tree) -> None:
 
 
 def _keep(job: Tree, before: Tree) -> None:
-    """Reset the mutable fields, so that the other fields can be compared."""
+    """Reset the mutable fields, so that a comparison ignores them."""
     pairs = [(job["template"], before["template"], "metadata")]
     pairs += [(job["template"]["spec"], before["template"]["spec"], key) for key in _MUTABLE]
     for tree, old, key in pairs:

@@ -35,14 +35,14 @@ from tests.kubernetes.store import RefusedError, Store, Tree
 from tests.ports import held_port
 
 RESYNC_SECONDS = 0.2
-# The default grace period of a pod.
+# Default grace period of a pod, in seconds.
 GRACE_SECONDS = 30
 MESSAGE_BYTES = 4096
 LONGEST_CRASH = 300.0
 
 
 class Kubelet:
-    """One node for all pods; as a context manager it kills them at the end of the block."""
+    """One node for all pods; at the end of the `with` block, it kills them."""
 
     def __init__(
         self,
@@ -94,30 +94,29 @@ class Kubelet:
     def kill(
         self, namespace: str, name: str, number: int = signal.SIGKILL, reason: str = ""
     ) -> None:
-        """Send a signal to all processes of a container, for example with the reason OOMKilled."""
+        """Send a signal to all processes of a container, with a reason such as OOMKilled."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         self._reasons[uid] = reason
         os.killpg(self._processes[uid].pid, number)
 
     def kill_task(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the direct children of a pod's first process only."""
+        """Send a signal only to the direct children of a pod's first process."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         first = self._processes[uid].pid
         for pid in Path(f"/proc/{first}/task/{first}/children").read_text("ascii").split():
             os.kill(int(pid), number)
 
     def kill_sidecar(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the sidecars of a pod."""
         pod = self._store.get("pods", namespace, name)
         for each in pod["spec"]["initContainers"]:
             self._inits[pod["metadata"]["uid"]].kill(each["name"], number)
 
     def alive(self) -> list[str]:
-        """Return the commands of the pods whose first process has not ended."""
+        """Return the commands of the pods whose first process is still running."""
         return [str(each.args) for each in self._processes.values() if each.poll() is None]
 
     def evict(self, namespace: str, name: str, message: str) -> None:
-        """Kill a pod because the node is short of a resource."""
+        """Evict a pod because the node is short of a resource."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         self._evicted[uid] = message
         os.killpg(self._processes[uid].pid, signal.SIGKILL)
@@ -128,7 +127,7 @@ class Kubelet:
                 pods = self._store.all("pods")
                 for pod in pods:
                     self._reconcile(pod)
-                # A forced deletion removes a pod from the API before its node does.
+                # A forced deletion removes a pod from the API before the node has ended it.
                 for uid in self._processes.keys() - {pod["metadata"]["uid"] for pod in pods}:
                     self._kill(self._processes[uid])
                 self._store.changed.wait(RESYNC_SECONDS)
@@ -163,7 +162,7 @@ class Kubelet:
         follower = threading.Thread(target=begin)
         self._followers.append(follower)
         if not found:
-            # A container without others is started before the store changes again.
+            # Start a pod without init containers at once, before the store changes again.
             self._begin(pod, more, address)
         follower.start()
 
@@ -184,14 +183,13 @@ class Kubelet:
                 initializing(self._store, found, name, restarts, dict(state))
 
     def _begin(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
-        """Start the main container of a pod."""
         command = self.node.command(pod, pod["spec"]["containers"][0], more)
         self._commands[pod["metadata"]["uid"]] = command
         self._processes[pod["metadata"]["uid"]] = command.begin()
         running(self._store, self._store.get("pods", *_key(pod)), address)
 
     def _run_pod(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
-        """Run a pod to its end in a separate thread."""
+        """Run a pod in a separate thread until it ends."""
         uid = pod["metadata"]["uid"]
         inits = self._inits.get(uid)
         if inits:
@@ -206,7 +204,7 @@ class Kubelet:
     def _follow(
         self, pod: Tree, begin: Callable[[], subprocess.Popen[bytes]], message: Path
     ) -> None:
-        """Follow the container of a pod and its restarts to the end."""
+        """Follow the container of a pod and its restarts until the pod ends."""
         uid = pod["metadata"]["uid"]
         for restarts in itertools.count():
             code = self._wait(uid, restarts)
@@ -220,7 +218,7 @@ class Kubelet:
         self._end_sidecars(pod, code, text)
         with self._store.changed, suppress(RefusedError):
             found = self._store.get("pods", *_key(pod))
-            # After a forced deletion another pod may have the name.
+            # After a forced deletion, another pod may have the same name.
             if found["metadata"]["uid"] != uid:
                 return
             finished(self._store, found, code, text[-MESSAGE_BYTES:], self._reasons.get(uid, ""))
@@ -230,7 +228,7 @@ class Kubelet:
                 self._store.remove("pods", *_key(pod))
 
     def _end_sidecars(self, pod: Tree, code: int, text: str) -> None:
-        """End the sidecars of a pod whose container has ended; only then its phase changes."""
+        """End the sidecars after a pod's container, and only then change the pod's phase."""
         uid = pod["metadata"]["uid"]
         if uid not in self._inits:
             return
@@ -244,21 +242,21 @@ class Kubelet:
         self._inits[uid].stop(0.0 if self._stopping else grace)
 
     def _wait(self, uid: str, restarts: int) -> int:
-        """Write the log of a container until it ends, and return its exit code."""
+        """Write the log of a container until it ends; return its exit code."""
         process = self._processes[uid]
         assert process.stdout
         with process.stdout:
             for line in process.stdout:
                 self._logs.write(uid, restarts, line.decode(errors="replace").rstrip("\n"))
         code = process.wait()
-        # No process of a container outlives its first one.
+        # When the first process of a container has ended, kill all others.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         self._logs.end(uid, restarts)
         return code if code >= 0 else 128 - code
 
     def _begins_again(self, pod: Tree, restarts: int) -> bool:
-        """Return whether a container of a Job's pod restarts, after the back-off."""
+        """Return whether a container of a Job's pod restarts; wait for the back-off first."""
         if pod["spec"].get("restartPolicy") != "OnFailure" or not is_tracked(pod):
             return False
         delay = min(LONGEST_CRASH, self.crash_seconds * 2 ** (restarts - 1)) if restarts else 0.0
@@ -282,7 +280,7 @@ class Kubelet:
         assert process
         uid = pod["metadata"]["uid"]
         if process.poll() is not None:
-            # Its end is reported first, with the termination message.
+            # First report the end of the process, with its termination message.
             if pod["status"]["phase"] in ENDED:
                 self._store.remove("pods", *_key(pod))
             return
@@ -293,7 +291,7 @@ class Kubelet:
         self._killers[uid].start()
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        # Once it has been reaped, another process may have its PID.
+        # After the process has been reaped, another process may have its PID.
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

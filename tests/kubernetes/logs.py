@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 
 
 def stamp(nanoseconds: int) -> str:
-    """Return a time as the kubelet writes it in front of a line."""
+    """Return a time as the kubelet writes it at the beginning of a line."""
     whole = datetime.fromtimestamp(nanoseconds // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     return f"{whole}.{nanoseconds % 10**9:09d}Z"
 
 
 @dataclass(kw_only=True)
 class ContainerLog:
-    """The log of a container between two restarts; a `lost` one is no longer on its node."""
+    """The log of a container between two restarts; a `lost` log is no longer on its node."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False
@@ -23,7 +23,7 @@ class ContainerLog:
 
 
 class Logs:
-    """The logs by the uid of the pod and its restart count."""
+    """The logs, by the pod's uid and the container's restart count."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -46,7 +46,7 @@ class Logs:
             return found
 
     def is_asked(self, uid: str) -> bool:
-        """Return whether a client has begun to read a log of a pod."""
+        """Return whether a client has started to read a log of a pod."""
         with self._changed:
             return any(log.asked for (pod, _), log in self._logs.items() if pod == uid)
 
@@ -56,6 +56,6 @@ class Logs:
             self._changed.notify_all()
 
     def lose(self, uid: str, restarts: int) -> None:
-        """Remove the file of a log, as the garbage collection of a container does."""
+        """Remove the file of a log, as happens when a container is garbage-collected."""
         with self._changed:
             self.of(uid, restarts).lost = True

@@ -1,18 +1,19 @@
 """The names of pods, and the connections between pods, which outlast the names.
 
-Every pod of a TFJob has a headless Service of its name: `POD.NAMESPACE.svc` resolves while that
-Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one:
-`HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service exists, selects
-the pod and the pod runs, also while it is being deleted where the Service publishes what is not
-ready. All pods are processes of this machine. Those of a TFJob have a port each. Those of a JobSet
-have an address of loopback each, a new one for a new pod, and their servers of TensorFlow, which
-listen on all addresses, a port that only the network knows. While an old pod of a
-hostname terminates, a caller gets the old pod; the real DNS returns both.
+Every pod of a TFJob has a headless Service of the same name: `POD.NAMESPACE.svc` resolves while the
+Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one
+Service: `HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service exists
+and selects a running pod. If the Service publishes pods that are not ready, this includes pods that
+are being deleted. All pods are processes on this machine. Each pod of a TFJob has its own port.
+Each pod of a JobSet has its own loopback address, which a replacement does not inherit; because
+TensorFlow's servers listen on all addresses, they use ports that only the network knows. If two
+pods have the same hostname because the old one is terminating, a caller gets the old pod; a real
+DNS server returns both.
 
-TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the name up when a
-connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So these tests do
-not show how long gRPC caches the address of a name. A connection that is open stays open until one
-of its ends closes it.
+TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which resolves the name when a
+connection is opened; Python's sockets also ask the proxy (`tests.kubernetes.resolver`). These tests
+therefore do not show how long gRPC caches an address. An open connection stays open until one of
+its ends closes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def host_of(pod: str, namespace: str) -> str:
 
 
 class Network:
-    """Resolves the names of pods and relays connections; `refused` are names without an address."""
+    """Resolves names of pods and relays connections; `refused` lists names without an address."""
 
     def __init__(self, store: Store) -> None:
         self.refused: list[str] = []
@@ -51,25 +52,24 @@ class Network:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        # This wakes the accepting thread; `close` alone does not.
+        # `shutdown` wakes the accepting thread; `close` alone does not.
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with which a pod's processes use the network."""
+        """Return the environment variables that connect a pod's processes to the network."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
-        # A task takes no proxy for its channels, unless its environment says so in this way.
+        # Tasks ignore proxies for their channels unless this option is set.
         options = {CHANNELS: "grpc.enable_http_proxy=1"}
         return {"grpc_proxy": f"http://{address}", VARIABLE: address, **options}
 
     def resolves(self, host: str) -> bool:
-        """Return whether a name has an address now."""
         return host in (LOOPBACK, "localhost") or bool(self.endpoints(host, 0))
 
     def endpoints(self, host: str, port: int) -> list[tuple[str, int]]:
-        """Return the addresses and ports that a name has now, the oldest pod's first."""
+        """Return the current addresses and ports of a name, the oldest pod's first."""
         parts = host.removesuffix(".cluster.local").split(".")
         with self._store.changed:
             self._remember()
@@ -84,7 +84,7 @@ class Network:
             ]
 
     def _remember(self) -> None:
-        """Remember the names of the cluster, which remain its names even without pods."""
+        """Remember the domains of the cluster, which stay known when they have no pods."""
         for kind in ("pods", "services"):
             for tree in self._store.all(kind):
                 subdomain = tree["spec"].get("subdomain")
@@ -99,7 +99,7 @@ class Network:
         return False
 
     def _served(self, hostname: str, service: str, namespace: str) -> list[Tree]:
-        """Return the pods of a hostname that a headless Service selects and publishes."""
+        """Return the pods with a hostname that a headless Service selects and publishes."""
         found = []
         for each in self._store.all("services", namespace, fields=f"metadata.name={service}"):
             spec = each["spec"]
@@ -121,7 +121,7 @@ class Network:
         return found
 
     def _answer_of(self, host: str, port: int) -> str:
-        """Return the resolver's answer for a name: its first address, nothing, or `UNKNOWN`."""
+        """Return the address of a name; empty if it has none, `UNKNOWN` if it is foreign."""
         found = self.endpoints(host, port)
         if found:
             return "{} {}".format(*found[0])
@@ -137,7 +137,7 @@ class Network:
             _in_background(self._answer, caller)
 
     def _answer(self, caller: socket.socket) -> None:
-        """Serve `CONNECT HOST:PORT` by relaying, `RESOLVE HOST` by an address or nothing."""
+        """Relay for `CONNECT HOST:PORT`; for `RESOLVE HOST`, reply with an address or nothing."""
         with suppress(OSError), caller:
             method, target = _request(caller)
             host, _, port = target.rpartition(":")
@@ -168,7 +168,7 @@ class Network:
 
 
 def _request(caller: socket.socket) -> tuple[str, str]:
-    """Read the head of a request, without a byte of its body; return its method and target."""
+    """Read the head of a request and nothing of its body; return its method and target."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = caller.recv(1)

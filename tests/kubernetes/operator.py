@@ -1,9 +1,10 @@
 """The part of the training operator 1.9.4 that a launcher can observe.
 
-It creates pods by role and index, with labels and TF_CONFIG (with the evaluator, and not for a job
-with one task); replaces failed pods according to the restart policy; ends the job with the chief or
-worker 0; fails it when a pod has failed, and a running pod that is being deleted counts as failed;
-and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
+It creates pods by role and index, with labels and TF_CONFIG. TF_CONFIG includes the evaluator, and
+is omitted if the job has one task. The operator replaces failed pods according to the restart
+policy. The job ends with the chief or worker 0, and fails if a pod has failed; a running pod that
+is being deleted counts as failed. The operator also applies `cleanPodPolicy`,
+`activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 JOB_NAME = "training.kubeflow.org/job-name"
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
 RESYNC_SECONDS = 0.2
-# The order in which the operator updates the status: the first role that failed names the failure.
+# Order in which the operator updates the status: the message names the first role that failed.
 ORDER = ("Chief", "Evaluator", "PS", "Worker")
 
 
 def exit_code(pod: Tree) -> int:
-    """Return the exit code that the operator sees; 0xbeef if no container has one."""
+    """Return the exit code that the operator sees: 0xbeef if no container has one."""
     for status in pod.get("status", {}).get("containerStatuses", []):
         terminated = status["state"].get("terminated")
         if status["name"] == "tensorflow" and terminated:
@@ -97,7 +98,7 @@ class Operator:
         )
 
     def _clean_up(self, job: Tree) -> None:
-        """Delete the pods of a finished job according to its policy, and finally the job."""
+        """Delete the pods of a finished job according to its policy, and the job after its TTL."""
         policy, status, meta = job["spec"]["runPolicy"], job["status"], job["metadata"]
         clean = policy.get("cleanPodPolicy", "None")
         for pod in self._of(job):
@@ -115,7 +116,7 @@ class Operator:
         condition(job, "Suspended", message=f"TFJob {job['metadata']['name']} is suspended.")
 
     def _pods(self, job: Tree) -> dict[str, list[Tree]]:
-        """Create missing pods, replace failed ones, and return the pods by role."""
+        """Create missing pods and replace failed ones; return the pods by role."""
         found = {pod["metadata"]["name"]: pod for pod in self._of(job)}
         by_role: dict[str, list[Tree]] = {}
         for role, spec in job["spec"]["tfReplicaSpecs"].items():
@@ -160,7 +161,8 @@ class Operator:
                 condition(job, "Running", message=f"{title} is running.")
             failed = counts[role].get("failed")
             if failed and restarting:
-                # A job that is restarting does not fail, and Running has removed the condition.
+                # A job that is restarting does not fail; Running has already removed that
+                # condition.
                 condition(job, "Restarting", message=restarting)
             elif failed:
                 status.setdefault("completionTime", now())
@@ -200,7 +202,7 @@ class Operator:
             raise
 
     def _serve(self, job: Tree, name: str, labels: Tree, owner: Tree) -> None:
-        """Create the headless Service of a pod; it stays when the pod is replaced."""
+        """Create the headless Service of a pod; a replacement of the pod keeps it."""
         metadata = {"name": name, "labels": labels, "ownerReferences": [owner]}
         service = {"metadata": metadata, "spec": {"clusterIP": "None", "selector": labels}}
         with suppress(RefusedError):
@@ -222,7 +224,7 @@ class Operator:
         return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
 
     def port(self, name: str) -> int:
-        """Return the port of a pod and of its replacements: all share one machine."""
+        """Return the port of a pod and its replacements; all pods share this machine."""
         if name not in self._addresses:
             holder = self._ports.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,13 +253,13 @@ def _is_active(pod: Tree) -> bool:
 
 
 def _is_done(pods: list[Tree]) -> bool:
-    """Return whether the first replica has succeeded, which may be absent while it is replaced."""
+    """Return whether the first replica has succeeded; it may be absent during its replacement."""
     first = [pod for pod in pods if pod["metadata"]["labels"][REPLICA_INDEX] == "0"]
     return any(pod["status"]["phase"] == "Succeeded" for pod in first)
 
 
 def _counts(pods: list[Tree]) -> dict[str, Any]:
-    """Count pods as active, succeeded and failed; a count of 0 is left out."""
+    """Count active, succeeded and failed pods; a count of 0 is omitted."""
     counts: dict[str, int] = {}
     for pod in pods:
         phase = pod["status"]["phase"]

@@ -1,4 +1,4 @@
-"""The states of a pod, as the kubelet and the scheduler write them."""
+"""Sets the states of a pod, as the kubelet and the scheduler do."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
 
 
 def running(store: Store, pod: Tree, address: str = "") -> Tree:
-    """The container runs; a pod that replaces another one has another address."""
+    """Set the container running; a pod that replaces another one gets another address."""
     state = {"running": {"startedAt": now()}}
     high, low = bytes.fromhex(pod["metadata"]["uid"][:4])
     return _changed(
@@ -53,7 +53,7 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
 
 
 def ended(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
-    """The container has ended; the phase of the pod stays while its sidecars run."""
+    """Set the container terminated; the phase of the pod is unchanged while its sidecars run."""
     return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message, reason)})
 
 
@@ -72,7 +72,7 @@ def _terminated(pod: Tree, code: int, message: str = "", reason: str = "") -> li
 
 
 def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree) -> Tree:
-    """An init container has this state; the other containers wait for it, or run."""
+    """Set the state of an init container; the other containers wait for it, or already run."""
     known = pod["status"].get("initContainerStatuses", [])
     others = [each for each in known if each["name"] != name]
     status = {"name": name, "restartCount": restarts, "state": state}
@@ -84,7 +84,7 @@ def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree)
 
 
 def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
-    """The node was short of a resource and has ended the pod."""
+    """Set the pod failed, because the node was short of a resource."""
     killed = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     status = {
         "phase": "Failed",
@@ -96,7 +96,7 @@ def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
 
 
 def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """Kubernetes is about to delete the pod and gives the reason."""
+    """Set the condition that Kubernetes is about to delete the pod, with the reason."""
     target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     before = pod.get("status", {}).get("conditions") or []
     rest = [each for each in before if each["type"] != "DisruptionTarget"]

@@ -1,4 +1,4 @@
-"""The permissions of the roles in deploy/base/rbac.yaml, and the API server's refusals."""
+"""The permissions of the roles in deploy/base/rbac.yaml, and the errors for missing permissions."""
 
 from pathlib import Path
 
@@ -37,14 +37,14 @@ def grants(role: str) -> Grants:
 
 
 def verb_of(method: str, name: str | None, *, watches: bool) -> str:
-    """Return the verb of a request, as Kubernetes authorizes it."""
+    """Return the verb of a request, as Kubernetes's authorization defines it."""
     if watches:
         return "watch"
     return _VERBS.get(method) or ("get" if name else "list")
 
 
 def refusal(user: str, verb: str, resource: str, namespace: str, name: str) -> RefusedError:
-    """Return the answer for a user without a permission; `resource` is such as `pods/log`."""
+    """Return the error for a missing permission; `resource` is, for example, `pods/log`."""
     kind = resource.partition("/")[0]
     group = GROUPS.get(kind, "")
     what = f"{kind}.{group}" if group else kind

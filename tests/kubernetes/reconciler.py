@@ -1,4 +1,4 @@
-"""A controller in a separate thread, which is called after every change of the store."""
+"""A controller in a separate thread that reconciles after every change of the store."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ RESYNC_SECONDS = 0.1
 
 
 class Reconciler(ABC):
-    """Reconciles the actual with the desired state within its block, unless it is `down`."""
+    """Reconciles actual and desired state while its `with` block runs, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -30,7 +30,7 @@ class Reconciler(ABC):
 
     @abstractmethod
     def reconcile(self) -> None:
-        """Reconcile once; the caller holds the lock of the store."""
+        """Reconcile once; the caller holds the store's lock."""
 
     def _run(self) -> None:
         reconciled = -1

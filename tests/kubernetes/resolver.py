@@ -1,6 +1,6 @@
 """Resolves the names of pods in a pod's Python, as the cluster's DNS does.
 
-A pod with its own address listens on it instead of on all addresses.
+If the pod has its own address, its sockets listen on that address instead of on all addresses.
 """
 
 import os
@@ -14,7 +14,7 @@ _SUFFIXES = (".svc", ".svc.cluster.local")
 
 
 def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
-    """Return address and port of a name, or None for a foreign name; raises `gaierror`."""
+    """Return address and port of a name, or None if it is not the cluster's; raises `gaierror`."""
     at, _, its_port = resolver.rpartition(":")
     with socket.create_connection((at, int(its_port))) as peer:
         peer.sendall(f"RESOLVE {host}:{port} HTTP/1.1\r\n\r\n".encode())
@@ -28,13 +28,13 @@ def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
 
 
 def address_of(host: str, resolver: str) -> str:
-    """Return the address of a name; raises `gaierror` for one that does not resolve."""
+    """Return the address of a name; raises `gaierror` if it does not resolve."""
     found = endpoint_of(host, 0, resolver)
     return found[0] if found else host
 
 
 def install() -> None:
-    """Let the sockets of this process resolve the names of pods, if there is a resolver."""
+    """Let the sockets of this process resolve names of pods, if there is a resolver."""
     resolver, own = os.environ.get(VARIABLE, ""), os.environ.get(ADDRESS, "")
     original, bind = socket.getaddrinfo, socket.socket.bind
 

@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over HTTP: jobs, pods, logs, events and more from a `Store`."""
+"""A small Kubernetes API server over HTTP, which serves jobs, pods, logs, events and more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_SECONDS = 0.5
 
 
 class Server(ThreadingHTTPServer):
-    """The API on a port of loopback; as a context manager it serves until the end of the block."""
+    """The API on a loopback port, served until the end of the `with` block."""
 
     daemon_threads = True
 
@@ -59,14 +59,14 @@ class Server(ThreadingHTTPServer):
             self.store.changed.notify_all()
 
     def go_down(self, *, cuts_streams: bool = True) -> None:
-        """Refuse connections; after a SIGTERM open streams are served for a while."""
+        """Refuse connections; unless `cuts_streams`, open streams are still served for a while."""
         with self.store.changed:
             self.faults.down = True
         if cuts_streams:
             self.drop_streams()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log nothing: tests kill clients on purpose."""
+        """Log nothing, because tests kill clients on purpose."""
 
     def __enter__(self) -> Server:
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -81,7 +81,8 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
+    # Head and body are two writes. With Nagle's algorithm, the second would wait up to 40 ms for
+    # the acknowledgement of the first.
     disable_nagle_algorithm = True
     server: Server
 
@@ -114,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, answer)
         return None
 
-    # The base class defines the names.
+    # The base class prescribes these names.
     do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:
@@ -162,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _route(self, body: Tree) -> Tree | None:
-        """Return the response to a request; None if it was a stream."""
+        """Return the response to a request; None if the response was a stream."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -170,7 +171,8 @@ class Handler(BaseHTTPRequestHandler):
             token = self._token()
             return self.server.control.answer(self.command, parts.path, body, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
-        # This order hides from users without permission what the cluster serves.
+        # Authorization comes first, so users without permission do not learn what the cluster
+        # serves.
         self._authorize(found, query)
         self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         if found["log"]:
@@ -219,7 +221,7 @@ class Handler(BaseHTTPRequestHandler):
             body = {**query, **body}
             uid = (body.get("preconditions") or {}).get("uid", "")
             grace = body.get("gracePeriodSeconds")
-            # By default the API keeps the pods of a deleted Job.
+            # By default, the API keeps the pods of a deleted Job.
             default = "Orphan" if kind == "jobs" else "Background"
             propagation = body.get("propagationPolicy") or default
             if grace is not None:
@@ -230,7 +232,7 @@ class Handler(BaseHTTPRequestHandler):
         return store.get(kind, namespace, name)
 
     def _evict(self, namespace: str, name: str) -> Tree:
-        """Delete a pod with its grace period, as a drain of its node does."""
+        """Delete a pod with its grace period, as a drain of the node does."""
         store = self.server.store
         with store.changed:
             pod = store.get("pods", namespace, name)
@@ -299,7 +301,7 @@ class Handler(BaseHTTPRequestHandler):
                         write(f"{stamp(at)} {text}\n")
                 if ended and not log.lines[position:]:
                     return
-            # The connection breaks in the middle of a line.
+            # Break the connection in the middle of a line.
             for at, text in log.lines[position : position + 1]:
                 write(f"{stamp(at)} {text}"[:20])
 
@@ -319,7 +321,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _container_of(pod: Tree, name: str) -> tuple[str, list[Tree]]:
-    """Return the name of a container's log, and its status."""
+    """Return the name of a container's log, and the container's status."""
     status, uid = pod.get("status", {}), pod["metadata"]["uid"]
     if name in [each["name"] for each in pod["spec"].get("initContainers", [])]:
         found = [each for each in status.get("initContainerStatuses", []) if each["name"] == name]
@@ -328,7 +330,7 @@ def _container_of(pod: Tree, name: str) -> tuple[str, list[Tree]]:
 
 
 class Stream:
-    """An answer in chunks; a broken one ends without the last chunk."""
+    """A chunked response; a broken one ends without the last chunk."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -338,7 +340,7 @@ class Stream:
         self._handler.send_response(200)
         self._handler.send_header("Content-Type", "application/json")
         self._handler.send_header("Transfer-Encoding", "chunked")
-        # A stream is the last answer of its connection.
+        # A stream is the last response on its connection.
         self._handler.send_header("Connection", "close")
         self._handler.end_headers()
         return self._generation, self._write

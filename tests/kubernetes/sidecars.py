@@ -1,10 +1,10 @@
 """The init containers of a pod, as the kubelet runs them; a native sidecar is one that restarts.
 
-Read in KEP-753 and in `pkg/kubelet/kuberuntime`: init containers start in their order, each when
-the one before has ended, or for a sidecar (`restartPolicy: Always`) when its startup probe has
-succeeded. A sidecar that ends is started again, whatever its exit code. After the last container of
-the pod has ended, sidecars get SIGTERM, the last one first, and SIGKILL at the end of the pod's
-grace period; their exit codes count for nothing.
+The sources are KEP-753 and `pkg/kubelet/kuberuntime`. Init containers start in order, each when the
+previous one has ended or, if that is a sidecar (`restartPolicy: Always`), when its startup probe
+has succeeded. A sidecar that ends is restarted, whatever its exit code. After the last container of
+the pod has ended, the sidecars get SIGTERM in reverse order, and SIGKILL at the end of the pod's
+grace period; their exit codes are ignored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from tests.kubernetes.logs import Logs
 
 Begin = Callable[[], "subprocess.Popen[bytes]"]
-# Of an init container: its name, its restarts and its state.
+# Reports the name, restart count and state of an init container.
 Report = Callable[[str, int, Mapping[str, Any]], None]
 PROBE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitContainer:
-    """An init container: how its process begins, and the command of its startup probe, if any."""
+    """An init container: a function that starts its process, and its startup probe, if any."""
 
     name: str
     begin: Begin
@@ -37,7 +37,7 @@ class InitContainer:
 
 
 class InitContainers:
-    """The init containers of one pod; `start` returns once its other containers may start."""
+    """The init containers of one pod; `start` returns when the other containers may start."""
 
     def __init__(self, uid: str, found: list[InitContainer], logs: Logs, report: Report) -> None:
         self._uid, self._found, self._logs, self._report = uid, found, logs, report
@@ -48,7 +48,7 @@ class InitContainers:
         self.crash_seconds = 10.0
 
     def start(self) -> bool:
-        """Start all in their order; return False where the pod has ended meanwhile."""
+        """Start all containers in order; return False if the pod ended before that."""
         for each in self._found:
             if not self._begin(each):
                 return False
@@ -64,7 +64,7 @@ class InitContainers:
         return not self._ending.is_set()
 
     def stop(self, seconds: float) -> None:
-        """End the sidecars, the last one first, within the rest of the pod's grace period."""
+        """End the sidecars in reverse order, within the rest of the pod's grace period."""
         with self._lock:
             self._ending.set()
         for each in reversed(self._found):
@@ -75,7 +75,6 @@ class InitContainers:
                 self._threads[each.name].join()
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a sidecar."""
         self._signal(name, number)
 
     def _begin(self, each: InitContainer) -> bool:
@@ -86,7 +85,7 @@ class InitContainers:
             return True
 
     def _keep(self, each: InitContainer) -> None:
-        """Start a sidecar again whenever it ends, the first time at once."""
+        """Restart a sidecar whenever it ends, the first time at once."""
         restarts = 0
         while True:
             code = self._wait(each, restarts)
@@ -110,12 +109,12 @@ class InitContainers:
 
     def _signal(self, name: str, number: int) -> None:
         process = self._processes[name]
-        # Once it has been reaped, another process may have its PID.
+        # After the process has been reaped, another process may have its PID.
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
 
 def log_of(uid: str, container: str) -> str:
-    """Return the name under which the log of an init container is kept."""
+    """Return the key of an init container's log."""
     return f"{uid}/{container}"

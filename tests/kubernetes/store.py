@@ -12,14 +12,14 @@ from tests.kubernetes import admission, limits
 
 Tree = dict[str, Any]
 SECONDS = 180
-# Keeps an object that is deleted in the foreground until its dependents are gone.
+# This finalizer keeps an object that is deleted in the foreground until its dependents are gone.
 FOREGROUND = "foregroundDeletion"
-# Kubernetes generates names from these characters, without vowels and look-alike digits.
+# Kubernetes generates names from these characters: no vowels and no look-alike digits.
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
 class RefusedError(Exception):
-    """An answer of the API that is not a success."""
+    """An error response of the API."""
 
     def __init__(self, code: int, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
@@ -35,11 +35,11 @@ class RefusedError(Exception):
 
 
 class NotServedError(Exception):
-    """No part of the API server serves the path; the response is 404 without an object."""
+    """The API server does not serve this path; the response is a 404 without an object."""
 
 
 def now(seconds: int = 0) -> str:
-    """Return the time, moved by these seconds, as Kubernetes writes it, in whole seconds."""
+    """Return the time, shifted by some seconds, in Kubernetes's format of whole seconds."""
     return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -47,8 +47,8 @@ class Store:
     """All objects by kind, namespace and name; `changed` is also the lock.
 
     Attributes:
-        graceful: kinds that another process removes once they are marked for deletion.
-        webhooks: called with the kind of each object that is created, and the object.
+        graceful: kinds whose objects are only marked for deletion; another process removes them.
+        webhooks: functions that are called with the kind of each created object, and the object.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Store:
             return self._record("ADDED", kind, made)
 
     def admitted(self, kind: str, namespace: str, tree: Tree) -> Tree:
-        """Return an object as it would be created: the answer to `dryRun=All`."""
+        """Return an object as it would be created: the response to `dryRun=All`."""
         with self.changed:
             made = copy.deepcopy(tree)
             if not made["metadata"].get("name"):
@@ -90,7 +90,7 @@ class Store:
         quotas = self.all("resourcequotas", namespace)
         if kind == "pods":
             accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
-            # Pods that have ended use nothing.
+            # Pods that have ended do not use a quota.
             there = [pod for pod in self.all("pods", namespace) if not _has_ended(pod)]
             refusal = admission.refusal(tree, self.labels.get(namespace, {}))
             refusal = refusal or limits.excess(tree, namespace, accounts, quotas, there)
@@ -117,7 +117,7 @@ class Store:
             ]
 
     def change(self, kind: str, namespace: str, name: str, by: Callable[[Tree], None]) -> Tree:
-        """Let a function modify an object in place; without a change there is no event."""
+        """Let a function modify an object in place; if nothing changes, there is no event."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             by(tree)
@@ -128,7 +128,7 @@ class Store:
             changed = self._record("MODIFIED", kind, tree)
             meta = tree["metadata"]
             released = before["metadata"].get("finalizers") and not meta.get("finalizers")
-            # A deleted object is removed with its last finalizer.
+            # A deleted object is removed when its last finalizer is removed.
             if released and meta.get("deletionGracePeriodSeconds") == 0:
                 self.remove(kind, namespace, name)
             return changed
@@ -141,9 +141,9 @@ class Store:
         body: Tree,
         check: Callable[[Tree, Tree], None] | None = None,
     ) -> Tree:
-        """Merge a patch (RFC 7396); a resource version in the patch must be the newest.
+        """Merge a patch (RFC 7396); a resource version in the patch must be the current one.
 
-        `check` compares the new object, which it may change, with the old one, and may reject it.
+        `check` is called with the old and the new object; it may change the new one or reject it.
         """
 
         def by(tree: Tree) -> None:
@@ -163,7 +163,7 @@ class Store:
     def delete(
         self, kind: str, namespace: str, name: str, uid: str = "", grace: int | None = None
     ) -> None:
-        """Delete an object; a pod that runs is marked, unless its `grace` is 0 seconds."""
+        """Delete an object; a running pod is only marked, unless `grace` is 0 seconds."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             if uid and uid != tree["metadata"]["uid"]:
@@ -188,7 +188,7 @@ class Store:
             self.delete(kind, namespace, name, uid)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object, and delete the objects that it owns; finalizers delay the removal."""
+        """Remove an object, and delete the objects that it owns; finalizers delay its removal."""
         with self.changed:
             found = self._objects.get((kind, namespace, name))
             if found is None:
@@ -211,7 +211,7 @@ class Store:
         ]
 
     def _part(self, kind: str, tree: Tree, propagation: str) -> bool:
-        """Orphan or delete the dependents of an object; return whether the object has to wait."""
+        """Orphan or delete an object's dependents; return whether it must wait for them."""
         namespace, name = tree["metadata"]["namespace"], tree["metadata"]["name"]
         owned = self._owned(tree)
         if propagation == "Orphan":
@@ -239,7 +239,7 @@ class Store:
         return self._version
 
     def expire(self) -> None:
-        """Drop the history: a watch from any version so far is answered with 410."""
+        """Drop the history: a watch from any existing version gets a 410."""
         with self.changed:
             self._expired = self._version
             self.history.clear()
@@ -252,7 +252,7 @@ class Store:
             return [each for each in self.history if each[0] > version]
 
     def wait(self, until: Callable[[], Any]) -> Any:
-        """Return the first true value of a function that is called after every change."""
+        """Call a function after every change, until its value is true; return that value."""
         with self.changed:
             assert self.changed.wait_for(until, timeout=SECONDS), f"not true within {SECONDS} s"
             return until()
@@ -275,19 +275,19 @@ def generated(prefix: str) -> str:
 
 
 def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
-    """Mark an object as deleted that its finalizers keep."""
+    """Mark an object as deleted, because finalizers keep it."""
     meta = tree["metadata"]
     meta.setdefault("deletionTimestamp", now())
     meta["deletionGracePeriodSeconds"] = 0
     if finalizer:
         meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
-    # Garbage collection sets a pod failed that never ran, or whose node is not asked.
+    # Garbage collection sets a pod failed if it never ran, or if its node does not respond.
     elif kind == "pods" and not _has_ended(tree):
         tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:
-    """Return whether a pod has a node and has not ended; its deletion has a grace period."""
+    """Return whether a pod has a node and runs, so that its deletion has a grace period."""
     return bool(pod["spec"].get("nodeName")) and not _has_ended(pod)
 
 
@@ -296,7 +296,7 @@ def _has_ended(pod: Tree) -> bool:
 
 
 def selected(tree: Tree, labels: str, fields: str) -> bool:
-    """Return whether an object has these labels and fields (`a=b,c=d`, and `a` for any value)."""
+    """Return whether an object matches selectors such as `a=b,c=d`, or `a` for any value."""
     own = tree["metadata"].get("labels", {})
     for part in filter(None, labels.split(",")):
         name, equals, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""The small API server answers the official client like a real one."""
+"""The small API server responds to the official client like a real one."""
 
 import pytest
 import urllib3
@@ -219,7 +219,7 @@ def test_network_policies_are_listed_and_go_with_their_owner(kube, api, jobs):
 RESTRICTED = {ENFORCE: "restricted"}
 
 
-# A real API server's message for a pod without a security context.
+# The message of a real API server for a pod without a security context.
 NOTHING_SET = (
     'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false (container '
     '"tensorflow" must set securityContext.allowPrivilegeEscalation=false), unrestricted '

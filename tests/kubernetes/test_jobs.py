@@ -1,4 +1,4 @@
-"""The Job controller behaves as the real one; `README.md` lists what was observed and read."""
+"""The Job controller behaves like the real one; `README.md` lists what was observed and read."""
 
 import pytest
 from kubernetes import client
@@ -29,8 +29,6 @@ def start(kube, jobs, **spec):
 
 
 def begin(kube):
-    """Set the next pod running."""
-
     def found():
         listed = kube.store.all("pods", NAMESPACE)
         return [p for p in listed if p["status"]["phase"] == "Pending"]

@@ -1,4 +1,4 @@
-"""When the names of pods resolve, and how connections outlast the names."""
+"""Tests when the names of pods resolve, and that connections outlast the names."""
 
 import socket
 
@@ -28,7 +28,7 @@ def listener():
 
 
 def connect(network, host, listener):
-    """Connect to a port as gRPC does; return the connection and the status of the answer."""
+    """Connect to a port as gRPC does; return the connection and the status of the response."""
     at, _, port = network.environment["grpc_proxy"].rpartition("/")[2].partition(":")
     connection = socket.create_connection((at, int(port)))
     target = f"{host}:{listener.getsockname()[1]}"

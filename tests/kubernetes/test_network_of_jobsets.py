@@ -1,4 +1,4 @@
-"""The names of a JobSet's pods, and processes that find each other by these names."""
+"""Tests the names of a JobSet's pods, and processes that find each other by these names."""
 
 import socket
 import sys
@@ -14,7 +14,8 @@ from tests.kubernetes.test_jobsets import ARGS
 
 HOST = "a-worker-0-0.a"
 CLUSTER = '{"cluster": {"worker": ["a-worker-0-0.a:2222"]}, "task": {"index": $(INDEX)}}'
-# Listens on all addresses, as TensorFlow does, and on its own address, as Python does.
+# A program that listens on all addresses, as TensorFlow does, and on its own address, as Python
+# does.
 SERVE = """
 import json, os, socket
 host, _, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].rpartition(":")
@@ -55,11 +56,11 @@ def test_a_name_resolves_while_the_service_is_there_and_the_pod_runs(kube, netwo
     assert not network.resolves("a-worker-7-0.a")
     assert not network.resolves(f"{HOST}.other.svc")
     kube.take_away("worker-0")
-    # The Service publishes pods that are not ready, so terminating ones too.
+    # The Service publishes pods that are not ready, and therefore also terminating ones.
     assert network.resolves(HOST)
     kube.end_deleted()
     assert not network.resolves(HOST)
-    # The lock keeps the controller from creating it again in between.
+    # The lock prevents the controller from recreating the Service in between.
     with kube.store.changed:
         kube.store.remove("services", NAMESPACE, "a")
         assert not network.resolves("a-chief-0-0.a")
@@ -110,7 +111,7 @@ def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube):
         {"name": "WHO", "value": "$$(INDEX) $(INDEX) $(LATER)"},
         {"name": "LATER", "value": "x"},
     ]
-    # The chief fails until the worker listens.
+    # The chief fails and is retried until the worker listens.
     tree = jobset(roles={"chief": 1, "worker": 1}, job={"backoffLimit": 1000})
     for role, program in zip(tree["spec"]["replicatedJobs"], (ASK, SERVE), strict=True):
         [container] = role["template"]["spec"]["template"]["spec"]["containers"]

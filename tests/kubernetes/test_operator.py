@@ -1,4 +1,4 @@
-"""The operator manages a job as the real one does; `README.md` lists what was observed."""
+"""The operator manages a job like the real one; `README.md` lists what was observed."""
 
 import pytest
 
@@ -11,7 +11,7 @@ STATUSES = ("Created", "Running", "Restarting", "Failed")
 
 @pytest.fixture(autouse=True)
 def graceful(kube):
-    """Leave the end of a deleted pod to the test."""
+    """Let the test end deleted pods."""
     kube.store.graceful.add("pods")
     return kube
 
