@@ -1,4 +1,4 @@
-"""Decisions on checkpoints: when to save, which to keep, and which to select."""
+"""Decisions about checkpoints: when to save, which to keep, and which to select."""
 
 from __future__ import annotations
 

@@ -171,7 +171,8 @@ class PartSaver:
             save.snapshot.clear()
             publish, discard = partial(self._publish, save), partial(self._discard, save)
             self._uploads.put("checkpoint", publish, discard)
-        # The training thread raises the error at its next call, as if it had saved the checkpoint.
+        # The training thread raises the error at its next call, as if it had saved the checkpoint
+        # itself.
         except BaseException as error:
             self._failure = error
             save.snapshot.clear()

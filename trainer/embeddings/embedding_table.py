@@ -369,7 +369,7 @@ def may_lack(path: str) -> bool:
 
 
 def shrink(model: keras.Model) -> None:
-    """Remove the unused rows from all tables of a model, before an export."""
+    """Remove unused rows from all tables of a model before an export."""
     for layer in model._flatten_layers():
         if isinstance(layer, EmbeddingTable):
             layer.shrink()

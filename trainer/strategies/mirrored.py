@@ -7,7 +7,7 @@ copies stay equal. This module handles the state that gradients do not change:
   every step would give the same result, because they are linear in their inputs.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` runs one replica on each GPU of a process, or a single one. It is the reference strategy.
+`Single` runs one replica per GPU of a process, or a single replica. It is the reference strategy.
 
 `MultiWorkerMirrored` runs one replica in each worker, or one on each GPU of a worker. The workers
 all-reduce their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce

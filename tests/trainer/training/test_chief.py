@@ -208,7 +208,7 @@ def worker(tmp_path, monkeypatch):
     ("updates", "before"), [({}, 3), ({"pull_every": 2}, 6), ({"accumulate": 3}, 9)]
 )
 def test_an_asynchronous_attempt_goes_on_in_the_examples(worker, updates, before):
-    # Each of the two workers made half of the 6 steps.
+    # Each of the two workers has made half of the 6 steps.
     assert worker(6, 9, **updates) == worker(0, 18, **updates)[before : before + 9]
 
 
