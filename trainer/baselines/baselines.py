@@ -5,8 +5,8 @@
     recommendation      popularity, and item-item
 
 They are fitted to at most `MOST_ROWS` random training examples, fewer with many columns, classes or
-texts. This bounds the memory to about 1 GB and, together with a clock that is checked between
-slices of the work, the time. A baseline never fails an evaluation: it reports why it was skipped.
+texts. This limits the memory to about 1 GB. A clock, which is checked between slices of the work,
+limits the time. A baseline never fails an evaluation: it reports why it was skipped.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return the outputs for the first examples of a split, which are random ones."""
+    """Return the outputs for the first examples of a split, which is in random order."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Maximum number of iterations (scikit-learn's default), and of trees (one per class each time).
+# Maximum number of iterations (scikit-learn's default), and of trees (one per class and iteration).
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5

@@ -44,7 +44,7 @@ class Clock:
         return self._end - time.monotonic()
 
     def share(self, of: float) -> Clock:
-        """Return a countdown of a share of the remaining time."""
+        """Return a clock for a share `of` the remaining time."""
         return Clock(self.left * of)
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class Rows:
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
     def first(self, most: int) -> Rows:
-        """Return the first rows, at most `most`."""
+        """Return up to the first `most` rows."""
         return self if self.count <= most else self.select(slice(most))
 
 

@@ -35,9 +35,10 @@ _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
 
 def choose_rows(rows: int, size: int, largest: int) -> int:
-    """Return the rows per block, from the number and bytes of all rows, and the largest row.
+    """Return the number of rows per block.
 
-    All blocks of a dataset have this number of rows, except the last one of each shard.
+    `size` is the size of all rows, and `largest` that of the largest row, in bytes. All blocks of a
+    dataset have this number of rows, except the last one of each shard.
     """
     mean, bound = BYTES * rows // max(1, size), _LARGEST_BYTES // max(1, largest)
     return max(1, min(BLOCK_ROWS, mean, bound))
@@ -62,7 +63,7 @@ def encode_blocks(
 
 
 def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return the rows of blocks, strings of shape (n,), by feature: tensors of shape (rows, ...).
+    """Parse blocks (strings of shape (n,)) to tensors of shape (rows, ...), by feature.
 
     Images are still encoded and sequences ragged; `complete` makes a batch of them.
     """
@@ -90,7 +91,7 @@ def complete(
 
 
 def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return a batch from records of one row each, strings of shape (n,), as clients send them.
+    """Parse records of one row each (strings of shape (n,)), as clients send them, to a batch.
 
     A block of one row is such a record. The lengths of sequences follow from their content.
     """
@@ -113,7 +114,7 @@ class _Packed(NamedTuple):
     starts: NDArray[np.int64]
 
 
-# Protobuf tags of length-delimited fields: numbers 1 and 2
+# Protobuf tags of length-delimited fields with the numbers 1 and 2
 # (https://protobuf.dev/programming-guides/encoding).
 _FIRST, _SECOND = b"\x0a", b"\x12"
 # Tags of the content of a `Feature`: a list of texts, one bytes value, packed floats, packed ints.

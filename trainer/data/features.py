@@ -134,7 +134,7 @@ def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
     Scalars are stored as numbers, which every tool can display. Scalars that an int64 or a float32
-    cannot hold exactly are stored as bytes, as tensors are.
+    cannot hold exactly are stored as bytes, like tensors.
     """
     if dtype == "string":
         return "bytes"
@@ -152,7 +152,7 @@ def _leaves(
         has_features = isinstance(element, tfds.features.FeaturesDict)
         for key, inner in tensor.items():
             each = element[key] if has_features else None
-            # A sequence of several features is stored as one sequence per feature.
+            # Store a sequence of several features as one sequence per feature.
             below = each if isinstance(connector, tfds.features.FeaturesDict) else None
             yield from _leaves(below, each, inner, f"{path}/{key}" if path else key)
     else:

@@ -42,7 +42,7 @@ SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
 _PROGRESS = 100_000
-# Files that are smaller on average, in bytes, are much slower to read than fewer large ones.
+# If files are smaller on average, in bytes, they are much slower to read than fewer, larger ones.
 _SMALL = 16 << 10
 _log = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # An empty name also means "a//b", which is not the path of a file.
+    # A name is empty in "a//b", which is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

@@ -1,4 +1,4 @@
-"""Encode images as PNG. Replaces the encoder of TFDS, which calls TensorFlow for each image.
+"""A PNG encoder that replaces the encoder of TFDS, which calls TensorFlow for each image.
 
 It is optimized for speed, because most images are small and their files exist only for minutes.
 """

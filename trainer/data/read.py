@@ -158,7 +158,7 @@ def read_columns(
 def labelled_columns(
     spec: DatasetSpec, files: Files, *, batch_size: int, columns: Sequence[str]
 ) -> tf.data.Dataset:
-    """Return `(batch, {column: values})`, in the order of `evaluation_batches`.
+    """Return pairs of a batch and a dict of columns, in the order of `evaluation_batches`.
 
     The columns may be features that no model uses. Variable lengths are padded to the longest of
     all examples, so that the outputs of all batches have the same shape.
@@ -273,7 +273,7 @@ def _index(files: Files) -> tf.Tensor:
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
-    """Return the number of blocks to draw from."""
+    """Return the number of blocks in the shuffle buffer."""
     found = max(1, (_fitting(spec) if examples is None else examples) // spec.block_rows)
     if examples is None and spec.block_rows > 1:
         return max(found, SHUFFLE_BYTES // blocks.BYTES)
@@ -304,7 +304,7 @@ def _batch(  # noqa: PLR0913
     drop_remainder: bool = False,
 ) -> tf.data.Dataset:
     """Return batches of rows that `make` completes, or every `of`-th one."""
-    # If nothing needs completion per batch, `make` is cheaper on whole windows.
+    # If no feature has to be completed per batch, applying `make` to whole windows is cheaper.
     late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
     batches = windows if late else windows.map(make)
     batches = batches.rebatch(size, drop_remainder=drop_remainder)
@@ -326,7 +326,7 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
 
 
 def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows; swapped classes are exchanged, so that 1 is positive."""
+    """Return features of a batch of rows; the classes of `spec.swapped` are exchanged."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

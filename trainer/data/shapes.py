@@ -1,6 +1,7 @@
 """Fixed shapes for features whose examples differ in shape: images are resized, others padded.
 
-This module only plans and needs no TensorFlow; `flotilla.trainer.data.builders.batches` executes.
+This module only makes plans, without TensorFlow. `flotilla.trainer.data.builders.batches` executes
+them.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def find_bounds(
     ends = [*times, np.inf]
 
     def bound(share: float) -> float:
-        # Find the first time from which on at most this share of the examples is left.
+        # Find the first time such that at most this share of the examples is at or after it.
         return ends[int(np.argmax(left <= share * total + 0.5))] if share else float(np.inf)
 
     return bound(validation + test), bound(test)

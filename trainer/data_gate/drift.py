@@ -13,11 +13,11 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# With fewer features, test each one only separately.
+# With fewer features, only test each one separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# A value counted this often in one sample, and at this multiple of the rarest counted frequency,
-# has certainly been counted in the other sample too.
+# A value that occurs this often in a sample, and this many times as often as the rarest counted
+# value, has surely been counted in the other sample too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -44,7 +44,7 @@ def compare_samples(
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
     """Yield the counts of values that both samples certainly counted, and the sum of all others."""
-    # The rarest values of a text with many values are not counted; which ones differs by sample.
+    # If a text has many values, only the most frequent ones are counted, which differ by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),

@@ -67,8 +67,7 @@ def _expected(question: Question, split: str) -> float | None:
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # No estimate: the number does not just depend on the size if some values occur in few
-        # splits.
+        # The champion's share cannot be scaled, because some values may occur in only a few splits.
         return None
     known = _get_champion_share(question, split)
     if known is None or question.champion is None:
@@ -98,7 +97,7 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # The share of the most frequent value, plus the probability that an example shares another one.
+    # Share of the most frequent value, plus the probability that an example shares another value.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
@@ -117,7 +116,7 @@ def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Examples of one split that are also in another: `found` among `asked` examined examples.
+    """Examples of one split that are also in another: `found` of the `asked` examples examined.
 
     In a large split, only a sample is examined. `whole` is the size of the split, and `expected` is
     the share that is expected by chance.
@@ -197,7 +196,8 @@ def find_new_copies(
 ) -> Copies | None:
     """Return the test examples of a dataset that are in `known` but not in its training split.
 
-    Copies by chance are equally frequent in both. Return None if the difference is not significant.
+    Copies by chance are equally frequent in both splits. Return None if the difference is not
+    significant.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
     within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))

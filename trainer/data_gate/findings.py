@@ -50,7 +50,7 @@ class Finding:
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line, which tells how to configure its rule."""
+        """Return the finding as one line that tells how to configure its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"

@@ -195,7 +195,7 @@ def _find_lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        # Correct for the number of features, because the strongest of many associations is biased.
+        # Correct for the number of features: the strongest of many associations is biased upwards.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"no feature says of {target!r} in {words[1]} what {name!r} said in "

@@ -2,9 +2,10 @@
 
 An input leaks a class if all examples with the same value have the same class, or if a few
 thresholds separate the classes. Natural classes may also be separable, such as the petals of an
-iris species, but then examples become rare near the threshold. A derived label instead cuts a
-distribution in two, or gives all examples of a class one value. An input leaks a number if the two
-have a linear relation, the same order, or one number per value of the input.
+iris species, but then examples become rare near the threshold. If the label is derived from the
+input, the threshold cuts a distribution in two, or all examples of a class have one value. An input
+leaks a number if the two have a linear relation, the same order, or one number per value of the
+input.
 
 The rule uses the sample of the training split.
 """
@@ -30,8 +31,8 @@ _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
 _MOST_OF_ALL = 0.9
 # Maximum number of intervals per class.
 _INTERVALS = 2
-# A threshold cuts a distribution if the 10 examples around it span at most 2.5 times the usual
-# width, which is the lower quartile of such widths on a side with more than 3 of them.
+# A threshold cuts a distribution if the 10 examples around it span at most 2.5 times the lower
+# quartile of the widths of 10 examples on one side, which must have more than 30.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -89,7 +90,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return a mask of the examples of frequent classes; none if these are too few examples."""
+    """Return a mask of the examples of frequent classes; all False if those are too few."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -198,7 +199,7 @@ def _format(value: float) -> str:
 
 
 def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
-    """Return a mask without the examples of the smallest intervals, and the share that it drops."""
+    """Return a mask that drops the smallest intervals, and the share of the dropped examples."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(y)) + 1])
     sums = np.add.reduceat(weights, starts)
     order = np.argsort(sums, kind="stable")

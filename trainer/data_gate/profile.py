@@ -25,7 +25,7 @@ from flotilla.trainer.features.statistics.statistics import (
     SplitStatistics,
 )
 
-# The range of row numbers may be at most this multiple of the number of examples.
+# Maximum range of row numbers, as a multiple of the number of examples.
 _GAPS = 20
 
 

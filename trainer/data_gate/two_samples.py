@@ -73,7 +73,7 @@ def homogeneity(
 
 
 def fisher_test(part: int, of: int, known: int, whole: int) -> float:
-    """Return the p-value of `part / of` being larger than `known / whole` (Fisher's test)."""
+    """Return the one-sided p-value of `part / of` > `known / whole` (Fisher's exact test)."""
     return float(stats.hypergeom.sf(part - 1, of + whole, part + known, of))
 
 

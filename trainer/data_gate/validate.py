@@ -74,7 +74,7 @@ class Opponent:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The result: `facts` for `validation.json`, the HTML page, and the inferred schema."""
+    """The contents of a validation's files: `validation.json`, the HTML page and `schema.yaml`."""
 
     facts: Mapping[str, Any]
     page: bytes

@@ -77,7 +77,7 @@ def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
 
 
 def find_out_of_range(question: Question) -> Iterator[Finding]:
-    """Find more values outside the range of the champion's dataset than chance explains."""
+    """Find features with more values outside the champion's range than chance explains."""
     pairs = [
         pair
         for pair in question.pairs()
@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Return whether a used feature has no value in a split by more than chance."""
+    """Return whether it cannot be chance that a used feature has no value in a split."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used
@@ -165,7 +165,7 @@ def _is_constant(each: FeatureProfile) -> bool:
 
 
 def new_values(question: Question) -> Iterator[Finding]:
-    """Find more values of categories that the champion's dataset lacks than chance explains."""
+    """Find features with more values new to the champion's dataset than chance explains."""
     pairs = [
         pair
         for pair in question.pairs()

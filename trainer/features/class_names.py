@@ -35,10 +35,7 @@ def normalize_text(text: str) -> str:
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number, such as `1` for `+1`, `01` or `1.0`.
-
-    A text that is not a number gives an empty text.
-    """
+    """Return the canonical spelling of a number: `1` for `+1` or `1.0`; empty for other texts."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -107,7 +104,10 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of classes with several, not counting the case of boolean words."""
+        """Return the spellings of each class that has more than one.
+
+        Case variants of boolean words do not count.
+        """
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:
@@ -143,7 +143,7 @@ class ClassIndex:
         self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
         own: Sequence[str | int] = senses if self._is_truth else keys
         counts = Counter(own)
-        # Classes with the same key were kept apart on request, so that only exact names match.
+        # Classes with the same key were kept apart on request, so only their exact names match.
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:

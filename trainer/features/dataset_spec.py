@@ -170,7 +170,7 @@ def require_slices(
 ) -> None:
     """Raise `ConfigError` if the evaluation or the gate needs a slice that does not exist.
 
-    Classes are checked for labels with class names.
+    The class in a slice is checked if its label has class names.
     """
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []

@@ -71,7 +71,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples of one update, which comes from one worker if asynchronous."""
+    """Return the number of examples per update; asynchronous workers each make their own."""
     training, topology = config.training, config.topology
     return (
         training.step_examples

@@ -1,4 +1,4 @@
-"""A TFDS builder as a source: its splits are divided into ranges, and drawn by `splits.plan`."""
+"""A TFDS builder as a source: its splits are divided into ranges and assigned by `splits.plan`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BuilderSource(Source):
         return datasets.builder(self._config, self._data_dir)
 
     def select(self) -> Selection:
-        """Return the selected features, by the builder's information only."""
+        """Return the selected features, for which the builder's metadata suffice."""
         return features.select(self._config, self._builder.info)
 
     def fetch(self) -> None:
@@ -57,7 +57,7 @@ class BuilderSource(Source):
         download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:
-        """Return ranges of the selected splits."""
+        """Return ranges of the splits as parts."""
         selection = self.select()
         size = max(1, PART_BYTES // max(1, selection.example_bytes))
         ranges = [
@@ -80,7 +80,7 @@ class BuilderSource(Source):
         splits = self._plan()[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in self._batches(selection, part.origin, at, end):
-            # Count by any column, because examples for `data.map` have no targets.
+            # Count the values of any column, because examples for `data.map` have no targets.
             count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count

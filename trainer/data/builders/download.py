@@ -68,7 +68,7 @@ def _network_failure(url: str, seconds: float) -> str:
         if parts.scheme == "ftp":
             address = (parts.hostname or "", parts.port or _FTP_PORT)
             socket.create_connection(address, timeout=seconds).close()
-    # Catch everything: an exception in a thread is lost, and would look like a host that is silent.
+    # Catch everything, because an exception in a thread is lost and would look like a timeout.
     except Exception as error:
         return _reason(error)
     return ""
@@ -127,7 +127,7 @@ def download(
         raise _kind(error)(
             f"data.dataset: {name} cannot be downloaded: {short_message(error)}"
         ) from error
-    # The builder, which may be a user's, may raise any exception.
+    # A builder may be the user's own code, which may raise any exception.
     except Exception as error:
         raise _kind(error)(_failure(name, error)) from error
 
@@ -138,7 +138,7 @@ _MIB = 1 << 20
 
 
 class _Bar:
-    """A TFDS progress bar that is not displayed, but reports its counts as progress."""
+    """An invisible TFDS progress bar, which reports its counts as progress."""
 
     def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
@@ -213,7 +213,7 @@ def _folder(manual_dir: str) -> Path | None:
 
 
 def _manual_folder(builder: Any, folder: Path | None) -> Path:
-    # The second folder is the default of TFDS.
+    # TFDS itself uses the second folder by default.
     return folder or Path(builder.data_dir_root) / "downloads" / "manual"
 
 

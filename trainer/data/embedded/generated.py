@@ -67,8 +67,8 @@ def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
     """Return the tokens, and the number of open brackets after each of them."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # Closing is more likely than opening, so that both outcomes are equally frequent at the
-        # end.
+        # Closing is more likely than opening, so that about half of the sequences end with none
+        # open.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
             token = LETTER
@@ -86,7 +86,7 @@ RANK = 2
 # Scale of each term of the score, whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# Fixed, not the configured seed, because every run needs the same examples.
+# A fixed seed instead of the configured one, because every run needs the same examples.
 SEED = 20
 
 Column = NDArray[np.int64]

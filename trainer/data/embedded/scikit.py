@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-# Fixed, not the configured seed, because train and test must be the same in every run.
+# A fixed seed instead of the configured one, because all runs must have the same splits.
 SEED = 20
 TRAINING = 1437
 TEST_SHARE = 0.2
@@ -135,7 +135,7 @@ class Diabetes(_Table):
 
 
 class Linnerud(_Table):
-    """Weight, waist and pulse of 20 men, by three exercises (Tenenhaus 1998)."""
+    """Weight, waist and pulse of 20 men, by their results in three exercises (Tenenhaus 1998)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         name: tfds.features.Scalar(np.float32) for name in ("weight", "waist", "pulse")
@@ -149,7 +149,7 @@ class Linnerud(_Table):
 
 
 class Wine(_Table):
-    """The grower, one of three, of each of 178 wines (Aeberhard and Forina, UCI, 1991)."""
+    """Grower, one of three, of 178 wines (Aeberhard and Forina, UCI, 1991)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         "grower": tfds.features.ClassLabel(names=["first", "second", "third"])

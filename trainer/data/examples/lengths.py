@@ -47,10 +47,10 @@ def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
 def fill_batches(
     spec: DatasetSpec, windows: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return windows of full batches, in which the longest inputs of all rows fall into one bucket.
+    """Return windows of full batches, whose rows fall into the same bucket by length.
 
-    Batches are in the order in which they fill up. No row of an endless dataset is dropped: rows of
-    an incomplete batch wait for more.
+    A row has the length of its longest input. Batches are in the order in which they fill up. No
+    row of an endless dataset is dropped: rows of an incomplete batch wait for more.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
     names = [length_name(name) for name in inputs or varying(spec)]

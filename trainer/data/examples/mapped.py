@@ -2,8 +2,8 @@
 
 The function is called with an example, a dict of values by name. It returns an example, or None to
 leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
-returns arrays of as many. Texts are `str`, encoded images are bytes, and other values are numbers
-or NumPy arrays.
+returns arrays of the same number. Texts are `str`, encoded images are bytes, and other values are
+numbers or NumPy arrays.
 
 The features of the result are inferred from the first examples; later examples must match.
 """
@@ -71,7 +71,7 @@ class MappedSource(Source):
     def __init__(self, source: Source, config: DataConfig) -> None:
         """Convert the examples of `source`, which was made for the same configuration."""
         self.name = f"data.map: {config.map}"
-        # A digest of the function's code is part of the dataset's key anyway.
+        # A digest of the function's code is already part of the dataset's key.
         self.identity: Mapping[str, Any] = source.identity
         self._source = source
         self._config = config
@@ -165,7 +165,7 @@ class MappedSource(Source):
                 raise self._make_error(error, part, number) from None
             # The user's code may raise any exception.
             except Exception as error:
-                # Naming the place may read the part again.
+                # Finding the place of an example may read the part again.
                 said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
                 raise UserError(f"{self.name}: {said}") from error
             number = end
@@ -291,7 +291,7 @@ def _decode(values: Any) -> Any:
 def make_example(result: Any) -> Example:
     """Return the values of an example as arrays; texts are bytes in arrays of objects.
 
-    Python integers become int64; floats of 64 bits, as in Python, become float32.
+    Python integers become int64. Python floats and other 64-bit floats become float32.
 
     Raises:
         UnsuitableError: the result is not a mapping, or a value cannot be stored.

@@ -15,7 +15,7 @@ from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# Minimum number of classes with a separator that suggests that each is a set of labels.
+# Minimum number of classes with a separator for a note that each may be a set of labels.
 _FEWEST_SETS = 2
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")

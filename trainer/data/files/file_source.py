@@ -226,7 +226,7 @@ class FileSource(Source):
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # The pool exits after the work, so that no thread continues after an interrupt.
+        # Stop the work before the pool, so that no thread continues after an interrupt.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 

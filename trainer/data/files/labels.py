@@ -40,7 +40,7 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Choose the type of a single-valued label; it is empty if the label is read as any column.
+    """Choose the type of a single-valued label; it is empty if it is read like other columns.
 
     Args:
         name: name of the column.
@@ -152,7 +152,7 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
-    """Yield a note on numbers written as texts, which are classes, or raise `UserError`."""
+    """Yield notes on numbers written as texts; raises `UserError` if they are not classes."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.count_writing(pa.array(texts))
     kind = written_numbers.find_kind(writing, texts=len(texts))

@@ -39,7 +39,7 @@ _FAMILIES = {
 # Families that texts belong to, if all of at least `_SURE` values have the same kind.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
-# If a larger share of rows is broken, do not suggest to skip them.
+# If a larger share of rows is broken, do not suggest skipping them.
 _MOST_SKIPPED = 0.2
 
 

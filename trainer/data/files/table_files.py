@@ -42,17 +42,17 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Return whether a file may lack a label, judging by its name, as test files of contests do."""
+    """Return whether a file may lack a label by its name, as the test file of a contest may."""
     return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:
-    """Return whether a file has answers without examples, or the reverse, judging by its name."""
+    """Return whether a file, judging by its name, has only examples or only answers."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 
 def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
-    """Return the index columns: those that a file declares, and those that pandas named."""
+    """Return the index columns, which a file declares or which have pandas' default names."""
     return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 

@@ -99,12 +99,12 @@ def is_missing(array: pa.Array) -> pa.Array:
 
 
 def may_be_missing(text: str) -> bool:
-    """Return whether people may write a text for a missing value; among texts, it is a class."""
+    """Return whether a class name may mean a missing value, such as `?`."""
     return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
-    """Return whether a trimmed text is a tool's notation for a missing value, which is no class."""
+    """Return whether a trimmed text is a tool's notation for a missing value."""
     return text in _WRITTEN
 
 

@@ -95,7 +95,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
 def shuffle_rows(
     chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all rows of chunks, which have `size` bytes; every order is equally likely."""
+    """Yield the rows of chunks with `size` bytes in total; every order is equally likely."""
     random = np.random.RandomState(seed)
     count = -(-size // BUCKET_BYTES) or 1
     shares = [random.multinomial(chunk.rows, [1 / count] * count) for chunk in chunks]

@@ -44,7 +44,7 @@ def map_parts_by_beam(  # noqa: PLR0913
     uri: str,
     work: Work,
 ) -> None:
-    """Map parts with a pipeline that publishes each below `uri`, and fetch them to `folder`.
+    """Map parts with a pipeline that publishes each one below `uri`, and fetch them to `folder`.
 
     Workers report no progress, so the published parts are counted at intervals for `work`.
 

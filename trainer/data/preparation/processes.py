@@ -93,7 +93,7 @@ def _run_processes(
                 daemon=True,
             )
             process.start()
-            # Close this copy, so that the pipe ends when the process ends.
+            # Close the parent's copy, so that the pipe ends when the process ends.
             writer.close()
             running[reader] = (process, list(stripe))
         while running:

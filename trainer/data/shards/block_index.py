@@ -1,4 +1,4 @@
-"""An index of the blocks in the shards of a task, to read them in any order.
+"""An index of the blocks in a task's shards, which makes it possible to read them in any order.
 
 The index is a file next to the shards. Each row has the number of a shard and the offset of a
 block, as little-endian int64.

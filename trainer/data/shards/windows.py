@@ -33,7 +33,7 @@ def parse_windows(
 def permute_windows(
     features: Mapping[str, FeatureSpec], windows: tf.data.Dataset, seed: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Parse windows of blocks, and permute the rows of each window in another random order."""
+    """Parse windows of blocks, and shuffle the rows of each window in a different order."""
 
     def permute(blocks: tf.Tensor, number: tf.Tensor) -> Rows:
         rows = parse_blocks(features, blocks)

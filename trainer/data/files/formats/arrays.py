@@ -35,8 +35,8 @@ from flotilla.trainer.runtime.errors import UserError
 _TIMES = ("datetime64[s]", "datetime64[ms]", "datetime64[us]", "datetime64[ns]")
 _SUFFIX = ".npy"
 _AT_ONCE = 1 << 16
-# Header of a netpbm image file (netpbm.sourceforge.net/doc/pgm.html) by the number of axes of a
-# batch of images, and of channels: grey or colour.
+# Magic number of a netpbm image file (netpbm.sourceforge.net/doc/pgm.html), by the number of axes
+# of a batch and the number of channels.
 _IMAGES = {(3,): b"P5", (4, 1): b"P5", (4, 3): b"P6"}
 _KINDS = "biufUSM"
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)

@@ -78,11 +78,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits that folders above the class folders name, and these folders.
-
-    Raises:
-        UserError: only some of the folders are split folders.
-    """
+    """Return files with the splits named by folders above the class folders, and these folders."""
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

@@ -1,7 +1,7 @@
 """The layout of a CSV file: delimiter, quotes, header, and the lines around the table.
 
 The first rows determine everything except the quotes: a quote that opens in the text of one row and
-closes many rows later swallows the rows between, so a file with quotes is scanned once.
+closes many rows later swallows the rows in between, so a file with quotes is scanned once.
 """
 
 from __future__ import annotations

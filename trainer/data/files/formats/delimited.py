@@ -28,10 +28,10 @@ from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Rea
 from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20
-# Block sizes in bytes. Pyarrow reads 32 blocks ahead, so try small blocks first; a larger row needs
-# larger ones.
+# Block sizes to try, in bytes. Pyarrow reads 32 blocks ahead, so the larger size is only used if a
+# row does not fit in the smaller one.
 _BLOCKS = (1 << 20, 8 << 20)
-# Size in the file of the rows that are yielded together, in bytes.
+# Rows are yielded together up to this size in the file, in bytes.
 _JOINED = 8 << 20
 # Pyarrow's message for a row that is larger than a block.
 _STRADDLING = "straddling"
@@ -99,7 +99,7 @@ class CsvReader(Reader):
                         raise _describe_read_error(path, layout, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line where a record begins, because values may contain newlines."""
+        """Return the line where a record begins; a record may span several lines."""
         layout = detect_layout(path)
         start = max(piece.start, layout.start)
         with open_text(path) as file:
@@ -176,7 +176,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
 
 
 def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:
-    """Yield the records from number `done` on with their numbers, without empty blocks."""
+    """Yield the records from number `done` on, with their numbers; empty blocks are skipped."""
     start = 0
     for batch in batches:
         # Pyarrow calls the handler for all records of a block before it returns the block.

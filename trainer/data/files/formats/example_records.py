@@ -1,4 +1,4 @@
-"""TFRecord files of `tf.train.Example`, or of `SequenceExample`, whose lists become features."""
+"""TFRecord files of `tf.train.Example`, or of `SequenceExample` with its lists as features."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIRST = 100
 
 
 class ExampleReader(Reader):
-    """Reads records with Python's protobuf; a number is a list of one value."""
+    """Reads records with Python's protobuf; each number is read as a list of one value."""
 
     varies = True
     at_once = _AT_ONCE
@@ -108,7 +108,7 @@ def _values(feature: Any) -> list[Any]:
 
 
 def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
-    """Convert lists of numbers to lists, and single bytes values to bytes."""
+    """Convert the values of a feature to lists of numbers or texts, or to single bytes values."""
     of_bytes = any(value and isinstance(value[0], bytes) for value in values)
     if of_bytes and all(value is None or len(value) < len("ab") for value in values):
         return pa.array([value[0] if value else None for value in values], pa.binary())

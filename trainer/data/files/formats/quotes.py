@@ -22,7 +22,7 @@ _FEW_VALUES = 0.2
 _SURE_ROWS = 5
 # Message of the csv module for a quote that does not end a value; others are for unclosed quotes.
 _NOT_AN_END = "expected after"
-# Maximum size of a quoted value, above which it is unclosed; applies to all users of the module.
+# A larger quoted value is considered unclosed. The limit applies to all users of the csv module.
 csv.field_size_limit(8 << 20)
 
 
