@@ -1,1 +1,1 @@
-"""The configuration of a run: its keys and limits, loading, and the run parameters."""
+"""The configuration of a run: its keys and limits, how it is loaded, and the run parameters."""

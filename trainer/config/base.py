@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration: frozen and strict, without unknown keys."""
+"""The base of all configuration sections, which are frozen and strict and have no unknown keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pydantic import (
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import find_credentials, mask
 
-#: The largest whole number of a run parameter: KFP passes numbers as doubles.
+#: The largest whole number of a run parameter, because KFP passes numbers as doubles.
 MOST = 2**53
-#: A number that the data determine later, and how it is written.
+#: A number that is determined from the data later, in Python and as written in a configuration.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
@@ -32,7 +32,7 @@ _REMEDY = (
 
 
 def key(default: _Default, description: str, **limits: Any) -> _Default:
-    """Return the field of a key; the reference and KFP show its description."""
+    """Return the field of a key. The reference page and KFP show its description."""
     return Field(default, description=description, **limits)  # type: ignore[no-any-return]
 
 
@@ -40,26 +40,26 @@ def _or_automatic(value: object, number: Callable[[object], Any]) -> Any:
     return AUTOMATIC if value == AUTO else number(value)
 
 
-#: The type of a key that also accepts the word `auto`, which is `AUTOMATIC` in Python.
+#: A validator for a key that also accepts the word `auto`, which is `AUTOMATIC` in Python.
 OR_AUTO = WrapValidator(_or_automatic)
 AS_WRITTEN = PlainSerializer(lambda value: AUTO if value == AUTOMATIC else value)
 
 
 class Section(BaseModel):
-    """A frozen section of the configuration that refuses unknown keys."""
+    """A frozen section of the configuration that rejects unknown keys."""
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        # The text of a validation error would contain the value.
+        # Otherwise the text of a validation error would contain the value.
         hide_input_in_errors=True,
     )
 
     @model_validator(mode="after")
     def _can_be_written_down(self) -> Self:
-        """Refuse credentials in URIs, and `{{`, which begins a KFP placeholder."""
+        """Reject credentials in URIs, and `{{`, which begins a KFP placeholder."""
         require_writable(dict(self))
         return self
 
@@ -69,11 +69,11 @@ class Section(BaseModel):
 
 
 class Whole(Section):
-    """A section that is a single run parameter, since it has many keys that are rarely set."""
+    """A section that is a single run parameter, because it has many keys that are rarely set."""
 
 
 def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
-    """Return a validator that accepts one of these names, or a name of the user's code."""
+    """Return a validator that accepts one of these names, or a name in the user's code."""
 
     def check(value: str) -> str:
         module, _, name = value.partition(":")
@@ -87,7 +87,7 @@ def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
 
 
 def _finite(value: Any) -> Any:
-    """Refuse numbers that JSON does not have, since the configuration is passed as JSON."""
+    """Reject numbers that JSON does not support, because the configuration is passed as JSON."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, float) and not math.isfinite(each):
             raise ValueError(f"{each} is not a finite number")
@@ -96,12 +96,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-#: Values that only the code that uses them can check, such as arguments of a model.
+#: Values that only the code that uses them can check, such as the arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def require_writable(tree: Any) -> None:
-    """Refuse a value that must not be recorded, or that KFP would replace; raises `ValueError`."""
+    """Raise a `ValueError` for a value that must not be recorded, or that KFP would replace."""
     for path, text in _texts(tree):
         if why := find_credentials(text):
             raise ValueError(f"{path}: {why}; {_REMEDY}")
@@ -113,7 +113,6 @@ def require_writable(tree: Any) -> None:
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a tree, keys included, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):

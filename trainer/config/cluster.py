@@ -1,4 +1,4 @@
-"""The cluster section: the training tasks, and where they run."""
+"""The `cluster` section: the training tasks, and where they run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import field_validator
 from flotilla.trainer.config.base import MOST, Section, key
 from flotilla.trainer.config.kubernetes import KubernetesConfig
 
-# The ports of a pod that need no root, and those that are taken.
+# The lowest port that does not require root, and the ports that the tasks of a pod use.
 LOWEST_PORT, TASK_PORTS = 1024, (2222, 2223)
 Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
 def server_number(name: str) -> int:
-    """Return the index in a parameter server's name such as "ps:0"; -1 for any other text."""
+    """Return the index in a parameter server's name such as "ps:0", or -1 for any other text."""
     role, _, index = name.partition(":")
-    # `isdigit` accepts digits of other scripts, some of which `int` refuses.
+    # `isdigit` accepts digits of other scripts, some of which `int` rejects.
     return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
 
 
@@ -71,7 +71,7 @@ class ClusterConfig(Section):
     )
 
     def refuse_placement(self) -> None:
-        """Raise `ValueError` if `placement` names a missing server."""
+        """Raise a `ValueError` if `placement` names a server that does not exist."""
         servers = self.parameter_servers
         for glob, server in self.placement.items():
             if server_number(server) >= servers:
@@ -81,7 +81,7 @@ class ClusterConfig(Section):
                 )
 
     def refuse_two_gpu_shares(self) -> None:
-        """Raise `ValueError` if the memory of a GPU is limited in two ways."""
+        """Raise a `ValueError` if the memory of a GPU is limited in two ways."""
         if self.gpu_memory_mb and self.gpu_memory_fraction:
             raise ValueError(
                 "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is set as well; set one of them"

@@ -1,7 +1,7 @@
 """The `data` section: the source of the examples, their columns, and their splits.
 
-A dataset is either from TFDS (`dataset`) or from files (`source`). The keys that follow apply to
-both, unless their description says otherwise.
+A dataset comes either from TFDS (`dataset`) or from files (`source`). All other keys apply to both,
+unless their description says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IMAGES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff",
     ".apng", ".mpo", ".avif", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".ico",
 )  # fmt: skip
-#: Each format of source files, and the file name extensions by which it is detected.
+#: Each format of source files, and the file extensions by which it is detected.
 FORMATS: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv", ".txt"),
     "parquet": (".parquet", ".pq"),
@@ -32,13 +32,13 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
 _SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for each in some)])
-# Characters of a file name pattern.
+# Wildcards and placeholders in a file name pattern.
 _PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
-# The length that, with the digest, fits into the 50 characters of `Config.name`.
+# The maximum length of a name that, with a digest, fits into the 50 characters of `Config.name`.
 _NAME_LETTERS = 43
-#: Numbers as people write them: with a decimal point, and with a decimal comma.
+#: Types for numbers as people write them, with a decimal point or with a decimal comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")
-#: The kinds that a column of files can be declared as.
+#: The types that a column of files can be declared as.
 TYPES = ("int", "float", *NUMBERS_IN_WRITING, "bool", "text", "class", "time", "image")
 #: The partition that assigns examples to workers as they become free.
 DYNAMIC = "dynamic"
@@ -49,7 +49,7 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 300MB (10^6) or 2GiB (2^30); raises `ValueError`."""
+    """Return the bytes in a size such as 300MB (10^6) or 2GiB (2^30). Raises `ValueError`."""
     found = _BYTES.fullmatch(text.strip())
     if not found or (found[3] and not found[2]):
         raise ValueError(f"{text!r} is not a size: write it as 300MB or 2GiB")
@@ -60,7 +60,7 @@ def parse_size(text: str) -> int:
 def registry_name(source: str) -> str:
     """Return the default model name for files: `my-churn-2024` for `My Churn (2024).csv`.
 
-    For a pattern it is made from the last part without wildcards.
+    For a pattern, the name is made from the last part that is more than wildcards.
     """
     place = re.split(r"\?(?=\w+=)", source)[0]
     parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
@@ -68,14 +68,14 @@ def registry_name(source: str) -> str:
     letters = unicodedata.normalize("NFKD", last.lower())
     ascii_ = "".join(each for each in letters if not unicodedata.combining(each))
     name = re.sub(r"[^a-z0-9._]+", "-", ascii_)[:_NAME_LETTERS].strip("._-")
-    # Other scripts would leave an empty name, and two such sources are different models.
+    # Letters of other scripts are lost, so add a digest: the name must not be empty, and two such
+    # sources are different models.
     is_lost = any(each.isalnum() and not each.isascii() for each in ascii_)
     digest = hashlib.sha256(last.encode(errors="surrogatepass")).hexdigest()[:6]
     return f"{name or 'model'}-{digest}" if is_lost or not name else name
 
 
 def _strip_ending(part: str) -> str:
-    """Remove the wildcards and the extensions of a format from a part of a path."""
     name = _PATTERN.sub(" ", part).strip()
     while (ending := re.search(r"\.[A-Za-z0-9]+$", name)) and ending[0].lower() in _SUFFIXES:
         name = name[: ending.start()].rstrip()
@@ -105,11 +105,11 @@ class ImageConfig(Whole):
 
 
 class SplitsConfig(Whole):
-    """The split of examples from files into training, validation and test.
+    """How examples from files are split into training, validation and test.
 
-    `train`, `validation` and `test` name separate files, below the source or by URI. `column` has
-    the split of each row. Otherwise examples are drawn at random: the shares are `data.validation`
-    and `test`.
+    `train`, `validation` and `test` name separate files, by a path below the source or by a URI.
+    `column` contains the split of each row. Otherwise the shares `data.validation` and `test` of
+    the examples are drawn at random.
     """
 
     train: str = key("", "files of the training split: a path below the source, or a URI")
@@ -157,7 +157,7 @@ class SplitsConfig(Whole):
 
 
 class RunnerConfig(Whole):
-    """The runner that prepares a dataset."""
+    """Where and how a dataset is prepared."""
 
     name: Literal["processes", "beam"] = key(
         "processes",
@@ -269,7 +269,7 @@ class DataConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Return whether the user's code prepares it: a builder, or a function of rows."""
+        """Return whether the user's code prepares the data, by a builder or a function of rows."""
         return bool(self.map) or (":" in self.dataset and not self.source)
 
     @property

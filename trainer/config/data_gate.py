@@ -1,4 +1,4 @@
-"""The key `data.gate`: which rules refuse a dataset, which warn, and their limits."""
+"""The key `data.gate`: which rules reject a dataset or warn about it, and their limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flotilla.trainer.runtime.errors import nearest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
-#: The name with which `rules` sets all rules that it does not list.
+#: The name by which `rules` sets all rules that it does not list.
 ALL = "all"
-#: Each rule with its default action and meaning. A rule refuses data that no model can learn from,
-#: or that make a metric wrong; it warns if a person must judge the finding.
+#: Each rule with its default action and meaning. A rule refuses data from which no model can learn,
+#: or that make a metric wrong. It warns if a person has to judge the finding.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),
@@ -48,7 +48,7 @@ RULES = {
         "the distribution of a feature differs between the test split and training",
     ),
 }
-#: Each limit: its default, minimum, maximum and meaning.
+#: Each limit with its default, minimum, maximum and meaning.
 LIMITS = {
     "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
     "missing_values": (0.05, 0.0, 1.0, "largest increase of the share of missing values"),
@@ -112,5 +112,5 @@ class DataGateConfig(Whole):
         return self.rules.get(rule) or self.rules.get(ALL) or RULES[rule][0]
 
     def limit(self, name: str) -> float:
-        """Return the limit of this name."""
+        """Return the value of a limit."""
         return self.limits.get(name, LIMITS[name][0])

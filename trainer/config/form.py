@@ -1,10 +1,11 @@
-"""The form of a run: the common keys of the configuration as typed fields, and `settings`.
+"""The form of a run: the common configuration keys as typed fields, and `settings`.
 
 Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
-other keys, as in a YAML file. A key that has a field is refused there, so that each key has one
-place; a drop-down has the entry `settings` for a value of the user's code. On this machine
-`settings` is `{"json": TEXT}` with the whole configuration, since KFP's local runner changes the
-types of values in a mapping.
+other keys, as in a YAML file. It rejects a key that has a field, so that each key has one place. A
+drop-down list has the entry `settings` for a value of the user's own.
+
+On this machine, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
+runner changes the types of values in a mapping.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-#: The field of all other keys, its entry in a drop-down, and the key of a whole configuration.
+#: The field for all other keys, which is also an entry of drop-down lists, and the key under which
+#: `settings` contains a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")
-# Fields for numbers in which zero means `auto`.
+# Number fields in which zero means `auto`.
 _AUTOMATIC = ("steps", "batch_size", "learning_rate")
-# The field accepts JSON in place of the usual single label name.
+# A text that begins with this character is JSON, not the usual single label name.
 _LIST = "["
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field: its KFP type, its default, and the configuration key that it sets.
+    """One field, with its KFP type, its default, and the configuration key that it sets.
 
-    `choices` are the entries of its drop-down; empty if any value may be typed.
+    `choices` are the entries of its drop-down list. If there are none, any value may be typed.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Field:
 
     @property
     def default(self) -> Any:
-        """The value of the default configuration."""
+        """The value in the default configuration."""
         return _value(Config(), self)
 
 
@@ -60,7 +62,7 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
     return Field(name=name, key=key, type=kind, description=description, choices=listed)
 
 
-#: The fields, in the order in which a person thinks about a run.
+#: The fields, in the order in which a person plans a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
     _field(
@@ -125,7 +127,7 @@ def to_local_form(config: Config) -> dict[str, Any]:
 
 
 def from_form(values: Mapping[str, Any]) -> Config:
-    """Return the configuration of a form, as KFP passes it; raises `ConfigError`."""
+    """Return the configuration in a form, with values as KFP passes them. Raises `ConfigError`."""
     settings = parse_settings(values[SETTINGS])
     if WHOLE in values[SETTINGS]:
         return parse_config(settings)
@@ -146,13 +148,13 @@ def from_form(values: Mapping[str, Any]) -> Config:
         _refuse_twice(settings, each.key, each)
         _put(tree, key, value)
     if values["epochs"]:
-        # A form always has a number of steps, even if the user entered none.
+        # A form always contains a number of steps, even if the user entered none.
         _remove(tree, _STEPS)
     return parse_config(tree)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of a value of `settings`; raises `ConfigError`."""
+    """Return the tree in a value of `settings`. Raises `ConfigError`."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings: {settings!r} is not a mapping of sections")
     if WHOLE not in settings:
@@ -166,7 +168,7 @@ def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Convert JSON values to the types of YAML: KFP turns every number into a double."""
+    """Convert JSON values to the types that YAML gives, because KFP makes every number a double."""
     if isinstance(value, Mapping):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -188,7 +190,7 @@ def _value(config: Config, field: Field) -> Any:
     if field.choices and value not in field.choices:
         return SETTINGS
     if field.name in _AUTOMATIC and value == AUTOMATIC:
-        # KFP refuses a whole number for a floating-point field.
+        # KFP rejects a whole number for a floating-point field.
         return 0.0 if field.type is float else 0
     return value
 
@@ -197,7 +199,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # A missing key of this list does not have its default.
+        # With `auto` steps, an omitted key of this list is not set to its default.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

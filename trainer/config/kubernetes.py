@@ -1,8 +1,8 @@
 """The section `cluster.kubernetes`: settings of the job and its pods, with defaults and limits.
 
-A value of a role overrides that of `pod`, which holds for all roles: mappings are merged by key,
-and any other non-empty value replaces the whole. The text in an `Annotated` type is its name in the
-reference.
+`pod` applies to all roles, and a role's own value overrides it: mappings are merged by key, and any
+other non-empty value replaces the whole. The text in an `Annotated` type is the name of that type
+on the reference page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
-# A year, which stays far below the limit of Kubernetes' 32-bit counts.
+# One year, which is far below the limit of Kubernetes' 32-bit counts.
 MOST_SECONDS = 365 * 24 * 3600
 
 
@@ -90,7 +90,7 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# `security` sets the fields of a container; the API would silently drop an unknown field.
+# `security` sets the fields of containers. The API would silently drop an unknown field.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",
@@ -107,7 +107,7 @@ def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResourcesConfig(Section):
-    """Resources of a pod by name: cpu, memory, ephemeral-storage, ..."""
+    """Resources of a pod by name: cpu, memory, ephemeral-storage and so on."""
 
     requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
     limits: dict[Key, Quantity] = key({}, "limit of what a pod may use")
@@ -190,7 +190,7 @@ class PodConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Gang scheduling: all pods of the job start together, or none."""
+    """Gang scheduling: all pods of the job start together, or none starts."""
 
     gang: bool = key(False, "schedule all pods together")
     min_available: int = key(0, "pods needed to start; 0: all", ge=0, lt=2**31)
@@ -200,7 +200,7 @@ class SchedulingConfig(Section):
 
 
 class JobConfig(Section):
-    """Settings of the whole job, and the Kueue queue."""
+    """Settings of the whole job, and its Kueue queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = key(
         "Running", "pods that are deleted when the job has ended"
@@ -222,7 +222,7 @@ class JobConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Seconds after which the launcher ends the job; 0 means no limit."""
+    """Times in seconds after which the launcher ends the job; 0 means no limit."""
 
     operator: Seconds = key(60, "until the controller of the job reacts")
     queueing: Seconds = key(3600, "until every pod has a node")
@@ -237,7 +237,7 @@ class DeadlinesConfig(Section):
 
 
 class KubernetesConfig(Whole):
-    """Settings of the Kubernetes launcher; one JSON text as a run parameter."""
+    """Settings of the Kubernetes launcher, passed as one run parameter in JSON."""
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")

@@ -1,6 +1,7 @@
-"""Loads a configuration into a `Config`: a YAML file with `--set` assignments, or JSON.
+"""Loads a `Config` from a YAML file with `--set` assignments, or from JSON.
 
-Every mistake is a `ConfigError` of one line with the key, the value and the allowed values.
+Every mistake is reported as a `ConfigError` in one line, with the key, the value and the allowed
+values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flotilla.trainer.config.data import registry_name
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-#: Keys of earlier versions, and their replacements.
+#: Keys of earlier versions, with the replacement of each.
 REMOVED: Mapping[str, str] = {
     "training.cached_rows": "leave it out; rows are read from their servers",
     "training.cache_staleness": "leave it out; rows are read from their servers",
@@ -30,12 +31,13 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
-# The values of these keys if a recorded configuration of an earlier version did not set them.
+# Values by which removed keys had no effect. A configuration recorded by an earlier version may
+# still contain them.
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
 }
-# The default arguments of training with `auto` steps; see `flotilla.trainer.features.length`.
+# Defaults of training keys if `training.steps` is `auto`; see `flotilla.trainer.features.length`.
 BY_DATA: Mapping[str, Any] = {
     "batch_size": AUTO,
     "checkpoint_every": AUTO,
@@ -44,25 +46,26 @@ BY_DATA: Mapping[str, Any] = {
     "optimizer": {"name": "adamw", "learning_rate": AUTO, "args": {"weight_decay": 0.01}},
     "schedule": {"name": "constant", "warmup_steps": AUTO},
 }
-# Keys of the data section that may be relative paths.
+# Keys of the data section whose values may be relative paths.
 _PATHS = ("source", "manual_dir", "schema_file")
 _URI = re.compile("[a-z0-9]+://|file:")
-# The length limit of a message, which quotes the wrong values.
+# Maximum length of a message, which quotes invalid values.
 _MOST_LETTERS = 1000
 
 
 _TAG = "tag:yaml.org,2002:"
 _READ_AS_OTHERS = {f"{_TAG}{name}" for name in ("bool", "int", "float", "timestamp")}
-# Sections with column names.
+# Sections that contain column names.
 _OF_COLUMNS = ("data", "evaluation")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e6` as a text; this loader reads a number, as needed for learning rates.
+    """A YAML loader that keeps texts and rejects duplicate keys.
 
-    YAML reads `no` as false, `2` as a number and `2025-01-01` as a date. This loader keeps a key as
-    the text that is written, and so the value of a key that takes texts, such as a column name. It
-    refuses a duplicate key, which would silently replace the first one.
+    YAML 1.1 reads `no` as false, `2` as a number and `2025-01-01` as a date. This loader keeps keys
+    as written, and also the values of keys that take texts, such as column names. It reads `1e6` as
+    a number, which YAML 1.1 does not, because learning rates are often written this way. A
+    duplicate key would silently replace the first one.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -77,9 +80,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# A configuration has 100 keys; PyYAML reads 1 MB in 20 s.
+# A configuration has only 100 keys, and PyYAML needs 20 s to read 1 MB.
 _MOST_BYTES = 1 << 17
-# The depth of a key such as task.outputs.LABEL.args; a node may contain itself.
+# The depth of a key such as task.outputs.LABEL.args. The limit is needed because a node may contain
+# itself.
 _DEEPEST = 6
 # Each alias repeats a value, and aliases of aliases soon fill the memory.
 _MOST_VALUES = 100_000
@@ -97,13 +101,13 @@ def load_config(
     """Read a YAML file, apply the `section.key=value` assignments, and check all keys.
 
     Args:
-        path: of the file; None for the defaults.
-        assignments: such as `training.steps=500`.
-        rebases: whether paths in the file are relative to it, as in a file that a person wrote; in
-            a recorded file they are relative to the working folder.
+        path: path of the file, or None for the defaults.
+        assignments: assignments such as `training.steps=500`.
+        rebases: whether relative paths in the file refer to its folder, as in a file that a person
+            wrote. Those in a recorded file refer to the working folder.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or holds a value that is not allowed.
+        ConfigError: the file cannot be read, is not YAML, or contains a value that is not allowed.
     """
     tree = _read(Path(path)) if path else {}
     if path and rebases:
@@ -113,7 +117,7 @@ def load_config(
 
 
 def is_configuration(path: Path) -> bool:
-    """Return whether the content of a file is a configuration: a mapping of its sections."""
+    """Return whether a file contains a configuration, which is a mapping of its sections."""
     try:
         tree = _read(path)
     except ConfigError:
@@ -122,7 +126,7 @@ def is_configuration(path: Path) -> bool:
 
 
 def _rebase(data: Any, folder: Path) -> None:
-    """Make the paths of the data section relative to the working folder instead of `folder`."""
+    """Make paths that are relative to `folder` relative to the working folder instead."""
     for key in _PATHS if isinstance(data, dict) else ():
         value = data.get(key)
         if isinstance(value, str) and value[:1] not in ("", "/", "~") and not _URI.match(value):
@@ -130,14 +134,14 @@ def _rebase(data: Any, folder: Path) -> None:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:
-    """Apply `section.key=value` assignments to a configuration; raises `ConfigError`."""
+    """Apply `section.key=value` assignments to a configuration. Raises `ConfigError`."""
     tree = config.model_dump(mode="json")
     lay_over(tree, assignments)
     return parse_config(tree)
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """Validate a nested mapping and return it as a `Config`; raises `ConfigError`."""
+    """Validate a nested mapping and return it as a `Config`. Raises `ConfigError`."""
     tree = {**tree}
     for name, unset in _UNSET.items():
         if isinstance(keys := tree.get(name), Mapping):
@@ -150,7 +154,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
     try:
-        # This check is first, because another error message would quote the refused value.
+        # Check this first, because another error message would quote the rejected value.
         require_writable(tree)
     except ValueError as error:
         raise ConfigError(_one_line(str(error))) from None
@@ -167,7 +171,6 @@ def _has_program(tree: Mapping[str, Any]) -> bool:
 
 
 def _choose_by_roles(tree: dict[str, Any]) -> None:
-    """Set the numbers of workers and servers to those of the roles of a program."""
     roles = tree["program"].get("roles") if _has_program(tree) else None
     cluster = tree.get("cluster") or {}
     if not isinstance(roles, Mapping) or not isinstance(cluster, Mapping):
@@ -192,18 +195,18 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
     for name, value in by_data.items():
         given = training.get(name, value)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
-            # Any other name is the user's code.
+            # These defaults do not apply to another optimizer or schedule.
             is_own = given.get("name", value["name"]) != value["name"]
             given = given if is_own else {**value, **given}
         chosen[name] = given
     if training.get("epochs") and "patience" in by_data:
-        # Training with a given length does not stop early.
+        # If the length of training is given, it does not stop early.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
 
 
 def _choose_by_source(tree: dict[str, Any]) -> None:
-    """Derive the name and the choice of the model from the files, if neither is set."""
+    """Derive the model's name and choice from the files, unless they are set."""
     data, model = tree.get("data"), tree.get("model") or {}
     source = data.get("source") if isinstance(data, Mapping) else None
     if not source or not isinstance(source, str) or not isinstance(model, Mapping):
@@ -214,10 +217,10 @@ def _choose_by_source(tree: dict[str, Any]) -> None:
 
 
 def parse_value(text: str, key: str = "") -> Any:
-    """Parse a YAML value, for a key if one is given; raises `ConfigError`."""
+    """Parse a YAML value, for a key if one is given. Raises `ConfigError`."""
     try:
         return _load(text, key.split(".") if key else ())
-    # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
+    # PyYAML does not convert errors of its constructors: `!!bool x` is a KeyError.
     except Exception:
         raise ConfigError(_one_line(f"{text!r} is not a YAML value")) from None
 
@@ -239,7 +242,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse_recorded(text: str) -> Any:
-    """Parse a configuration recorded as JSON: YAML refuses some names and changes others."""
+    """Parse a recorded configuration as JSON, because YAML rejects or changes some names."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -264,7 +267,7 @@ def _text(path: Path) -> str:
 
 
 def _load(text: str, path: Sequence[str] = ()) -> Any:
-    """Return the value of a YAML document of limited size; raises any error of PyYAML."""
+    """Return the value of a YAML document of limited size. Raises any error of PyYAML."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -279,7 +282,7 @@ def _load(text: str, path: Sequence[str] = ()) -> Any:
 
 
 def _keep_texts(node: Any, path: Sequence[str]) -> None:
-    """Convert scalars to texts below a path whose keys take texts."""
+    """Keep scalars as texts below a path whose keys take texts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and len(path) < _DEEPEST:
@@ -301,12 +304,11 @@ def _takes_texts(path: Sequence[str]) -> bool:
 
 
 def is_section(path: Sequence[str]) -> bool:
-    """Return whether this path is a section, or is within a section."""
+    """Return whether a path is that of a section."""
     return _is_section(_find_type(path))
 
 
 def _find_type(path: Sequence[str]) -> Any:
-    """Return the type of the key at this path; None if there is no such key."""
     kind: Any = Config
     for part in path:
         if not _is_section(kind) or part not in kind.model_fields:
@@ -318,7 +320,7 @@ def _find_type(path: Sequence[str]) -> Any:
 def _values(node: Any, seen: dict[int, int]) -> int:
     """Return the number of values in a node with all aliases expanded.
 
-    `seen` holds the number for each visited node. A node that contains itself is refused.
+    `seen` has the number for each visited node. A reference from a node to itself is not followed.
     """
     if id(node) not in seen:
         seen[id(node)] = 0
@@ -329,7 +331,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
 
 
 def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply assignments; of the two keys for the length, one replaces the other in the tree."""
+    """Apply assignments. A length given in epochs or steps replaces the other in the tree."""
     given = {_assign(tree, assignment) for assignment in assignments}
     training = tree.get("training")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
@@ -339,7 +341,6 @@ def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
 
 
 def _assign(tree: dict[str, Any], assignment: str) -> str:
-    """Apply one assignment; return its key."""
     key, equals, text = assignment.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
@@ -366,7 +367,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Return the errors without those of a list that is only wrong because of an entry."""
+    """Return the errors, without those of a list that is only wrong because of an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     above = {place[:size] for place in places for size in range(len(place))}
@@ -403,7 +404,7 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     of_entry = False
     for part in path[:-1]:
         if of_entry:
-            # The entry's name or number; the key belongs to the entry's content.
+            # Skip the name or number of an entry, because the key is in the content of the entry.
             of_entry = False
             continue
         kind = model.model_fields[str(part)].annotation
@@ -413,13 +414,13 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     is_near = difflib.get_close_matches(key, keys, n=1, cutoff=0.9)
     if (is_near or key not in known) and (hint := nearest(key, keys)):
         return hint
-    # The key may be spelled correctly, but in the wrong section.
+    # The key may be spelled correctly, but be in the wrong section.
     alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"; did you mean '{known[alike[0]]}'?" if alike else f" (one of {', '.join(keys)})"
 
 
 def _keys(section: type[BaseModel], above: str = "") -> dict[str, str]:
-    """Return the full name of each key of a section and its subsections, by the last part."""
+    """Return the full name of each key in a section and its subsections, by the last part."""
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):

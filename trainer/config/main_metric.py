@@ -1,7 +1,7 @@
 """The main metric of a run, by which validations, trials and models are compared.
 
-Records state it in two fields: `main_metric`, and `directions`, which says for each metric whether
-a higher or a lower value is better. Readers use these fields.
+Records contain it in two fields: `main_metric`, and `directions`, which tells for each metric
+whether a higher or a lower value is better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True)
 class MainMetric:
-    """A metric, and whether `higher` or `lower` is better; the loss by default."""
+    """A metric, and whether a `higher` or `lower` value is better. The default is the loss."""
 
     name: str = LOSS
     better: str = "lower"
@@ -31,8 +31,9 @@ class MainMetric:
     def of(cls, said: Mapping[str, Any]) -> MainMetric:
         """Return the main metric of a record.
 
-        A record of an earlier version without `main_metric` is a classifier's, with the accuracy
-        after the loss; without `directions`, the name of the metric implies the better direction.
+        A record of an earlier version without `main_metric` is that of a classifier, whose metrics
+        list the accuracy after the loss. Without `directions`, the better direction is guessed from
+        the name.
         """
         others = (name for name in said.get("metrics") or {} if name != LOSS)
         name = str(said.get("main_metric") or next(others, LOSS))
@@ -43,7 +44,7 @@ class MainMetric:
 
     @property
     def column(self) -> str:
-        """Its name in a validation row."""
+        """The name of the metric in a validation row."""
         return f"{VALIDATION}{self.name}"
 
     def rank(self, value: float) -> float:
@@ -53,19 +54,19 @@ class MainMetric:
     def order(self, validation: Mapping[str, Any]) -> tuple[bool, float, float]:
         """Return a key that sorts validation rows, the best first.
 
-        The loss breaks ties; rows without this metric come last, also sorted by their loss.
+        The loss breaks ties. Rows without this metric come last, and are also sorted by their loss.
         """
         value, loss = (_number(validation, name) for name in (self.column, VALIDATION_LOSS))
         rank = math.inf if value is None else self.rank(value)
         return value is None, rank, math.inf if loss is None else loss
 
 
-#: The main metric of earlier records, and of a validation that does not measure it.
+#: The main metric of earlier records, and of validations that measure only the loss.
 BY_LOSS = MainMetric()
 
 
 def main_first(metrics: Mapping[str, _Value], name: str) -> dict[str, _Value]:
-    """Sort metrics for display: the main one, the loss, then the others."""
+    """Sort metrics for display: the main metric, the loss, then the others."""
     first = {each: metrics[each] for each in (name, LOSS) if each in metrics}
     return {**first, **metrics}
 

@@ -1,12 +1,12 @@
-"""The section `model`, and `training.warm_start`, the initial weights of a fresh run.
+"""The section `model`, and `training.warm_start`, the initial weights of a new run.
 
-The function of a model checks its arguments, which needs TensorFlow. The arguments of dynamic
-embedding tables are also checked here, so that an error is found before data are prepared.
+A model's function checks its own arguments, which requires TensorFlow. The arguments of dynamic
+embedding tables are also checked here, so that a mistake is found before data are prepared.
 
-A text in `training.warm_start` names the source of all weights: the URI of a checkpoint, of a
-`.keras` file or of an exported model, the path of a `.keras` file, or `champion`. A mapping `{from,
-include, exclude}` selects some of them: `include` and `exclude` are lists of globs for the paths of
-the model's variables.
+A text in `training.warm_start` names the source of all weights: the URI of a checkpoint, a `.keras`
+file or an exported model, the path of a `.keras` file, or `champion`. A mapping `{from, include,
+exclude}` selects some weights: `include` and `exclude` are lists of globs for the paths of the
+model's variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from flotilla.trainer.config.base import AUTO, Free, Section, key, known_name
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, uri_of
 
-#: The function of every model that has a name.
 MODELS = {
     "softmax": "flotilla.trainer.models.classifiers:softmax",
     "mlp": "flotilla.trainer.models.classifiers:mlp",
@@ -34,18 +33,17 @@ MODELS = {
     "text": "flotilla.trainer.models.tabular:text",
     "sequence": "flotilla.trainer.models.sequence:sequence",
 }
-#: The models whose argument `tables` configures the table of a feature.
+#: The models whose argument `tables` configures the embedding tables of features.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")
 _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
-#: The largest count of an id without a row, which is stored in a byte.
+#: The largest count of an id without a row, because the count is stored in a byte.
 MOST_COUNTED = 255
-#: Default number of unused steps before a row may be reassigned to another id.
+#: Default number of steps for which a row must be unused before another id may get it.
 MIN_AGE = 16
-# Larger numbers are mistakes.
+# Larger numbers must be mistakes.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
 #: The word for the checkpoint of the registry's champion.
 CHAMPION = "champion"
-#: The extension of a Keras model file.
 KERAS = ".keras"
 _FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")
 
@@ -73,7 +71,7 @@ class ModelConfig(Section):
 
 
 def require_table(name: str, arguments: Any) -> None:
-    """Raise `ValueError` if the configuration of a feature's table is invalid."""
+    """Raise a `ValueError` if the configuration of a feature's table is invalid."""
     if not isinstance(arguments, Mapping) or "capacity" not in arguments:
         raise ValueError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
     sizes = {each: value for each, value in arguments.items() if each != "initializer"}
@@ -90,7 +88,7 @@ def require_table(name: str, arguments: Any) -> None:
 
 
 def require_sizes(given: Mapping[str, int]) -> None:
-    """Raise `ValueError` if a number of a dynamic table is out of range or inconsistent."""
+    """Raise a `ValueError` if a number of a dynamic table is out of range or inconsistent."""
     least = {"capacity": given.get("shards", 1), "min_age": 0, "max_age": 0}
     most = {"capacity": _MOST_ROWS, "min_count": MOST_COUNTED}
     for name, value in given.items():
@@ -111,7 +109,7 @@ def require_sizes(given: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialWeights:
-    """The source of the weights, and globs that select some; without globs, all are loaded."""
+    """The source of initial weights, and globs that select some. Without globs, all are loaded."""
 
     source: str
     include: tuple[str, ...] = ()
@@ -123,14 +121,14 @@ class InitialWeights:
         return bool(self.include or self.exclude)
 
     def value(self) -> str | dict[str, Any]:
-        """Return the value of the key: a text if all weights are loaded."""
+        """Return the value of the key, which is a text if all weights are loaded."""
         globs = {_INCLUDE: list(self.include), _EXCLUDE: list(self.exclude)}
         named = {name: each for name, each in globs.items() if each}
         return {_FROM: self.source, **named} if named else self.source
 
 
 def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
-    """Parse a value of `training.warm_start`; raises `ValueError`."""
+    """Parse a value of `training.warm_start`. Raises `ValueError`."""
     if isinstance(value, str):
         return InitialWeights(source=_check_source(value))
     for name in value:

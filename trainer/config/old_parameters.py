@@ -1,7 +1,7 @@
-"""The run parameters of pipelines without the form: a text or a number for each configuration key.
+"""The run parameters of old pipelines, which had one text or number for each configuration key.
 
 `training.steps` was `training_steps`, and a list or a mapping was JSON. Existing schedules still
-have them; a user who passes one gets its present spelling.
+contain these parameters. A user who passes one is told the present spelling.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flotilla.trainer.config.load import parse_config, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 
-#: The former parameters of the steps' pods, with the compile option that replaces each, and the
-# default.
+#: The former parameters of the steps' pods, with the compile option that replaces each, and its
+#: default.
 OPTIONS: dict[str, tuple[str, Any]] = {
     "step_cpu": ("--cpu", "1"),
     "step_memory": ("--memory", "4Gi"),
@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 @functools.cache
 def keys() -> dict[str, tuple[tuple[str, ...], Any]]:
-    """Return the key of each parameter and its field in the model, in the order of the file."""
+    """Return the key and the model field of each parameter, in the order of the configuration."""
     return {"_".join(key): (key, field) for key, field in _leaves(Config, ())}
 
 
@@ -53,7 +53,7 @@ def are_old_parameters(values: Mapping[str, Any]) -> bool:
 
 
 def convert_parameters(values: Mapping[str, Any]) -> Config:
-    """Return the configuration of these parameters; raises `ConfigError`."""
+    """Return the configuration that these parameters describe. Raises `ConfigError`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if name in OPTIONS or name == "image":
@@ -67,7 +67,7 @@ def convert_parameters(values: Mapping[str, Any]) -> Config:
 
 
 def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each pod parameter that differs from its default."""
+    """Return a line for each pod parameter that differs from its default and is ignored."""
     return tuple(
         f"{name}={values[name]} is no longer a run parameter: {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
@@ -81,7 +81,7 @@ def _deep(value: Any, field: Any) -> Any:
         return int(value)
     if kind in (str, int, float, bool) or not isinstance(value, str):
         return value
-    # The default of a key that accepts a word or a mapping is a word.
+    # If a key accepts a word or a mapping, its default is a word.
     if isinstance(field.default, str) and not value.lstrip().startswith("{"):
         return value
     with suppress(ValueError):
@@ -90,7 +90,7 @@ def _deep(value: Any, field: Any) -> Any:
 
 
 def describe_replacement(name: str) -> str:
-    """Return how to set a former run parameter, or a field of the form, now."""
+    """Return how a former run parameter, or a field of the form, is set now."""
     if name == "image":
         return "now --image IMAGE"
     if name in OPTIONS:
@@ -101,7 +101,7 @@ def describe_replacement(name: str) -> str:
     if name not in keys():
         return "removed; set a key of the configuration by --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    # A dataset name has no separate field.
+    # The form has no field of its own for the name of a dataset.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"now {next(fields, '')}--set {'.'.join(key)}=..."

@@ -1,4 +1,4 @@
-"""The sections of the optimizer and of its learning rate schedule by global step."""
+"""The sections for the optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OF_MODEL = "model"
 
 
 class OptimizerConfig(Section):
-    """A Keras optimizer by name; `args` are its further arguments."""
+    """A Keras optimizer by name. `args` are its further arguments."""
 
     name: str = key(
         "adam",
@@ -47,7 +47,7 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_other_keys(self) -> OptimizerConfig:
-        """`training.optimizer` has no other key with the name `model`, whose optimizer has them."""
+        """Reject other keys of `training.optimizer` if its name is `model`, which sets them."""
         first = OptimizerConfig.model_fields["learning_rate"].default
         for name, unset in {"learning_rate": first, "args": {}}.items():
             if self.name == OF_MODEL and getattr(self, name) != unset:
@@ -56,17 +56,17 @@ class OptimizerConfig(Section):
 
 
 class ConstantArgs(Section):
-    """The learning rate is constant."""
+    """A constant learning rate."""
 
 
 class CosineArgs(Section):
-    """Half a cosine from the learning rate to `alpha` times it, at the end of training."""
+    """Half a cosine, from the learning rate to `alpha` times it at the end of training."""
 
     alpha: float = key(0.0, "share of the learning rate at the end", ge=0, le=1)
 
 
 class ExponentialArgs(Section):
-    """The learning rate times `decay_rate` in every `decay_steps`."""
+    """The learning rate, multiplied by `decay_rate` every `decay_steps`."""
 
     decay_steps: int = Field(ge=1, description="global steps between two decays")
     decay_rate: float = Field(gt=0, le=1, description="factor of one decay")
@@ -74,7 +74,7 @@ class ExponentialArgs(Section):
 
 
 class PiecewiseArgs(Section):
-    """The learning rate times one of `factors`: the next one after each of `boundaries`."""
+    """The learning rate times one of `factors`, which changes after each of `boundaries`."""
 
     boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
     factors: tuple[float, ...] = Field(
@@ -101,7 +101,7 @@ ARGS: dict[str, type[Section]] = {
 
 
 class ScheduleConfig(Section):
-    """A schedule by name, after a linear warm-up; `args` are its arguments."""
+    """A schedule by name, after a linear warm-up. `args` are its arguments."""
 
     name: Literal["constant", "cosine", "exponential", "piecewise"] = key(
         "constant", "learning rate schedule"
@@ -117,7 +117,7 @@ class ScheduleConfig(Section):
         return self
 
     def parse(self) -> Section:
-        """Return the validated arguments, as the model class of the schedule."""
+        """Return the validated arguments as an instance of the schedule's model class."""
         model = ARGS[self.name]
         try:
             return model.model_validate_json(json.dumps(self.args))

@@ -1,7 +1,8 @@
-"""Validates user settings of pods as Kubernetes does: amounts, images, selectors, tolerations.
+"""Validates the pod settings of a user as Kubernetes does, such as quantities and tolerations.
 
-Each function returns its value, or raises a `ValueError` that states the allowed values. Otherwise
-the pod's controller would reject the value minutes later, in an event that few users see.
+Each function returns its value, or raises a `ValueError` that states the allowed values. Without
+this check, the pod's controller would reject the value minutes later, in an event that few users
+see.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from flotilla.trainer.runtime.errors import nearest
 
-# apimachinery, `resource.ParseQuantity`; without a sign, since pods accept no negative amounts.
+# From apimachinery, `resource.ParseQuantity`, but without a sign, because pods accept no negative
+# quantities.
 _QUANTITY = re.compile(
     r"(?P<number>[0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
     r"(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
@@ -21,8 +23,8 @@ _QUANTITY = re.compile(
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
 _LEAST_MEMORY = 2**20
-# github.com/distribution/reference. The first part is a host if it has a dot, a port or brackets
-# (IPv6); only a host may have capitals.
+# From github.com/distribution/reference. The first part is a host if it contains a dot, a port or
+# brackets (IPv6). Only a host may contain capital letters.
 _HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?)"
 _PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -38,20 +40,20 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
 def quantity(text: str) -> str:
-    """Validate an amount, for example of CPUs."""
+    """Validate a quantity, for example of CPUs."""
     amount(text)
     return text
 
 
 def memory(text: str) -> str:
-    """Validate an amount of memory for a container; without a unit it is in bytes."""
+    """Validate an amount of memory for a container. Without a unit, it is in bytes."""
     if amount(text) < _LEAST_MEMORY:
         raise ValueError(f"{text!r} is less than 1Mi: write it with its unit, such as 4Gi")
     return text
 
 
 def count(text: str) -> str:
-    """Validate a whole number."""
+    """Validate a number of GPUs."""
     if not re.fullmatch(r"[0-9]{1,4}", text):
         raise ValueError(f"{text!r} is not a number of GPUs: write 0 or more")
     return text
@@ -120,7 +122,7 @@ def tolerations(trees: list[Any]) -> list[Any]:
 
 
 def amount(text: str) -> Decimal:
-    """Return an amount in bytes, or in whole CPUs; raises `ValueError`."""
+    """Return a quantity as a number of bytes or of CPUs. Raises `ValueError`."""
     found = _QUANTITY.fullmatch(text)
     if not found:
         raise ValueError(

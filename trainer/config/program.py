@@ -1,8 +1,8 @@
-"""The section `program`: a training program of the user's own, in place of the trainer.
+"""The section `program`: a training program of the user's own, used instead of the trainer.
 
-Flotilla starts the program in every task of the cluster, gives it the data and the cluster, and
-publishes the checkpoints and the model that it writes. A word such as `{index}` in the command and
-in the environment is a placeholder; any other brace stays as it is.
+Flotilla starts the program in every task of the cluster, gives it the data and the cluster's
+addresses, and publishes the checkpoints and the model that it writes. A word such as `{index}` in
+the command or the environment is a placeholder. Any other brace is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import names_secret
 
 EVALUATE = "evaluate"
-#: The words that a command and an environment may have in braces.
+#: The words that may appear in braces in a command and an environment.
 PLACEHOLDERS = (
     "role", "index", "task_index", "ps_hosts", "worker_hosts", "chief_hosts", "num_ps",
     "num_workers", "gpu", "dataset", "dataset_files", "checkpoints", "model", "logs", "metrics",
@@ -29,13 +29,14 @@ PLACEHOLDERS = (
 _LISTED = ("ps", "worker", "chief")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What a reader sees of a value that may be a secret.
+# The text that is shown in place of a value that may be a secret.
 _HIDDEN = "(hidden)"
-# A value that is no secret: a number or a switch, or the path of a file that may have one.
+# A value that is not a secret: a number, a switch, or the path of a file that may contain one.
 _PUBLIC = re.compile(r"|\d{1,6}|true|false|[./{].*", re.IGNORECASE | re.DOTALL)
-# Names that the program gets from the cluster.
+# Variables that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
-#: Keys of the built-in trainer, by section, that a program does not use, nor the model's keys.
+#: By section, keys of the built-in trainer that a program does not use. It uses none of the model's
+#: keys either.
 _OWN = {
     "training": (
         "accumulate", "optimizer", "schedule", "pull_every", "replicas_to_aggregate",
@@ -48,14 +49,14 @@ _OWN = {
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders of a text; raises `ValueError` for an unknown one."""
+    """Replace the placeholders in a text. Raises `ValueError` for an unknown one."""
     return _PLACEHOLDER.sub(lambda found: _look_up(found[1], values), text)
 
 
 def task_values(
     training: Any, role: str, index: str, addresses: Mapping[str, Sequence[str]]
 ) -> dict[str, str]:
-    """Return the values of placeholders that say which task it is, and how long it trains."""
+    """Return the values of placeholders for the task, the cluster and the training length."""
     return {
         **{f"{each}_hosts": ",".join(addresses.get(each, ())) for each in _LISTED},
         "role": role,
@@ -123,7 +124,7 @@ class ProgramConfig(Whole):
     )
 
     def topology(self) -> Topology | None:
-        """Return the topology that `roles` describe; None if they are empty."""
+        """Return the topology that `roles` describe, or None if there are none."""
         if not self.roles:
             return None
         return Topology(
@@ -179,7 +180,7 @@ class ProgramConfig(Whole):
 
 
 def hide_environment(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose values of `program.env`, which may be secrets, are hidden."""
+    """Return a configuration without the values of `program.env`, which may be secrets."""
     program = config.get("program")
     if not isinstance(program, Mapping) or not isinstance(program.get("env"), Mapping):
         return dict(config)
@@ -187,16 +188,16 @@ def hide_environment(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_program(config: Mapping[str, Any]) -> str:
-    """Return the command of a configuration's program in words; empty if there is none."""
+    """Describe the command of a configuration's program, or return an empty string."""
     program = config.get("program")
     command = program.get("command") if isinstance(program, Mapping) else None
     return f"program {shlex.join(map(str, command))}" if command else ""
 
 
 def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of tasks of each role from a configuration as plain data, the chief last.
+    """Return the number of tasks of each role, the chief last, for a configuration as plain data.
 
-    Raises `KeyError`, `TypeError` or `ValueError` if the fields are missing or wrong.
+    Raises `KeyError`, `TypeError` or `ValueError` if fields are missing or invalid.
     """
     roles = own_roles(config)
     if roles:
@@ -208,14 +209,14 @@ def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def own_roles(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the roles that a configuration's program sets; empty if the strategy sets them."""
+    """Return the roles that a configuration's program sets, or none if the strategy does."""
     program = config.get("program")
     own = program.get("roles") if isinstance(program, Mapping) and program.get("command") else None
     return own if isinstance(own, Mapping) else {}
 
 
 def refuse_own_keys(sections: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if keys of a model or an optimizer are set next to a program."""
+    """Raise a `ValueError` if keys of the built-in trainer are set together with a program."""
     own = {"model": tuple(type(sections["model"]).model_fields), **_OWN}
     changed = [
         f"{section}.{name}"
@@ -235,7 +236,7 @@ def _is_changed(section: Any, name: str) -> bool:
 
 
 def refuse_without_command(program: ProgramConfig) -> None:
-    """Raise `ValueError` if keys of a program are set, but no command."""
+    """Raise a `ValueError` if other keys of a program are set without a command."""
     if not program.command and program != ProgramConfig():
         name = next(each for each in program.model_fields_set if _is_changed(program, each))
         raise ValueError(f"program.{name}: there is no program.command that it is for")

@@ -1,8 +1,8 @@
 """The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
-The model is frozen and strict: it refuses an unknown key, a wrong type or a value out of range, and
+The model is frozen and strict. It rejects an unknown key, a wrong type or a value out of range, and
 names the key. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations
-between sections are validators of `Config`.
+between sections are checked by validators of `Config`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from flotilla.trainer.config.topology import TOPOLOGIES, Topology, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
-#: The class of every named learning task.
 TASKS = {
     "classification": "flotilla.trainer.tasks.classification:Classification",
     "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
@@ -112,7 +111,7 @@ class OutputConfig(Section):
 
 
 class TaskConfig(Section):
-    """The learning task: what is predicted, by which loss, measured by which metrics."""
+    """The learning task: what is predicted, with which loss, and how it is measured."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
@@ -135,7 +134,7 @@ class TaskConfig(Section):
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# Zero means never.
+# A count of which zero means never.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 
@@ -227,7 +226,7 @@ class TrainingConfig(Section):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _precision(cls, value: object) -> object:
-        """Accept true and false, the values of earlier versions, also as texts."""
+        """Accept true and false, the values of earlier versions, including as texts."""
         known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
         return known.get(value, value) if isinstance(value, bool | str) else value
 
@@ -314,7 +313,7 @@ class StorageConfig(Section):
 
 
 class Config(Section):
-    """One run."""
+    """The configuration of one run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = key(
         "digits", "name of the model in the registry"
@@ -341,7 +340,7 @@ class Config(Section):
 
     @property
     def topology(self) -> Topology:
-        """The roles of this run, from the program or the strategy."""
+        """The roles of this run, set by the program or the strategy."""
         own = self.program.topology() if self.program.command else None
         return own or find_topology(self.training.strategy)
 
@@ -362,7 +361,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> Config:
-        """`training.epochs` replaces a number of `training.steps`; set only one of them."""
+        """Set only one of `training.epochs` and a number of `training.steps`."""
         training = self.training
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
@@ -373,10 +372,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_validation(self) -> Config:
-        """`cluster.evaluator` needs `data.validation`.
+        """`cluster.evaluator` and `training.patience` need `data.validation`.
 
-        `training.patience` needs it too, and also either `training.validate_every` or the
-        evaluator.
+        `training.patience` also needs `training.validate_every`, unless there is an evaluator.
         """
         if self.cluster.evaluator and not self.data.validation:
             raise ValueError("cluster.evaluator: it needs examples; set data.validation")
@@ -392,7 +390,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_profile(self) -> Config:
-        """`training.profile` ends within `training.steps`."""
+        """`training.profile` must end within `training.steps`."""
         profile, steps = self.training.profile, self.training.steps
         if profile and profile[-1] > steps != AUTOMATIC:
             raise ValueError(
@@ -403,7 +401,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_existing_servers(self) -> Config:
-        """`cluster.existing_servers` is for strategies with servers, without `in_process`."""
+        """`cluster.existing_servers` needs a strategy with servers, and no `cluster.in_process`."""
         if not self.cluster.existing_servers:
             return self
         strategy = self.training.strategy
@@ -418,7 +416,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_recommender(self) -> Config:
-        """A recommender of files needs named inputs, and `recommendation` needs a named user."""
+        """Recommenders of files need `data.inputs`; the task `recommendation` needs `data.group`."""
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(
@@ -442,7 +440,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Config:
-        """One limit of GPU memory; `cluster.communication: nccl` needs GPUs."""
+        """Set only one limit of GPU memory. `cluster.communication: nccl` needs GPUs."""
         self.cluster.refuse_two_gpu_shares()
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
@@ -453,7 +451,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_shards(self) -> Config:
-        """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
+        """`cluster.workers` is at most `data.shards` if `data.partition` is `disjoint`."""
         shared = self.topology.workers and self.data.partition == "disjoint"
         if shared and self.cluster.workers > self.data.shards:
             raise ValueError(
@@ -464,7 +462,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_dynamic_partition(self) -> Config:
-        """`data.partition: dynamic` needs a built-in strategy, and no `data.disk`."""
+        """`data.partition: dynamic` needs a built-in strategy, and excludes `data.disk`."""
         if self.data.partition != DYNAMIC:
             return self
         if self.program.command:
@@ -487,7 +485,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Config:
-        """`training.schedule` cannot be used with a model's optimizer, which has a schedule."""
+        """`training.schedule` cannot be set with the optimizer of the model, which has its own."""
         training = self.training
         if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
             raise ValueError("training.schedule: the optimizer of the model sets it; leave it out")
@@ -495,7 +493,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_accumulation(self) -> Config:
-        """`training.accumulate` and `pull_every` both set the batches of an update: use one."""
+        """Set only one of `training.accumulate` and `training.pull_every` above 1."""
         training = self.training
         if training.accumulate > 1 < training.pull_every:
             raise ValueError(
@@ -506,7 +504,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_aggregation(self) -> Config:
-        """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
+        """`training.replicas_to_aggregate` is at most `cluster.workers`."""
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
         if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The `gate` section: bounds of metrics, and how much worse than the champion a model may be.
 
-The task and the model define the available metrics; this module only checks the form of a rule.
+The available metrics depend on the task and the model. This module checks only the form of rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flotilla.trainer.runtime.errors import nearest
 
 #: Suffixes of the metrics whose values are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
-#: Common short names of metrics.
 _SHORT = {
     "rmse": "root_mean_squared_error",
     "mse": "mean_squared_error",
@@ -27,21 +26,21 @@ _SHORT = {
     "acc": "accuracy",
     "roc_auc": "auc",
 }
-#: Old names of metrics, and their present names.
+#: Old names of metrics, with their present names.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 
-# With several outputs, the metric begins with an output name, which may have any characters.
+# With several outputs, the name of an output, which may contain any character, precedes the metric.
 _METRIC = re.compile(r"(?:.*_)?[^\W\d]\w*", re.DOTALL)
 
 
 def split_rule(
     rule: str, beginnings: Iterable[str] = (), features: Iterable[str] = ()
 ) -> tuple[str, str, str | None]:
-    """Split a rule into metric, feature and value; without a slice these are empty and None.
+    """Split a rule into metric, feature and value.
 
-    Names may contain the separators themselves, so the longest match among `beginnings` of metrics
-    and among `features` is used.
+    Without a slice, the feature is empty and the value is None. Names may contain the separators,
+    so the longest match among the `beginnings` of metrics and among the `features` is used.
     """
     begun = max((each for each in beginnings if rule.startswith(each)), key=len, default="")
     rest, _, part = rule[len(begun) :].partition("@")
@@ -52,7 +51,7 @@ def split_rule(
 
 
 def present_name(metric: str, known: Iterable[str]) -> str:
-    """Return the present name of a metric that is not known, or the closest known name."""
+    """Return a hint with the present name of an unknown metric, or the closest known name."""
     for old, names in _RENAMED.items():
         begin = metric.removesuffix(old)
         if now := [begin + name for name in names if begin != metric and begin + name in known]:
@@ -64,7 +63,7 @@ def present_name(metric: str, known: Iterable[str]) -> str:
 
 
 class ChampionRule(Section):
-    """How much worse than the champion a model may be, on the same examples."""
+    """How much worse than the champion a model may be on the same examples."""
 
     metric: str = key("", "metric to compare; empty: the main metric of the task")
     margin: float | str = key(
@@ -98,20 +97,20 @@ class ChampionRule(Section):
         raise ValueError("write a number such as 0.02, or a share such as 2%")
 
     def comparison_key(self) -> str:
-        """Return the parameters of an evaluation; an absolute margin only concerns the gate."""
+        """Return the parameters of an evaluation. An absolute margin affects only the gate."""
         return f"{self.metric} {self.better} {self.confidence!r} {self.share!r} {self.class_margin}"
 
     @property
     def share(self) -> float:
-        """The share of the champion's gain that may be lost; 0 if the margin is absolute."""
+        """The share of the champion's gain that may be lost, or 0 if the margin is absolute."""
         return _share(self.margin) if isinstance(self.margin, str) else 0.0
 
     def compute_margin(self, gain: float) -> float:
-        """Return the margin in units of the metric, for this gain of the champion."""
+        """Return the margin in units of the metric, given the gain of the champion."""
         return self.margin if not isinstance(self.margin, str) else self.share * max(gain, 0.0)
 
     def compute_class_margins(self, recalls: Any) -> Any:
-        """Return the allowed loss of recall for each class, for the champion's recalls (arrays)."""
+        """Return the allowed loss of recall for each class, given arrays of champion's recalls."""
         if isinstance(self.class_margin, str):
             return _share(self.class_margin) * recalls
         return self.class_margin + 0 * recalls
@@ -127,8 +126,8 @@ _OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95}; a margin below 0 
 class GateConfig(Section):
     """The thresholds that a model has to reach before it is exported.
 
-    A bound applies to a metric of all examples (`accuracy`), of each part of a slice
-    (`accuracy@label`), or of one part (`accuracy@label=7`).
+    A bound applies to a metric of all examples (`accuracy`), to each part of a slice
+    (`accuracy@label`), or to one part (`accuracy@label=7`).
     """
 
     min: dict[str, float] = key({}, "lowest allowed value of each metric of the task or the model")

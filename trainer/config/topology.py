@@ -28,13 +28,13 @@ class Task:
     index: int
 
     def __str__(self) -> str:
-        """Return `role-index`: the name of its folder, and the suffix of its pod's name."""
+        """Return `role-index`, the name of the task's folder and the suffix of its pod's name."""
         return f"{self.role}-{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The addresses (`host:port`) of all tasks that train, by role, without the evaluator."""
+    """The addresses (`host:port`) of all training tasks by role, without the evaluator."""
 
     addresses: Mapping[str, tuple[str, ...]]
 
@@ -57,7 +57,7 @@ class Cluster:
 
 
 def from_tf_config(text: str) -> tuple[Cluster, Task]:
-    """Parse TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
+    """Parse TF_CONFIG into the cluster and this process's task. Raises `ConfigError`.
 
     The cluster excludes the evaluator, because TensorFlow would wait for it forever.
     """
@@ -78,7 +78,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
 def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
     """Parse the flags of TensorFlow's published examples into the cluster and this task.
 
-    `hosts` are `host:port,host:port` by role. Raises `ConfigError`.
+    `hosts` has a text `host:port,host:port` for each role. Raises `ConfigError`.
     """
     named = {role: text.split(",") for role, text in hosts.items() if text}
     task = {"type": job_name, "index": task_index}
@@ -149,13 +149,12 @@ def _hint(role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The capabilities of a strategy; a user's class has those of its base class.
+    """The capabilities of a strategy. A user's class has those of its base class.
 
     Attributes:
-        spares_workers: training continues when a worker is lost, without a new attempt of the
-            chief.
-        mixes_steps: it is asynchronous: variables hold values of different global steps during
-            training, and a gradient may be computed at an earlier step than its update.
+        spares_workers: a lost worker does not stop training or cause a new attempt.
+        mixes_steps: training is asynchronous, so that variables contain values of different global
+            steps, and a gradient may be computed at an earlier step than its update.
         keeps_values: the next attempt may continue with the variables on the servers.
         aggregates: a step applies the first gradients that arrive (`replicas_to_aggregate`).
         copies: each worker has a copy of all variables.
@@ -176,12 +175,11 @@ class Topology:
 
     Attributes:
         implementation: the class as `package.module:Class`.
-        chief: whether one task only coordinates; otherwise every worker runs the outer loop
-            and worker 0 publishes.
+        chief: whether one task only coordinates. Otherwise every worker runs the outer loop, and
+            worker 0 publishes.
         servers: whether variables are on parameter servers.
-        workers: whether there are workers; otherwise the chief trains alone.
-        capabilities: see `Capabilities`.
-        counts: the number of tasks of each role, if the topology itself says it.
+        workers: whether there are workers. Otherwise the chief trains alone.
+        counts: the number of tasks of each role, if the topology fixes it.
     """
 
     implementation: str
@@ -202,13 +200,12 @@ class Topology:
         return {role: count for role, count in used.items() if count}
 
     def leads(self, task: Task) -> bool:
-        """Return whether a task runs the outer loop: without a chief, workers without servers."""
+        """Return whether a task runs the outer loop: the chief or, if there is none, workers."""
         if self.chief or task.role != "worker":
             return task.role == "chief"
         return not self.servers or task.index == 0
 
 
-#: Every named strategy.
 TOPOLOGIES = {
     "single": Topology(
         implementation="flotilla.trainer.strategies.mirrored:Single",
@@ -235,12 +232,13 @@ TOPOLOGIES = {
         capabilities=Capabilities(copies=True, own_steps=True),
     ),
 }
-#: A user's class before its import: it may be asynchronous, and continue after losing a worker.
+#: Capabilities assumed before a user's class is imported: it may be asynchronous, and may continue
+#: after losing a worker.
 OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 
 def find_topology(strategy: str) -> Topology:
-    """Return the topology of a strategy; for a user's class, with chief, servers and workers."""
+    """Return the topology of a strategy. A user's class has a chief, servers and workers."""
     return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
 
 
