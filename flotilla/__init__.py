@@ -64,7 +64,7 @@ __all__ = [
     "train",
 ]
 
-# The client of KFP costs half a second, which runs on this machine do without.
+# Load the KFP client only when it is needed, because its import takes half a second.
 _HOMES = {
     "flotilla.pipelines": ("models",),
     "flotilla.pipelines.compare": ("Comparison", "compare"),
@@ -98,7 +98,8 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-# `python -m flotilla.trainer` puts the working folder first, where a `json.py` is not Python's own.
+# `python -m flotilla.trainer` puts the working folder first on Python's path, where a user's
+# `json.py` would hide Python's own.
 if (
     sys.argv[:1] == ["-m"]
     and not sys.flags.safe_path

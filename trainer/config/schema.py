@@ -416,7 +416,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_recommender(self) -> Config:
-        """Recommenders of files need `data.inputs`; the task `recommendation` needs `data.group`."""
+        """Recommenders of files need `data.inputs`; task `recommendation` needs `data.group`."""
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(

@@ -1,11 +1,12 @@
-"""The events of a run: each event is one line of JSON, each kind of event is a class.
+"""The events of a run. Each event is one line of JSON, and each kind of event is a class.
 
-Every process of a run appends to the file in `FLOTILLA_EVENTS`; without this variable the line goes
-to the log. A line is `{"event": NAME, "time": Unix timestamp, ...fields}`, and NAME is the name of
-the class in snake case: `StepBegin` is `step_begin`.
+Every process of a run appends to the file named by `FLOTILLA_EVENTS`. Without this variable, the
+line is written to the log. A line is `{"event": NAME, "time": Unix time, ...fields}`, and NAME is
+the name of the class in snake case: `StepBegin` is `step_begin`.
 
-The file is bounded: progress is appended up to `PROGRESS_BYTES`. Then only the newest progress of
-each kind is kept, in a separate file that is replaced each time (`newest_progress`).
+The size of the file is bounded. Progress is appended until the file has `PROGRESS_BYTES`. After
+that, only the newest progress of each kind is kept, in a separate file that is replaced each time
+(`newest_progress`).
 
 A reader gets validated instances. It skips lines that are damaged, incomplete or of an unknown
 name, and ignores unknown fields, so that it can follow a newer version of this program.
@@ -33,9 +34,10 @@ VARIABLE = "FLOTILLA_EVENTS"
 #: The variable with the name of the job that a task belongs to.
 JOB = "FLOTILLA_JOB"
 MARK = '{"event": '
-# The file size up to which progress is appended: at one line a second, most of an hour.
+# The file size up to which progress is appended. At one line per second, that takes most of an
+# hour.
 PROGRESS_BYTES = 1 << 20
-# The maximum size of an event; a longer line is split into pieces, which are no events.
+# Maximum size of a line in bytes. A longer line is split into pieces, which are not events.
 _LONGEST = 1 << 20
 _NAME = MARK.encode() + b'"'
 log = logging.getLogger(__name__)
@@ -43,26 +45,26 @@ _listeners: list[Callable[[Event], None]] = []
 
 
 def now() -> float:
-    """Return the Unix time, to the millisecond."""
+    """Return the Unix time, rounded to milliseconds."""
     return round(time.time(), 3)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class _Frozen:
-    """A base that makes each subclass a frozen dataclass with keyword arguments."""
+    """A base class that makes each subclass a frozen dataclass with keyword arguments."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
 class Event(_Frozen):
-    """The base of all kinds; equality ignores the time."""
+    """The base class of all events. Comparison ignores the time."""
 
     time: float = field(default_factory=now, compare=False)
 
 
 class RunBegin(Event):
-    """A local run was started or resumed: `number` counts from 1."""
+    """A local run was started or resumed. `number` counts the starts from 1."""
 
     run_id: str
     number: int
@@ -73,26 +75,27 @@ class RunEnd(Event):
 
 
 class Interrupted(Event):
-    """A local run was requested to stop: it starts no further steps, except the exit step."""
+    """A local run was asked to stop. It starts no further steps except the exit step."""
 
 
 class StepBegin(Event):
-    """A stage of a pipeline step begins."""
+    """A stage of a pipeline step has started."""
 
     step: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """A stage of a pipeline step ended.
+    """The result of a stage of a pipeline step.
 
     Attributes:
         status: `done`, `failed` or `interrupted`.
-        error: one line, or empty.
-        traceback: of an error in the user's code, else empty.
-        seconds, metrics: of this attempt; values for the closing table.
-        main_metric, better: the metric that compares these models, and whether a `higher` or a
-            `lower` value is better; empty if there is none.
+        error: the error in one line, or empty.
+        traceback: traceback of an error in the user's code, or empty.
+        seconds: duration of this attempt.
+        metrics: metrics for the closing table.
+        main_metric: the metric by which these models are compared, or empty.
+        better: whether a `higher` or a `lower` value of that metric is better, or empty.
         uri, output: URI and kind of the published result, or empty.
     """
 
@@ -110,16 +113,16 @@ class StepResult:
 
 
 class StepEnd(Event, StepResult):
-    """A stage of a pipeline step ends."""
+    """A stage of a pipeline step has ended."""
 
 
 class AttemptBegin(Event):
-    """The chief begins to train at a global step; `resumed` if the run trained before."""
+    """The chief starts to train at a global step, in a `resumed` run or a new one."""
 
     global_step: int
     steps: int
     resumed: bool
-    epochs: float = 0.0  # With respect to `steps`; 0 if unknown.
+    epochs: float = 0.0  # Number of epochs in `steps`; 0 if unknown.
     checkpoint: int = -1  # Global step of the newest checkpoint, if older.
 
 
@@ -127,11 +130,13 @@ class Progress(Event):
     """An interval of training steps is done.
 
     Attributes:
-        global_step: that training has reached.
-        steps: where training ends.
-        loss: mean over the interval, like `steps_per_second`.
-        seconds: of training so far, over all attempts.
-        epoch: passes over the training examples so far, and `epochs` at the end; 0 if unknown.
+        global_step: the global step that training has reached.
+        steps: the global step at which training ends.
+        loss: mean loss over the interval.
+        steps_per_second: mean speed over the interval.
+        seconds: training time so far, over all attempts.
+        epoch: passes over the training examples so far, or 0 if unknown.
+        epochs: passes over the training examples at the end, or 0 if unknown.
         metrics: further metrics of the strategy.
     """
 
@@ -148,18 +153,18 @@ class Progress(Event):
 
 
 class WorkProgress(Event):
-    """The progress of a long piece of work; training has `Progress`.
+    """The progress of a long piece of work other than training.
 
     Attributes:
         what: a description, such as `reading the files`.
-        unit: of `done` and `total`, such as `rows` or `bytes`; empty without a count.
-        total: 0 if unknown.
-        share: done, from 0 to 1; -1 if unknown.
-        rate: recent units per second.
-        seconds: since the work began.
-        seconds_left: -1 if unknown.
-        detail: the current activity, or what it waits for.
-        is_over: whether it has ended.
+        unit: unit of `done` and `total`, such as `rows` or `bytes`, or empty if nothing is counted.
+        total: the total count, or 0 if unknown.
+        share: the completed share, from 0 to 1, or -1 if unknown.
+        rate: recent number of units per second.
+        seconds: time since the work started.
+        seconds_left: remaining time, or -1 if unknown.
+        detail: the current activity, or what the work waits for.
+        is_over: whether the work has ended.
     """
 
     what: str
@@ -175,7 +180,7 @@ class WorkProgress(Event):
 
 
 class Saved(Event):
-    """A checkpoint was written on this machine; training waited for `seconds`."""
+    """A checkpoint was written on this machine. Training waited for `seconds`."""
 
     uri: str
     global_step: int
@@ -190,7 +195,7 @@ class CheckpointPublished(Event):
 
 
 class CheckpointPassedOver(Event):
-    """A checkpoint is unreadable; an older one is used."""
+    """A checkpoint is unreadable, so an older one is used."""
 
     uri: str
     reason: str
@@ -203,21 +208,21 @@ class UploadFailed(Event):
 
 
 class Restart(Event):
-    """A training task that ended with `code` is restarted; `restarts` counts incidents so far."""
+    """A training task that ended with `code` is restarted. `restarts` counts incidents so far."""
 
     task: str
     cause: str
     restarts: int
-    code: int = 0  # In the log of a pod, a signal is 128 plus its number.
+    code: int = 0  # For a pod killed by a signal, 128 plus its number.
 
 
 class ServersLost(Event):
-    """Parameter servers were lost: some variables go back to an earlier global step.
+    """Parameter servers were lost, so some variables go back to an earlier global step.
 
     Attributes:
-        recovery: `partial`: only the lost variables go back; `full`: those of all servers do.
-        global_step: that the chief last knew.
-        back_to: the global step of the restored values; -1 if unknown.
+        recovery: `partial` if only the lost variables go back, or `full` if all variables do.
+        global_step: the last global step that the chief knew.
+        back_to: global step of the restored values, or -1 if unknown.
         reason: why the recovery is full, or empty.
     """
 
@@ -229,7 +234,7 @@ class ServersLost(Event):
 
 
 class Suspension(Event):
-    """The job waits for capacity; with `is_over` it may run, and its tasks start."""
+    """The job waits for capacity or, with `is_over`, may run and starts its tasks."""
 
     is_over: bool
     was_running: bool
@@ -245,7 +250,7 @@ class TaskFailed(Event):
 
 
 class Stalled(Event):
-    """Training made no progress for `seconds`, and these tasks did not answer."""
+    """Training made no progress for `seconds`, and these tasks did not respond."""
 
     tasks: tuple[str, ...]
     seconds: float
@@ -258,7 +263,7 @@ class EvaluatorLeft(Event):
 
 
 class Validation(Event):
-    """The model was evaluated on the validation split; `created` is an evaluator's checkpoint."""
+    """The model was validated. If `created` is set, it was a checkpoint created at that time."""
 
     global_step: int
     metrics: Mapping[str, Any]
@@ -266,13 +271,13 @@ class Validation(Event):
 
 
 class OpenPorts(Event):
-    """The ports of a local cluster are reachable from other machines."""
+    """The ports of a local cluster can be reached from other machines."""
 
     warning: str
 
 
 class MetricsUnserved(Event):
-    """The metrics of the run cannot be served; training continues without them."""
+    """The metrics of the run cannot be served. Training continues without them."""
 
     reason: str
 
@@ -286,7 +291,7 @@ class LeaseTakenOver(Event):
 
 
 class LeaseAwaited(Event):
-    """The holder of a lease may be dead; this process waits for the lease."""
+    """The holder of a lease may be dead, so this process waits for the lease."""
 
     uri: str
     holder: str
@@ -294,7 +299,7 @@ class LeaseAwaited(Event):
 
 
 class NewestVersion(Event):
-    """The newest version of the dataset, since the configuration names none."""
+    """The newest version of the dataset, which is used because the configuration names none."""
 
     dataset: str
     version: str
@@ -304,7 +309,7 @@ class DataNote(Event):
     """A remark of data preparation or data validation, in one line.
 
     Attributes:
-        text: names the column or the file, and the key to set.
+        text: the remark, which names the column or the file, and the key to set.
         is_warning: whether a rule of the data gate emitted it as a warning.
     """
 
@@ -313,16 +318,16 @@ class DataNote(Event):
 
 
 class WarmStart(Event):
-    """Training begins with existing weights."""
+    """Training starts with existing weights."""
 
     uri: str
-    taken: int = 0  # The number of the model's variables that got values.
+    taken: int = 0  # Number of the model's variables that got values.
     left: Mapping[str, int] = field(default_factory=dict)  # Other variables, by reason.
-    what: str = ""  # Both in one line, with the names of some of the other variables.
+    what: str = ""  # Both as one line, with the names of some other variables.
 
 
 class HandedOn(Event):
-    """Training is over, and this checkpoint is selected; `trained` is the last global step."""
+    """Training is over, and this checkpoint is selected. `trained` is the last global step."""
 
     uri: str
     global_step: int
@@ -331,13 +336,13 @@ class HandedOn(Event):
 
 
 class FromScratch(Event):
-    """There is no champion to start from yet."""
+    """There is no champion yet from which training could start."""
 
     reason: str
 
 
 class TableEmpty(Event):
-    """Training has ended and a dynamic table has no rows: all ids use the row of unknown ids."""
+    """Training ended, but a dynamic table has no rows: all ids use the row of unknown ids."""
 
     table: str
     why: str
@@ -354,10 +359,10 @@ _PROGRESS = (Progress, WorkProgress)
 
 
 def emit(event: Event, *, in_log: str | None = None) -> None:
-    """Append one event, in one `write`, to the file of the run, or write it to the log.
+    """Append one event to the file of the run, in one `write`, or write it to the log.
 
-    The log gets the line `in_log` instead, if given; nothing if it is empty. In the log an event
-    names its job, since the user's code may print a similar line.
+    If `in_log` is given, the log gets that line instead, or nothing if it is empty. In the log an
+    event names its job, because the user's code may print a similar line.
     """
     for listener in _listeners:
         listener(event)
@@ -387,29 +392,29 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 
 
 def append(path: Path, event: Event) -> None:
-    """Append one event to a file; raises `OSError`."""
+    """Append one event to a file. Raises `OSError`."""
     with open(path, "ab", buffering=0) as file:
-        # A pipe has no size.
+        # The size of a pipe is 0.
         has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES
         if has_room or not isinstance(event, _PROGRESS):
             file.write(_line(event))
             return
     place = _place_of_progress(path, type(event))
-    # The last progress of an attempt that is being replaced may be written at the same time.
+    # Use a name of its own, because an attempt that is being replaced may write at the same time.
     staged = place.with_name(f"{place.name}.{os.getpid()}")
     staged.write_bytes(_line(event))
     staged.replace(place)
 
 
 def begin_again(path: Path, run_id: str) -> int:
-    """Append that a run begins; return the position where the earlier events end."""
+    """Append that a run has started. Return the position at which the earlier events end."""
     if path.exists() and not path.is_file():
         # Opening a pipe would block until a reader opens it.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
         for progress in newest_progress(path):
-            # The progress of that start remains with its events.
+            # Keep the progress of the earlier start with its events.
             file.write(_line(progress))
         for kind in _PROGRESS:
             _place_of_progress(path, kind).unlink(missing_ok=True)
@@ -419,11 +424,11 @@ def begin_again(path: Path, run_id: str) -> int:
 
 
 def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
-    """Yield the events of a file in order; none if there is no such file.
+    """Yield the events of a file in order, or nothing if the file does not exist.
 
-    If `every` lists kinds, then for each start of the run only the newest event of every other kind
-    is yielded, after the other events of that start: a week of progress is read in a second. Raises
-    `OSError`.
+    If `every` lists kinds, then of every other kind only the newest event of each start of the run
+    is yielded, after the other events of that start. In this way a week of progress is read in a
+    second. Raises `OSError`.
     """
     whole = {event_name(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}
@@ -447,17 +452,17 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
 
 
 class Follower:
-    """A reader of the events of a file as they are appended, from a position on."""
+    """Reads the events of a file as they are appended, from a given position."""
 
     def __init__(self, path: Path, begin: int = 0) -> None:
-        """Open the file, which must exist; raises `OSError`."""
+        """Open the file, which must exist. Raises `OSError`."""
         self._path = path
         self._lines = path.open("rb")
         self._lines.seek(begin)
         self._progress_at: dict[type[Event], float] = {}
 
     def __enter__(self) -> Follower:
-        """Begin."""
+        """Return this reader."""
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -465,19 +470,19 @@ class Follower:
         self._lines.close()
 
     def new(self) -> Iterator[Event]:
-        """Yield the events since the last call; an incomplete line is left for the next."""
+        """Yield the events since the last call. An incomplete line is left for the next call."""
         while True:
             position = self._lines.tell()
             line = self._lines.readline()
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # A full disk damages lines; the exit code of the run also reports the failure.
+            # A full disk damages lines, but then the exit code of the run also reports the failure.
             if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event
         for event in newest_progress(self._path):
-            # The clock may have been set back.
+            # Compare only for equality, because the clock may have been set back.
             if event.time != self._progress_at.get(type(event)):
                 self._progress_at[type(event)] = event.time
                 yield event
@@ -509,9 +514,9 @@ def _parse_bytes(line: bytes) -> Event | None:
 
 
 def parse(line: str, *, job: str = "") -> Event | None:
-    """Return the event at the end of a line, which may follow a torn line; None without one.
+    """Return the event at the end of a line, which may follow a truncated line, or None.
 
-    With `job`, the line is of a log, and only an event that names this job is returned.
+    With `job`, the line is from a log, and only an event that names this job is returned.
     """
     at = line.rfind(MARK)
     if at < 0:
@@ -527,12 +532,12 @@ def parse(line: str, *, job: str = "") -> Event | None:
 
 
 def event_name(kind: type[Event]) -> str:
-    """Return the name of a kind of event in its line."""
+    """Return the name by which lines identify a kind of event."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def to_tree(record: Any) -> dict[str, Any]:
-    """Return the fields of a record as a JSON object; for an event with its name."""
+    """Return the fields of a record as a JSON object. For an event, add its name."""
     tree = tree_of(record)
     return {"event": event_name(type(record)), **tree} if isinstance(record, Event) else tree
 

@@ -1,4 +1,4 @@
-"""Formats events of a run as lines for people, in the log of a step or on a terminal."""
+"""Formats the events of a run as lines for people, in a step's log or on a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.events.progress.wording import format_line as work_line
 from flotilla.trainer.events.progress.work import LOG_SECONDS
 
-# Minimum seconds between two progress lines.
+# Minimum time between two progress lines, in seconds.
 LINE_SECONDS = 5.0
-# Averaging window of the speed in seconds, and the minimum weight of a new interval.
+# Averaging time of the speed in seconds, and the minimum weight of a new interval.
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 
@@ -79,7 +79,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
     ),
 }
-# Events that a terminal with a progress bar hides.
+# Events that are not shown on a terminal with a progress bar.
 _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
     events.CheckpointPublished: lambda event: (
         f"checkpoint of global step {event.global_step}: {event.uri}"
@@ -93,12 +93,12 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
 
 
 def format_event(event: Event) -> str:
-    """Return the line of an event; empty if it has none, such as progress."""
+    """Return the line of an event, or an empty string if it has none, such as progress."""
     return _LINES.get(type(event), lambda _event: "")(event)
 
 
 def format_metrics(progress: Progress) -> str:
-    """Return loss, speed and, if known, the time left."""
+    """Return the loss, the speed and, if known, the remaining time."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
     # A user's own program may report no loss.
     loss = f"loss {progress.loss:.4g}  " if progress.loss else ""
@@ -113,14 +113,14 @@ def format_reached(progress: Progress) -> str:
 
 
 def format_epoch(progress: Progress) -> str:
-    """Return the progress of training in epochs; empty if unknown."""
+    """Return the progress of training in epochs, or an empty string if unknown."""
     # The last batch of an epoch may extend into the next one.
     epoch = min(progress.epoch, progress.epochs)
     return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
 
 
 def is_first_stretch(progress: Progress) -> Progress:
-    """Return whether this is the first progress of an attempt, whose speed includes tracing."""
+    """Remove the remaining time from the first progress, because its speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
 
@@ -144,13 +144,13 @@ class LogLines:
     """The lines of a log, with progress lines at a limited rate."""
 
     def __init__(self) -> None:
-        """Begin with a line for the first progress of training."""
+        """Create the state before any event, so that the first progress gets a line."""
         self._progress_at = -LINE_SECONDS
-        # Time of the last line of each piece of work.
+        # The time of the last line of each piece of work.
         self._work_at: dict[str, float] = {}
 
     def take(self, event: Event) -> str:
-        """Return the line of the next event, or an empty text."""
+        """Return the line of the next event, or an empty string."""
         if isinstance(event, Progress):
             return self._progress(event)
         if isinstance(event, WorkProgress):
@@ -159,7 +159,7 @@ class LogLines:
         return wording(event) if wording else format_event(event)
 
     def _progress(self, event: Progress) -> str:
-        # A clock that is set back must not suppress lines.
+        # A clock that was set back must not suppress lines.
         if 0 <= event.time - self._progress_at < LINE_SECONDS:
             return ""
         event = is_first_stretch(event) if self._progress_at < 0 else event
@@ -177,16 +177,16 @@ class LogLines:
 
 
 class TimeLeft:
-    """An estimate of the seconds until training ends, from a smoothed speed."""
+    """An estimate of the time until training ends, from a smoothed speed."""
 
     def __init__(self) -> None:
-        """Begin without a speed."""
+        """Start without a speed."""
         self._speed = 0.0
         self._last: Progress | None = None
         self._is_first = True
 
     def take(self, event: Progress) -> None:
-        """Add an interval; the first one is skipped, since it includes tracing."""
+        """Add an interval. The first one is ignored, because it includes tracing."""
         seconds = event.time - self._last.time if self._last else 0.0
         weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
         goes_on = self._last is not None and self._last.global_step < event.global_step
@@ -198,7 +198,7 @@ class TimeLeft:
         self._last = event
 
     def seconds(self, now: float) -> float | None:
-        """Return the time left at the time `now`; None if there is no speed yet."""
+        """Return the seconds left at the time `now`, or None if the speed is not known yet."""
         if self._last is None or self._is_first or not self._speed > 0:
             return None
         left = (self._last.steps - self._last.global_step) / self._speed

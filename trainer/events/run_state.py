@@ -1,4 +1,4 @@
-"""The state of a run: one projection of its events for all readers."""
+"""The state of a run, which all readers compute from its events in the same way."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.events.progress.wording import format_line
 
-#: Fields of a step that records and the report show next to its end.
+#: Kinds of events that records and the report show next to the end of a step.
 INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# The maximum number of events; a run of weeks has more, and only the newest are kept.
+# Maximum number of events. A run of weeks has more, and only the newest are kept.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One attempt of a pipeline step, in a `start` of the run; `end` is None until it has ended."""
+    """One attempt of a pipeline step in a `start` of the run. `end` is None until it has ended."""
 
     step: str
     began: float
@@ -34,16 +34,16 @@ class StepTry:
 
 @dataclass(kw_only=True)
 class RunState:
-    """The state of a run so far; "newest" refers to the newest start.
+    """The state of a run so far. "Newest" refers to the newest start.
 
     Attributes:
         start: number of earlier starts.
         counts: number of events of each kind, over all starts.
-        global_step: where the newest attempt began, or what it has reached.
-        handed_on_step: global step of the selected checkpoint; 0 before the selection.
-        moved: Unix time when `global_step` was reached; 0 before training.
-        seen_until: the time of the last event, of each start.
-        tries: every attempt of every step, in order of start.
+        global_step: the step that the newest attempt has reached, or at which it started.
+        handed_on_step: global step of the selected checkpoint, or 0 before the selection.
+        moved: Unix time at which `global_step` was reached, or 0 before training.
+        seen_until: time of the last event, for each start.
+        tries: every attempt of every step, in the order of their start.
         incidents: events of the kinds in `INCIDENTS`, and resumed attempts.
     """
 
@@ -59,7 +59,7 @@ class RunState:
     _newest: dict[type[Event], Event] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
-        """Take the next event."""
+        """Update the state with the next event."""
         if isinstance(event, events.RunBegin) and self.seen_until:
             self.start += 1
             self._newest.clear()
@@ -90,7 +90,7 @@ class RunState:
             for each in self.tries
             if (each.step, each.start, each.end) == (event.step, self.start, None)
         )
-        # If a full disk has lost the begin event, the end event has the time.
+        # If a full disk has lost the begin event, its time follows from the end event.
         lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
         found = next(open_ones, lost)
         found.end = event
@@ -98,24 +98,24 @@ class RunState:
             self.tries.append(found)
 
     def newest(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the newest event of a kind; None if there is none yet."""
+        """Return the newest event of a kind, or None if there is none yet."""
         return cast("_Kind | None", self._newest.get(kind))
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run was requested to end."""
+        """Return whether the run was asked to stop."""
         return events.Interrupted in self._newest
 
     @property
     def traceback(self) -> str:
-        """Return the newest traceback of the user's code in a training task, if any."""
+        """Return the newest traceback of the user's code in a training task, or an empty string."""
         failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
 
     def progress_since(self, began: float) -> dict[str, Any]:
-        """Return the progress of the step that began then: of training, and of work in progress.
+        """Return the progress of the step that started at `began`, and of its current work.
 
-        Work is `progress`, in words, with `share` and `seconds_left` if known.
+        The work is the text `progress`, with `share` and `seconds_left` if known.
         """
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)
@@ -130,13 +130,13 @@ class RunState:
 
     @property
     def suspension(self) -> events.Suspension | None:
-        """The suspension that the job is in; None if it may run."""
+        """The current suspension of the job, or None if the job may run."""
         found = self.newest(events.Suspension)
         return None if found is None or found.is_over else found
 
 
 def reduce_events(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
-    """Return the state of a run after these events, or only those of its newest start."""
+    """Return the state of a run after these events, or after those of its newest start."""
     state = RunState()
     for event in happened:
         if newest_start and isinstance(event, events.RunBegin):

@@ -1,8 +1,8 @@
-"""The metrics of a run, from its state in the leading task.
+"""The Prometheus metrics of a run, which the leading task computes from the run's state.
 
-Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming). A
-separate thread serves the scrapes, so that no step waits for them. A metric without a value is not
-served.
+Names, units and types follow Prometheus's conventions
+(https://prometheus.io/docs/practices/naming). A separate thread serves requests, so that no
+training step waits for them. A metric without a value is not served.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _GAUGES = {
 }
 
 
-# What a user's own program need not say: it is 0 then, or -1.
+# Metrics that a user's own program need not report. Their value is then 0 or -1.
 _SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
 
@@ -75,14 +75,14 @@ class RunMetrics(Collector):
     """The metrics of one attempt, which `registry` serves."""
 
     def __init__(self, config: Config, run_id: str) -> None:
-        """Start without values."""
+        """Create the metrics without values."""
         self._about = {
             "run_id": run_id,
             "model": config.name,
             "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        # A user's own program has to say where it ends.
+        # A user's own program reports itself at which step it ends.
         self._is_program = bool(config.program.command)
         self._target = 0 if self._is_program else config.training.steps
         self._state = RunState()
@@ -104,18 +104,18 @@ class RunMetrics(Collector):
             self.set_checkpoint(event.global_step, event.time)
 
     def set_checkpoint(self, step: int, published: float) -> None:
-        """Set the newest checkpoint and its time of publication, in seconds since 1970."""
+        """Set the step of the newest checkpoint, and its Unix time of publication."""
         self._checkpoint = max(self._checkpoint or (0.0, 0), (published, step))
 
     def tasks(self, alive: Counts, expected: Counts, restarts: Counts) -> None:
-        """Set the number of living and expected tasks of each role, and their restarts."""
+        """Set the numbers of running tasks, expected tasks and restarts, by role."""
         self._alive, self._expected = dict(alive), dict(expected)
         self._restarts = {
             role: max(self._restarts.get(role, 0), restarts.get(role, 0)) for role in expected
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics; called at each scrape."""
+        """Yield the current metrics. Called at each scrape."""
         run = GaugeMetricFamily("flotilla_run_info", "The run; 1", labels=list(self._about))
         run.add_metric(list(self._about.values()), 1)
         yield run
@@ -152,7 +152,8 @@ class RunMetrics(Collector):
         state = self._state
         values: dict[str, float] = {"global_step_target": self._target}
         if state.moved:
-            # A lack of progress counts as a stall from the start of an attempt.
+            # Report these from the start of an attempt, so that a lack of progress counts as a
+            # stall.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
         if progress := state.newest(Progress):
             workers = progress.metrics.get("workers") or {}
@@ -186,7 +187,6 @@ class RunMetrics(Collector):
         }
 
     def _collect_labelled(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Yield a metric, its label, and its values by that label."""
         if progress := self._state.newest(Progress):
             yield "strategy_metric", "metric", progress.metrics
         if validation := self._state.newest(Validation):
@@ -208,7 +208,7 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
         yield
         return
     metrics = RunMetrics(job.config, job.run_id)
-    # Whether the tasks of a user's own program answer at their ports is not known.
+    # The tasks of a user's own program may not respond at their ports, so watch only this task.
     own = {task.role: cluster.addresses[task.role][:1]} if job.config.program.command else None
     watched = Cluster(addresses=own) if own else cluster
     watch = TaskWatch(watched, task, job.workdir, metrics.tasks)
@@ -229,10 +229,10 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
 def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
     """Serve a registry over HTTP in threads. Port 0 means any free port.
 
-    Warn and return None if that fails.
+    If that fails, log a warning and return None.
     """
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
-    # One socket serves IPv4 and IPv6 if the system has both.
+    # One socket serves IPv4 and IPv6 if the system supports both.
     tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)
     try:
         with suppress(OSError) if len(tried) > 1 else nullcontext():
@@ -246,7 +246,7 @@ def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
 
 
 def _read_newest(job: Job, metrics: RunMetrics) -> None:
-    """Set the checkpoint from which a resumed run starts; a new run has none."""
+    """Set the checkpoint from which a resumed run starts. A new run has none."""
     try:
         found = [
             (int(manifest.fields["global_step"]), manifest.created_at)
@@ -256,5 +256,5 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
             step, created = max(found)
             metrics.set_checkpoint(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
-        # The next published checkpoint sets this value in any case.
+        # Only log the error, because the next published checkpoint sets this value anyway.
         log.warning("the age of the newest checkpoint is not known: %s", error)

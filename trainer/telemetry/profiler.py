@@ -1,7 +1,8 @@
-"""The profile of a few global steps, as `training.profile` sets them.
+"""The profile of a few global steps, as set by `training.profile`.
 
-The profiler traces this process from the first to the last of these steps, and requests a trace of
-the expected duration from TensorFlow's servers. Its errors do not end training.
+The profiler traces this process from the first to the last of these steps. It also requests a trace
+of the expected duration from the TensorFlow servers of other tasks. Its errors do not stop
+training.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.telemetry.scalars import TRAIN
 
-# The shortest and the longest trace of the other tasks, in milliseconds; traces are in memory.
+# Minimum and maximum duration of the traces of other tasks, in milliseconds. Traces are kept in
+# memory.
 SHORTEST, LONGEST = 100, 10_000
-# The maximum number of other tasks to trace: each one writes a file of megabytes.
+# Maximum number of other tasks to trace, because each of them writes megabytes.
 MOST_TASKS = 8
-# The time that training waits for the files of the other tasks after the last step.
+# Maximum time that training waits for the files of the other tasks, in seconds.
 FILES_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
@@ -31,16 +33,16 @@ class Profiler:
     """Traces a range of steps, once in an attempt."""
 
     def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
-        """Trace `steps` (none, or first and last) into `folder`; `servers` are `grpc://` URLs."""
+        """Trace `steps` (first and last, or none) into `folder`. `servers` are `grpc://` URLs."""
         self._first, self._last = steps or (0, 0)
-        # The folder of the training curves, as in Keras.
+        # Use the folder of the training curves, as Keras does.
         self._folder = folder / TRAIN if folder and steps else None
         self._servers = servers
         self._is_tracing = False
         self._others: threading.Thread | None = None
 
     def update(self, step: int, steps_per_second: float = 0.0) -> None:
-        """Start or end the trace between two updates; the next update is `step + 1`."""
+        """Start or stop the trace between two updates. The next update is `step + 1`."""
         if not self._folder:
             return
         if self._is_tracing and step >= self._last:
@@ -49,7 +51,7 @@ class Profiler:
             self._begin(self._folder, step, steps_per_second)
 
     def end(self) -> None:
-        """End a running trace, and write its files."""
+        """Stop a running trace, and write its files."""
         if not self._is_tracing:
             return
         self._is_tracing = False
@@ -87,7 +89,7 @@ class Profiler:
 
 
 def make_profiler(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
-    """Return the profiler of the task that publishes; for other tasks it does nothing."""
+    """Return the profiler of the task that publishes. In any other task, it does nothing."""
     steps = training.profile if strategy.publishes else ()
     return Profiler(steps, folder, list_servers(strategy.cluster, strategy.task))
 

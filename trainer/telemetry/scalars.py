@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoardLog:
-    """Writes the metrics of one run for TensorBoard; without a folder it writes nothing."""
+    """Writes the metrics of one run for TensorBoard. Without a folder, it writes nothing."""
 
     def __init__(self, logs: Path | None, run_id: str) -> None:
-        """Write into the run's folder below `logs`; the first row creates the files."""
+        """Write to the run's folder below `logs`. The first row creates the files."""
         self.folder = logs / run_id if logs else None
         self._run_id = run_id
         self._is_broken = False
@@ -79,7 +79,7 @@ class TensorBoardLog:
 
     @contextmanager
     def as_default(self, step: int) -> Iterator[None]:
-        """Let `tf.summary` write to the training folder at a global step."""
+        """Let `tf.summary` write to the training folder at a global step in this block."""
         writer = None
         if self.folder and not self._is_broken:
             with self._stop_on_error():
@@ -99,7 +99,7 @@ class TensorBoardLog:
 
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Stop writing after an error such as a full disk, which must not end a run."""
+        """Stop writing after an error such as a full disk, because it must not end the run."""
         try:
             yield
         except tf.errors.OpError as error:
@@ -109,7 +109,7 @@ class TensorBoardLog:
 
 
 def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
-    """Return the keys of the configuration with their values; lists and mappings as JSON."""
+    """Return the keys of the configuration with their values. Lists and mappings are JSON."""
     return dict(_leaves(config, ""))
 
 
@@ -127,7 +127,7 @@ def _leaves(section: Section, path: str) -> Iterator[tuple[str, bool | int | flo
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row; a number in a mapping is named `outer/inner`."""
+    """Yield the numbers of a row. A number in a mapping is named `outer/inner`."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")

@@ -1,8 +1,8 @@
-"""The number of living tasks of the cluster, and the number of their restarts.
+"""The numbers of running tasks in the cluster, and of their restarts.
 
-The leading task probes the port of each other task every two seconds; a restarted task needs longer
-to load TensorFlow, so that no restart is missed. Its own restarts, and those of forked tasks in a
-local run, are counted in files in the tasks' folders.
+The leading task probes the port of each other task every two seconds. A restarted task needs longer
+than that to load TensorFlow, so no restart is missed. Restarts of the leading task itself, and of
+forked tasks in a local run, are counted in files in the tasks' folders.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
 
 FILE = "restarts.json"
-# The pause between two rounds. It grows with the number of tasks, so that at most this many are
-# probed per second.
+# The pause between two rounds in seconds, which is longer for many tasks, and the maximum number of
+# tasks that are probed per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# The timeout of the probe at the end of an attempt, which shows the task that ended it.
+# Timeout of the probe at the end of an attempt in seconds. The probe shows which task ended it.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Counts, for each role, the tasks that answer and the restarts."""
+    """Counts, for each role, the tasks that respond and the restarts."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from task `this`; `report` gets the living tasks, all tasks, and the restarts."""
+        """Watch from task `this`. `report` gets the living tasks, all tasks and the restarts."""
         self._cluster, self._this, self._report = cluster, this, report
-        # This process changes its working directory later.
+        # Make the path absolute, because this process changes its working directory later.
         self._file = folder.absolute() / FILE
         self._tasks = [
             Task(role=role, index=index)
@@ -53,7 +53,7 @@ class TaskWatch:
         self._restarts: Counter[str] = Counter()
         # The restarts that the launcher has counted, if known.
         self._started_again: Counter[str] | None = None
-        # The tasks that have ever answered, and those of them that did not answer in the last
+        # The tasks that have ever responded, and those of them that did not respond in the last
         # round.
         self._seen, self._lost = set[str](), set[str]()
         self._over = threading.Event()
@@ -61,7 +61,7 @@ class TaskWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch during this block, and once more if an error ends it."""
+        """Watch during this block, and probe once more if an error ends it."""
         self._add_earlier_counts()
         self._report({self._this.role: 1}, self._expected, self._count_restarts())
         threading.Thread(target=self._watch, name="metrics-tasks", daemon=True).start()
@@ -100,12 +100,11 @@ class TaskWatch:
         self._report(Counter(task.role for task in alive), self._expected, self._count_restarts())
 
     def _count_restarts(self) -> Counter[str]:
-        """Return the restarts of the tasks; the count never decreases."""
         self._started_again = self._read_launcher() or self._started_again
         return self._started_again or self._restarts
 
     def _read_launcher(self) -> Counter[str] | None:
-        """Return how often the launcher has started each task; None if unknown."""
+        """Return how often the launcher has restarted each role, or None if unknown."""
         found = Counter[str]()
         try:
             for task in self._tasks:
@@ -142,17 +141,16 @@ class TaskWatch:
             "seen": sorted(self._seen),
             "lost": sorted(self._lost),
         }
-        # If the disk is full, the next attempt starts its counts at zero.
+        # If the disk is full, the next attempt starts counting at zero.
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _launcher() -> str:
-    """Return the identity of the launcher: its process id and its start time."""
     parent = os.getppid()
     with suppress(OSError, IndexError):
-        # proc(5): the name of the program, in brackets, may contain spaces.
+        # proc(5): the name of the program, in parentheses, may contain spaces.
         fields = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return f"{parent} {fields[19]}"
     return str(parent)

@@ -1,1 +1,1 @@
-"""The progress of long work: counted, and formatted."""
+"""The progress of long work: how it is counted and formatted."""

@@ -1,4 +1,4 @@
-"""The one format for durations, and the time that a run spends at work."""
+"""The format of durations, and the time in which a run was working."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from operator import itemgetter
 
-# The number of smaller units in a larger one; the seconds above which tenths are dropped; the hours
-# above which days are used.
+# The number of smaller units in a larger one, the seconds from which tenths are dropped, and the
+# hours from which days are used.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 
@@ -29,10 +29,10 @@ def duration(seconds: object) -> str:
 
 
 def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
-    """Return begin and end of the spans in which a run was at work.
+    """Return the begin and end of each period in which a run was working.
 
-    A try is the name of a step, its begin and its end. Time before a step that was tried before is
-    idle: the run waited to be resumed.
+    A try is the name of a step, its begin and its end. If a step starts that was tried before, the
+    time before it is idle, because the run was waiting to be resumed.
     """
     joined: list[tuple[float, float]] = []
     seen: set[str] = set()
@@ -41,12 +41,12 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # The steps after it are tried again, too.
+            # The later steps are tried again, too.
             seen.clear()
         seen.add(step)
     return joined
 
 
 def time_at_work(tries: Iterable[tuple[str, float, float]]) -> float:
-    """Return the seconds in which a run was at work, see `join_tries`."""
+    """Return the seconds in which a run was working; see `join_tries`."""
     return sum(ended - began for began, ended in join_tries(tries))

@@ -1,4 +1,4 @@
-"""Formats the progress of work."""
+"""Formats the progress of work as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TENTHS = 10
 
 
 def format_line(event: WorkProgress) -> str:
-    """Return a line of a log, with the parts that are known."""
+    """Return the progress as a log line, with the parts that are known."""
     if event.is_over:
         counts = f"{format_counts(event)} in " if event.done else ""
         return f"{event.what}: done, {counts}{duration(event.seconds)}"
@@ -20,7 +20,7 @@ def format_line(event: WorkProgress) -> str:
 
 
 def format_parts(event: WorkProgress) -> list[str]:
-    """Format the progress of work: per cent, counts, rate, time left, and current activity."""
+    """Return the known parts: percentage, counts, rate, remaining time and current activity."""
     found = [f"{math.floor(100 * event.share)} %"] if event.share >= 0 else []
     if event.done or event.total:
         found.append(format_counts(event))
@@ -33,7 +33,7 @@ def format_parts(event: WorkProgress) -> list[str]:
 
 
 def format_counts(event: WorkProgress) -> str:
-    """Format the count done and the total, with the unit."""
+    """Return the count that is done and the total, with the unit."""
     done, total = float(event.done), float(event.total)
     unit, size = _scale(event.unit, max(done, total))
     of = f"/{_amount(total / size)}" if total else ""
@@ -41,7 +41,6 @@ def format_counts(event: WorkProgress) -> str:
 
 
 def _scale(unit: str, largest: float) -> tuple[str, float]:
-    """Return the display unit of a number, and its size in the given unit."""
     if unit != "bytes":
         return unit, 1.0
     return next(each for each in _BYTES if largest >= _TENTHS * each[1] or each[1] == 1)

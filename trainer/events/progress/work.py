@@ -1,8 +1,8 @@
-"""The progress of long work: counted in batches, and reported at intervals.
+"""The progress of long work, which is counted in batches and reported at intervals.
 
-Counting costs one addition. A thread reports the counts: twice a second to the file of the run,
-which a terminal follows; otherwise every half minute as a line of the log. Work that ends sooner is
-not reported.
+Counting costs one addition. A thread reports the counts twice a second to the file of the run,
+which a terminal follows, or else every 30 seconds as a line of the log. Work that ends before the
+first report is never reported.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from flotilla.trainer.events import WorkProgress
 from flotilla.trainer.events.progress.wording import format_line
 from flotilla.trainer.runtime.background import Loop
 
-# The seconds before the first report, and between two reports.
+# Times in seconds: before the first report, and between reports to the file and to the log.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
-# The seconds over which the speed is averaged.
+# Averaging time of the speed, in seconds.
 _SPEED_SECONDS = 10.0
-# A share below 1 is never shown as 1.
+# The largest displayed share of work that is not complete.
 _NEARLY = 0.999
 
 
 class _Speed:
-    """The speed of the last seconds, without the time before the first progress."""
+    """The recent speed, without the time before the first progress."""
 
     def __init__(self) -> None:
         self._at = self._reached = self._sum = self._weight = 0.0
 
     def take(self, at: float, reached: float) -> None:
-        """Record the count reached after this many seconds."""
+        """Record the count that was reached after this many seconds."""
         seconds, gain = at - self._at, reached - self._reached
         if seconds > 0 and (gain > 0 or self._weight):
             kept = math.exp(-seconds / _SPEED_SECONDS)
@@ -44,18 +44,18 @@ class _Speed:
 
     @property
     def value(self) -> float:
-        """The count per second; 0 without data."""
+        """The count per second, or 0 without data."""
         return self._sum / self._weight if self._weight else 0.0
 
 
 class Work:
-    """A piece of work of this process, used as a context manager; any thread may count.
+    """A piece of work of this process, used as a context manager. Any thread may count.
 
-    If the total of the counted units is unknown, but that of another measure such as the bytes of
-    the files is known, the share is that of this measure.
+    If the total number of units is unknown, but the total of another measure such as the bytes of
+    the files is known, the share is computed by that measure.
     """
 
-    # The end of the last reported work: work that follows immediately is part of the same long
+    # The end of the last reported work. Work that follows immediately is part of the same long
     # work.
     _ended_at = -math.inf
 
@@ -68,7 +68,7 @@ class Work:
         size: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the work in words; `total` counts units, and `size` is in the other measure."""
+        """Describe the work. The other measure has the total `size`, or 0 if it is not used."""
         self._what, self._unit, self._total, self._size = what, unit, total, size
         self._clock, self._began = clock, clock()
         self._done, self._sized = 0, 0.0
@@ -80,12 +80,12 @@ class Work:
         self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="progress")
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start to report."""
         self._loop.start()
         return self
 
     def __exit__(self, error: object = None, *_more: object) -> None:
-        """End, and report the end of reported work. After an error the threads end as well."""
+        """Stop, and report the end of reported work. After an error, other threads stop, too."""
         self._loop.stop()
         with self._lock:
             self._is_over, self._is_given_up = True, error is not None
@@ -94,7 +94,7 @@ class Work:
                 Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
-        """Count what was done, and how much of the other measure it took.
+        """Count what was done, and its amount in the other measure.
 
         Raises:
             InterruptedError: the work was cancelled, and no caller waits for the rest.
@@ -106,7 +106,7 @@ class Work:
             self._sized += size
 
     def reach(self, done: int, detail: str = "") -> None:
-        """Set the current count, which may be lower than before, and what the work waits for."""
+        """Set the current count, which may decrease, and what the work waits for."""
         with self._lock:
             self._done, self._detail = done, detail
 
@@ -120,7 +120,7 @@ class Work:
         self._detail = detail
 
     def look(self) -> None:
-        """Report, if the interval has passed."""
+        """Report if the interval has passed."""
         first, pause = LOG_SECONDS, LOG_SECONDS
         if os.environ.get(events.VARIABLE):
             first, pause = QUIET_SECONDS, LIVE_SECONDS
@@ -152,9 +152,9 @@ class Work:
         events.emit(event, in_log=format_line(event))
 
     def _share(self) -> float:
-        """Return the share done; 1 only at the end, and -1 if unknown."""
+        """Return the completed share, which is 1 only at the end, or -1 if unknown."""
         done, whole = (self._sized, self._size) if self._size else (self._done, self._total)
         if not whole:
             return -1.0
-        # The count may exceed an estimate, and some units may never be counted.
+        # The count may exceed an estimated total, and some units may never be counted.
         return min(max(done / whole, 0.0), 1.0 if self._done == self._total else _NEARLY)
