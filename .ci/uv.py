@@ -1,7 +1,8 @@
-"""Run uv with pip's settings: `python .ci/uv.py pip install ...`. Where uv fails, pip installs.
+"""Runs uv with pip's settings: `python .ci/uv.py pip install ...`. If uv fails, pip installs.
 
 pip installs uv and the builder of source packages from `requirements-build.lock`. uv does not read
-pip's configuration: the index, the certificates and the proxy become variables of uv.
+pip's configuration, so the index, the certificates and the proxy are passed as environment
+variables.
 """
 
 import ast
@@ -19,7 +20,7 @@ SLOWER = "pip installs the packages instead, which takes minutes longer"
 
 
 def read_pins(lock: str) -> dict[str, str]:
-    """Return the text of each pin of a lock with its hashes, by its name."""
+    """Return each pin of a lock file with its hashes, by package name."""
     pins: dict[str, str] = {}
     name = ""
     for line in lock.splitlines(keepends=True):
@@ -31,7 +32,7 @@ def read_pins(lock: str) -> dict[str, str]:
 
 
 def is_installed(name: str, pin: str) -> bool:
-    """Return whether this Python has the version of a pin."""
+    """Return whether this Python has the pinned version."""
     try:
         return pin.split(maxsplit=1)[0] == f"{name}=={version(name)}"
     except PackageNotFoundError:
@@ -39,7 +40,7 @@ def is_installed(name: str, pin: str) -> bool:
 
 
 def install_build_tools(pins: dict[str, str]) -> bool:
-    """Install the pins by pip, and return whether the index has uv for this platform."""
+    """Install the pins with pip; return whether the index has uv for this platform."""
     missing = {name: pin for name, pin in pins.items() if not is_installed(name, pin)}
     for name in sorted(missing, key="uv".__eq__):
         with tempfile.NamedTemporaryFile("w", suffix=".lock") as lock:
@@ -71,14 +72,14 @@ def read_pip_settings(listed: str) -> dict[str, str]:
 
 
 def existing_links(places: str) -> Iterator[str]:
-    """Yield the pages and the existing folders of wheels: uv fails if a folder is missing."""
+    """Yield the web pages and the existing folders, because uv fails if a folder is missing."""
     for place in places.split():
         if "://" in place or Path(place).expanduser().exists():
             yield place if "://" in place else str(Path(place).expanduser())
 
 
 def uv_variables(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which uv follows pip; variables of uv take precedence."""
+    """Return environment variables that make uv follow pip; uv's own variables take precedence."""
     bundle = environment.get("REQUESTS_CA_BUNDLE") or environment.get("CURL_CA_BUNDLE", "")
     certificates = pip.get("cert") or bundle
     proxy = pip.get("proxy", "")
@@ -88,7 +89,8 @@ def uv_variables(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "UV_SYSTEM_CERTS": "true",
         "UV_DEFAULT_INDEX": "" if own_index else pip.get("index-url", ""),
         "UV_INDEX": " ".join(pip.get("extra-index-url", "").split()),
-        # As pip does: a mirror may lack the locked version. The hashes decide which file is right.
+        # Search all indexes, as pip does, because a mirror may lack the locked version. The hashes
+        # ensure that the file is right.
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_FIND_LINKS": ",".join(existing_links(pip.get("find-links", ""))),
         "UV_INSECURE_HOST": " ".join(pip.get("trusted-host", "").split()),
@@ -108,7 +110,7 @@ def uv_variables(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict
 
 
 def run_uv(arguments: list[str]) -> int:
-    """Run uv on this Python with pip's settings, and return its exit code."""
+    """Run uv for this Python with pip's settings; return its exit code."""
     listed = subprocess.run([*PIP, "config", "list"], check=False, capture_output=True, text=True)
     pip = read_pip_settings(listed.stdout)
     if pip.get("no-index", "").lower() in ("1", "true", "yes", "on"):
@@ -118,7 +120,7 @@ def run_uv(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command of uv; pip does an installation that uv cannot do."""
+    """Run a uv command; if uv cannot install, let pip do it."""
     has_uv = install_build_tools(read_pins(BUILD_LOCK.read_text(encoding="utf-8")))
     code = run_uv(arguments) if has_uv else 1
     if code == 0:

@@ -1,7 +1,7 @@
-"""`make bench`: measure all comparisons of speed, print a table, write `build/bench.json`.
+"""`make bench`: runs the speed comparisons, prints a table and writes `build/bench.json`.
 
-`python -m benchmarks files same-xla` measures only these comparisons. The comparisons of accuracy,
-`same-...`, run only if they are named.
+`python -m benchmarks files same-xla` runs only the named comparisons. Accuracy comparisons
+(`same-...`) run only if they are named.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "same-tables": dense_tables.same_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
-# Measured only on request: an accuracy does not change with the machine.
+# Run only on request, because accuracy does not depend on the machine.
 OF_ACCURACY = "same-"
-# These use the digits dataset, or data that they generate.
+# These comparisons use the digits dataset or generated data.
 WITHOUT_MNIST = {
     "run",
     "startup",
@@ -84,7 +84,7 @@ WITHOUT_MNIST = {
 
 
 def main() -> None:
-    """Measure the comparisons in sequence, and continue after a failed one."""
+    """Run the comparisons one after another, and continue if one fails."""
     words = _words()
     found: list[comparisons.Comparison] = []
     failed: list[str] = []

@@ -1,9 +1,9 @@
-"""Compares the time to a test accuracy of 97 % on MNIST with the published program.
+"""Compares the time to 97 % test accuracy on MNIST with that of the published program.
 
-Both sides save snapshots of their weights and are evaluated after training. The program's time
-includes fetching them, 320 KB each, but not writing them; Flotilla's excludes its checkpoints.
-Set-up is excluded on both sides. The program's clock starts when all workers train, Flotilla's with
-the first update, which counts as long as a later one.
+Both sides save snapshots of their weights, which are evaluated after training. The time of the
+program includes fetching the snapshots (320 KB each) but not writing them; the time of Flotilla
+excludes its checkpoints. Setup is excluded on both sides: the program's clock starts when all
+workers train, and Flotilla's with the first update, which is assumed to take as long as later ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from flotilla.trainer.events import Progress
 GOAL = 0.97
 ROUNDS = 3
 STEPS_OF_BASELINE, KEPT_OF_BASELINE = 4500, 100
-# Tuned on the test accuracy for the shortest time: few messages, effective local steps, and a
-# learning rate that falls to zero. The program keeps its own settings.
+# Tuned on the test accuracy for the shortest time: few messages, large local steps, and a learning
+# rate that falls to zero. The published program keeps its own settings.
 OURS: Mapping[str, Any] = {
     "training__strategy": "async_parameter_server",
     "training__pull_every": 20,
@@ -42,12 +42,12 @@ OURS: Mapping[str, Any] = {
     "training__keep": 1000,
 }
 
-# Seconds and accuracies.
+# Pairs of seconds and accuracy.
 Course = Iterable[tuple[float, float]]
 
 
 def time_to_accuracy() -> Comparison:
-    """Compare the seconds to the goal: the program's over Flotilla's."""
+    """Return the program's time to reach the goal, divided by Flotilla's."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         count = iter(range(1000))
@@ -56,7 +56,7 @@ def time_to_accuracy() -> Comparison:
         def ours() -> float:
             trained = launched.train(folder / f"{next(count):03d}", launched.mnist(), **OURS)
             seconds, reached = first_reach(_course_of_checkpoints(trained), GOAL)
-            # If the goal is not reached, the ratio of the round is 0.
+            # If the goal is not reached, the ratio of this round is 0.
             return seconds if reached else math.inf
 
         def theirs() -> float:
@@ -87,7 +87,7 @@ def time_to_accuracy() -> Comparison:
 
 
 def first_reach(course: Course, goal: float) -> tuple[float, bool]:
-    """Return when a course first reaches the goal, or else ends, and whether it reaches it."""
+    """Return when a course first reaches the goal (or else ends), and whether it reaches it."""
     seconds = 0.0
     for at, share in course:
         seconds = at
@@ -97,10 +97,10 @@ def first_reach(course: Course, goal: float) -> tuple[float, bool]:
 
 
 def seconds_at(rows: Sequence[Progress]) -> dict[int, float]:
-    """Return the seconds of training at each global step of a history, without set-up.
+    """Return the seconds of training at each global step of a history, without setup.
 
-    The first stretch traces graphs and reads the examples. It counts as if it had run at the mean
-    speed of all later ones.
+    The first interval traces graphs and reads the examples, so it is counted at the mean speed of
+    the later ones.
     """
     first, last = rows[0], rows[-1]
     speed = (last.global_step - first.global_step) / (last.seconds - first.seconds)

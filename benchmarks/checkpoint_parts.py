@@ -1,7 +1,7 @@
-"""Measures checkpoints in parts: the chief's memory, and how long training pauses.
+"""Measures partial saves: the memory of the chief, and how long training pauses.
 
-Two servers hold tables that are larger than the chief's memory. A separate process acts as the
-chief: it builds the model on the servers, saves and restores it, and prints its measurements.
+Two servers hold tables that are larger than the chief's memory. The chief is a separate process
+that builds the model on the servers, saves and restores it, and prints its measurements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHIEF = Task(role="chief", index=0)
 
 
 def checkpoint_parts() -> Comparison:
-    """Compare the seconds for which a save pauses training with a copy in the servers' memory."""
+    """Return the seconds that a save pauses training, divided by those of a copy on the servers."""
     seen = _led()
     return Comparison(
         name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
@@ -89,7 +89,7 @@ def _process(
 ) -> subprocess.Popen[str]:
     own = folder / str(task)
     own.mkdir()
-    # The worker reads its own number from this file.
+    # The worker reads its number from this file.
     (own / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
     settings = {
         **os.environ,
@@ -159,7 +159,7 @@ def _build_model() -> keras.Model:
 
 
 def _touch(variables: Variables) -> None:
-    """Update a row of each table: TensorFlow then copies a table when it is read."""
+    """Update a row of each table, because TensorFlow then copies a table when it is read."""
     for path, each in variables.items():
         if "table" in path:
             with tf.device(each.device):
@@ -173,7 +173,7 @@ def _copied(variables: Variables) -> float:
         for each in variables.values():
             if find_server(each) == server:
                 with tf.device(each.device):
-                    # Reading a variable copies it if some of its rows were updated.
+                    # Reading a variable copies it if rows of it were updated.
                     each.read_value()
 
     began = time.monotonic()
@@ -197,7 +197,7 @@ def main() -> None:
         return
     sys.stdout.write(json.dumps(_lead(cluster, task, Path(sys.argv[1]))) + "\n")
     sys.stdout.flush()
-    # Skip the cleanup: TensorFlow's threads may still use objects that it deletes.
+    # Skip the cleanup, because TensorFlow's threads may still use the objects that it deletes.
     os._exit(0)
 
 

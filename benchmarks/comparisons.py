@@ -1,4 +1,4 @@
-"""Comparisons: ratios of two values that are measured in turn in the same run."""
+"""Comparisons: ratios of two values that are measured alternately in the same run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One ratio with its bound; `rounds` has the ratio of each round.
+    """A measured ratio and its bound.
 
-    The median has one bound, `at_least` or `at_most`. With `at_least` the worst round may have
-    another bound. `more` holds further values of the report.
+    `rounds` has the ratio of each round. The median must satisfy either `at_least` or `at_most`.
+    With `at_least`, the worst round may have a bound too (`worst_at_least`). `more` holds further
+    values for the report.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Comparison:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Reject a comparison that has no rounds or no valid bound."""
+        """Reject a comparison without rounds, or without exactly one bound of the median."""
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
         if self.worst_at_least is not None and self.at_least is None:
@@ -47,7 +48,7 @@ class Comparison:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Return the bounds by name; the bound of the median is the first."""
+        """Return the bounds by name, starting with the bound of the median."""
         found = {
             "at_least": self.at_least,
             "at_most": self.at_most,
@@ -57,7 +58,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the ratios are within the bounds; NaN never is."""
+        """Whether the ratios are within the bounds; never if one is NaN."""
         if self.at_least is not None:
             worst = -math.inf if self.worst_at_least is None else self.worst_at_least
             return self.ratio >= self.at_least and all(each >= worst for each in self.rounds)
@@ -81,7 +82,7 @@ Measured = TypeVar("Measured")
 def alternating(
     rounds: int, first: Callable[[], Measured], second: Callable[[], Measured]
 ) -> list[tuple[Measured, Measured]]:
-    """Return both values of every round; their order alternates between rounds."""
+    """Return both values of every round; the order of measurement alternates."""
     found = []
     for number in range(rounds):
         if number % 2:
@@ -109,7 +110,7 @@ def write(compared: list[Comparison], path: Path) -> None:
 
 
 def table(compared: list[Comparison]) -> str:
-    """Return one line per comparison."""
+    """Return a table with one line per comparison."""
     rows = [("name", "ratio", "has to be", "holds")]
     rows += [
         (each.name, f"{each.ratio:.3f}", _words(each), str(each.holds).lower()) for each in compared

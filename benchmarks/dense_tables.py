@@ -1,11 +1,12 @@
-"""Compares the accuracy of a recommender with growing tables on servers to one with dense tables.
+"""Compares the accuracy of a recommender with growing tables on servers and with dense tables.
 
-The dataset is `examples/clicks_large` with fewer ids; each id has its own row on both sides. One
-side is trained by two asynchronous workers and two parameter servers, which create the row of an
-id when it first occurs. The other side is one process with `keras.layers.Embedding` tables, created
-beforehand for all ids of the training split. The difference is the joint cost of tables, workers
-and servers. Both sides take the same number of batches of the same size, with a learning rate that
-falls to zero, and are evaluated on the same test split. Each round is a seed.
+The dataset is `examples/clicks_large` with fewer ids, and each id has its own row on both sides. On
+one side, two asynchronous workers train with two parameter servers, which create the row of an id
+when it first occurs. On the other side, one process trains with `keras.layers.Embedding` tables,
+which have a row for every id of the training split from the start. The difference is the total loss
+of accuracy from tables, workers and servers. Both sides use the same number of batches of the same
+size and a learning rate that decays to zero, and are evaluated on the same test split. Each round
+has another seed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SEEDS = (1, 2, 3)
 LOST = 0.002
 EVENTS, TEST_EVENTS, BATCH = 1_200_000, 100_000, 512
 TRUTH = {"users": 1_000_000, "items": 100_000, "events": EVENTS, "test_events": TEST_EVENTS}
-# Each table has more rows than ids, and no filter: every id gets its row at once.
+# Each table has more rows than there are ids, and admits every id at once.
 TABLES = {
     "user": {"capacity": 131_072},
     "item": {"capacity": 131_072},
@@ -55,7 +56,7 @@ SETTINGS: Mapping[str, Any] = {
     "training.validate_every": 0,
     "training.warm_start": '""',
     "training.schedule.name": "cosine",
-    # Keras's own format would need a class for the initializer of the dense rows.
+    # Keras's own format would need a registered class for the initializer of the dense rows.
     "export.formats": "[saved_model]",
 }
 METRICS = ("auc", "query_auc")
@@ -64,7 +65,7 @@ Measured = Mapping[str, float]
 
 def same_tables() -> Comparison:
     """Return 1 minus the loss in AUC, for each seed."""
-    # Python finds these modules if the working folder is that folder.
+    # The builder and the model are modules in this folder.
     sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
@@ -92,9 +93,9 @@ def same_tables() -> Comparison:
 
 
 def dense_ranker(spec: InputSpec, *, ids: str, **arguments: Any) -> keras.Model:
-    """Return `two_tower_ranker` with plain tables that have one row per id in a file.
+    """Return `two_tower_ranker` with dense tables that have one row per id in a file.
 
-    All other ids share the first row. It is initialized with zeros, as in a growing table.
+    All other ids share the first row, which starts with zeros, as in a growing table.
 
     Args:
         spec: the argument `spec` of `two_tower_ranker`.

@@ -1,4 +1,4 @@
-"""The cost of an evaluation, compared with the shortest program that yields the same metrics."""
+"""Compares the cost of an evaluation with a minimal program that computes the same metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flotilla.trainer.models.spec import InputSpec
 EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
 ROUNDS = 5
 RESAMPLES = 1000
-# The share of labels that the features reveal. Metrics at chance level would take less time.
+# Share of labels that the features reveal. Metrics at chance level would be cheaper to compute.
 KNOWN = 0.5
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
@@ -44,7 +44,7 @@ CONFIG = parse_config(
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One model and its examples, both published and in memory."""
+    """A model and its examples, both published and in memory."""
 
     dataset: str
     checkpoint: str
@@ -73,7 +73,7 @@ def evaluation() -> Comparison:
             metrics_of(subject)
             return EXAMPLES / (time.perf_counter() - began)
 
-        # The first run of each is not counted: it traces and loads.
+        # Warm up: the first run of each traces graphs and loads modules.
         ours(), bare()
         pairs = alternating(ROUNDS, ours, bare)
     return Comparison(
@@ -85,7 +85,7 @@ def evaluation() -> Comparison:
 
 
 def metrics_of(subject: Subject) -> dict[str, Any]:
-    """Return the metrics by a minimal program that has the examples in memory."""
+    """Compute the metrics with a minimal program that has the examples in memory."""
     labels = subject.labels
     logits = subject.model.predict(subject.images, batch_size=1000, verbose=0)
     probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))

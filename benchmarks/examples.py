@@ -29,7 +29,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 ROUNDS = 3
 BATCH = 100
 EXAMPLES = 60_000 - VALIDATION
-# The first epoch reads and parses; later ones may use data that it left in memory.
+# The first epoch reads and parses the files; later ones may use data in memory.
 EPOCHS = 4
 FLOTILLA, TFDS, TFDS_CACHED = "flotilla", "tfds", "tfds-cached"
 
@@ -44,7 +44,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The speeds of Flotilla and TFDS per round, and of TFDS with a cache of decoded examples."""
+    """The speeds of Flotilla, of TFDS, and of TFDS with cached decoded examples, in each round."""
 
     pairs: list[tuple[Speeds, Speeds]]
     cached: Speeds
@@ -53,7 +53,7 @@ class Rounds:
 def first_epoch() -> Comparison:
     """Compare examples per second in the first epoch, shuffled and without a cache.
 
-    Flotilla's time includes fetching its shards; TFDS reads its files in place.
+    The time of Flotilla includes fetching its shards; TFDS reads its files in place.
     """
     pairs = [(own.first, other.first) for own, other in _rounds().pairs]
     return _compared("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
@@ -80,11 +80,10 @@ def _compared(
 
 @cache
 def _rounds() -> Rounds:
-    """Measure the rounds of both comparisons."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         tfds_input.prepare(folder / "tfds")
-        # Each round has its own folder: existing files would not be fetched again.
+        # Use a new folder in each round, because existing files would not be fetched again.
         count = iter(range(ROUNDS))
         places = {
             TFDS: [str(folder / "tfds")],
@@ -107,9 +106,9 @@ def _rounds() -> Rounds:
 def speeds_of(
     batches: tf.data.Dataset, examples: int, batch_size: int, staging: float = 0.0
 ) -> Speeds:
-    """Read batches in a graph, as training does, and return the examples per second.
+    """Read batches in a graph, as training does; return the examples per second.
 
-    The seconds of `staging` are added to the first epoch.
+    `staging` seconds are added to the first epoch.
     """
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """Measures how many rows a growing table looks up and updates per second of CPU time.
 
-Everything runs in one process, which also makes ids unique and splits them. In a cluster workers do
-that, so a server has less to do than is measured here.
+Everything runs in one process, which also deduplicates and partitions the ids. In a cluster the
+workers do that, so a server does less than is measured here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flotilla.trainer.models.spec import InputSpec, scaled_input
 ROUNDS = 5
 ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100
 RATE = 0.01
-# Drifting ids: ids per example, new ids per step, and ids that a step draws from. With the batches
-# of `benchmarks.memory` each id occurs eight times on average, and then never again.
+# Drifting ids: ids per example, new ids per step, and number of ids that a step draws from. With
+# the batches of `benchmarks.memory`, each id occurs eight times on average, and then never again.
 IDS, NEW_IDS, LIVE_IDS = 4, 8, 8_000
-# The table has fewer rows than ids: some rows are evicted by use, others by age.
+# The table has fewer rows than there are ids: some rows are evicted for lack of use, others by age.
 DRIFTING_ROWS, OLDEST = 6_000, 500
 Step = Callable[[tf.Tensor], tf.Tensor]
 
 
 def table_rows() -> Comparison:
-    """Compare rows per second of one core: a table that holds all ids over a plain variable."""
+    """Compare rows per CPU second: a growing table that has all ids, over a plain variable."""
     random = np.random.default_rng(0)
     ids = random.integers(-(2**62), 2**62, ROWS)
     numbers = [random.integers(0, ROWS, BATCH) for _ in range(STEPS)]
@@ -62,7 +62,7 @@ def table_rows() -> Comparison:
 def _new(random: np.random.Generator, min_count: int) -> float:
     """Return the rows per second if all ids are new.
 
-    With a `min_count` of 1 the table is full during half of the steps.
+    With a `min_count` of 1, the table is full during half of the steps.
     """
     table = EmbeddingTable(
         STEPS * BATCH // 2, DIMENSION, shards=2, min_count=min_count, min_age=1, name="new"
@@ -76,7 +76,7 @@ class _Drifting(EmbeddingTable):
     """A table that draws its ids from a window that moves with the global step."""
 
     def call(self, examples: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Return the rows of random ids for each example; the values of the examples are unused."""
+        """Return the rows of random ids for each example, regardless of its values."""
         step = self._step(examples)
         shape = [tf.shape(examples)[0], IDS]
         ids = tf.random.uniform(shape, maxval=LIVE_IDS, dtype=tf.int64)

@@ -1,4 +1,4 @@
-"""Measures how many updates per second one chief hands out to a fleet of stubs over loopback."""
+"""Measures how many updates per second one chief hands out to stub workers over loopback."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
 from flotilla.trainer.runtime import signals
 
-# The server of a worker takes some 45 MB and 93 threads on two cores, 60 MB and 145 threads on 16.
+# The server of a worker needs 45 MB and 93 threads on 2 cores, or 60 MB and 145 threads on 16.
 WORKERS = int(os.environ.get("BENCH_STUBS", "64"))
-# The number of workers in one process.
+# Number of workers in one process.
 TOGETHER = 64
-# The updates per turn; see `flotilla.trainer.strategies.async_parameter_server`.
+# Updates per turn; see `flotilla.trainer.strategies.async_parameter_server`.
 TURN = 20
 SECONDS = 5.0
 ROUNDS = 2
-# The time limit of a round: a deadlocked fleet never ends.
+# Time limit of a round in seconds, because a deadlocked fleet never ends.
 LIMIT_SECONDS = 240.0
-# Runs the servers of several tasks of a role, which all report as the same worker.
+# Runs the servers of several tasks of one role, which all report as the same worker.
 _SERVE = """
 import json, sys
 import tensorflow as tf
@@ -115,7 +115,7 @@ def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
     }
     own = folder / "-".join(map(str, words[3:]))
     own.mkdir()
-    # A worker reads its number from its working folder.
+    # A worker reads its number from its working directory.
     (own / "number.txt").write_text("0", encoding="utf-8")
     command = [sys.executable, *map(str, words)]
     with (own / "log.txt").open("wb") as log:

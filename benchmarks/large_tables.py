@@ -1,7 +1,7 @@
 """Compares a training step with a large embedding table to the same step with a small table.
 
-Measures each optimizer that has a lazy form, with tables of 10,000,000 and 1,000 rows in turn: the
-whole step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION`
+Each optimizer that has a lazy implementation is measured with tables of 10,000,000 and 1,000 rows:
+the whole step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION`
 measures one optimizer in its own process, which uses up to 8 GB, and prints a line of JSON.
 """
 
@@ -21,11 +21,11 @@ import psutil
 from benchmarks.comparisons import Comparison, alternating
 
 SMALL, LARGE = 1_000, 10_000_000
-# A batch looks up each row of the small table, and some of them twice.
+# A batch looks up each row of the small table once, and some twice.
 BATCH, DISTINCT = 1_024, 1_000
 DIMENSIONS = (16, 64)
 ROUNDS, STEPS = 5, 50
-# The optimizer, its arguments, and its number of slots.
+# The Keras optimizer, its arguments, and its number of slots.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "adam": ("adam", {}, 2),
     "adamw": ("adamw", {}, 2),
@@ -34,12 +34,12 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "sgd": ("sgd", {}, 0),
     "momentum": ("sgd", {"momentum": 0.9, "nesterov": True}, 1),
 }
-# Further memory in bytes: TensorFlow, and the initialization of a table.
+# Additional memory in bytes, for TensorFlow and the initialization of a table.
 BESIDES = 2 << 30
 
 
 def large_tables() -> list[Comparison]:
-    """Compare the CPU seconds of a step and of an update for each optimizer and dimension."""
+    """Compare the CPU seconds of a step and of an update, for each optimizer and dimension."""
     return [
         comparison
         for name in OPTIMIZERS
@@ -92,13 +92,14 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
     def build_model() -> keras.Model:
         ids = keras.Input((), dtype="int64")
         found = keras.layers.Embedding(rows, dimension, name="table")(ids)
-        # The layers of `tabular`.
+        # The hidden layers are those of the `tabular` model.
         for number, units in enumerate((64, 32)):
             found = keras.layers.Dense(units, activation="relu", name=f"hidden_{number}")(found)
         return keras.Model(ids, keras.layers.Dense(1, name="out")(found))
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Both tables get equally many distinct rows, spread evenly: the prime divides neither size.
+        # Both tables get the same number of distinct rows, spread evenly, because the prime divides
+        # neither number of rows.
         ids = (number * DISTINCT + tf.range(BATCH, dtype=tf.int64) % DISTINCT) * 7_919_993 % rows
         return ids, tf.cast(ids % 2, tf.float32)[:, tf.newaxis]
 
@@ -141,7 +142,7 @@ def main() -> None:
     found = {}
     for what in ("step", "update"):
         big, little = getattr(large, what), getattr(small, what)
-        # Warm-up: the first calls trace, and copy the table once.
+        # Warm up: the first calls trace, and copy the table once.
         big(STEPS)
         little(STEPS)
         found[what] = alternating(ROUNDS, partial(_seconds, big), partial(_seconds, little))

@@ -1,4 +1,4 @@
-"""Launches Flotilla's training as `flotilla train` does, and reads the run's history."""
+"""Runs Flotilla's training as `flotilla train` does, and reads the history of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flotilla.trainer.events import Progress
 from flotilla.trainer.models import registry as models
 from flotilla.trainer.models.spec import InputSpec
 
-# The model, the optimizer and the batch of the published program.
+# The model, the optimizer and the batch size of the published program.
 SAME_AS_BASELINE = {
     "name": "bench",
     "data.dataset": "mnist",
@@ -41,8 +41,9 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# The share of steps that is not measured: graphs are traced there, also the graph of turns after
-# the first or second measurement of speed. `fit` is measured from its second epoch of four.
+# Share of the steps that is not measured, because graphs are traced then. The graph of turns is
+# traced only after the first or second measurement of speed. Similarly, `fit` is measured from its
+# second of four epochs.
 _WARM = 0.25
 
 
@@ -52,7 +53,7 @@ class Trained:
 
     Attributes:
         steps_per_second: global steps per second after the first quarter.
-        local_steps_per_second: the same for the local steps of all workers.
+        local_steps_per_second: local steps per second of all workers after the first quarter.
         checkpoints: URI of the checkpoints.
         rows: progress of the training; its clock stops while checkpoints are saved.
     """
@@ -65,7 +66,7 @@ class Trained:
 
 @cache
 def mnist() -> str:
-    """Publish MNIST, once for all comparisons of this process; return its URI."""
+    """Publish MNIST, once for all comparisons in this process; return its URI."""
     folder = tempfile.mkdtemp(prefix="flotilla-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return prepared(Path(folder))
@@ -88,26 +89,26 @@ def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
 
 
 def configuration(settings: Mapping[str, Any]) -> Any:
-    """Return the baseline's configuration with other settings."""
+    """Return the baseline's configuration with `settings` changed."""
     whole = {**SAME_AS_BASELINE, **settings}
     whole.setdefault("training.checkpoint_every", whole.get("training.steps", 1))
     return load_config(None, [f"{key}={value}" for key, value in whole.items()])
 
 
 def model(settings: Mapping[str, Any] = NONE) -> Any:
-    """Return a new, untrained model of the configuration."""
+    """Return a new, untrained model for the configuration."""
     spec = InputSpec(shape=(28, 28, 1), dtype="uint8", output_shape=(10,))
     return models.build(configuration(settings).model, spec, 0)
 
 
 def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
-    """Train with the baseline's configuration and other settings; `__` in a key is a dot."""
+    """Train with the baseline's configuration and `settings`, whose keys have `__` for a dot."""
     config = configuration({key.replace("__", "."): value for key, value in settings.items()})
     return trained(config, workdir, dataset)
 
 
 def trained(config: Config, workdir: Path, dataset: str) -> Trained:
-    """Train below a folder, on a published dataset."""
+    """Train on a published dataset, below the folder `workdir`."""
     checkpoints = storage.join(storage.uri_of(workdir), "run", "checkpoints")
     job = Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=workdir / "tasks")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -13,19 +13,19 @@ from flotilla.trainer.config.load import load_config
 
 ROUNDS = 3
 EARLY, LATE = 5_000, 50_000
-# Training continues after the last measurement, so that the tasks still run then.
+# Training continues after the last measurement, so that the tasks still run at that time.
 STEPS = LATE + 1_000
-# A small model with small batches makes many steps per second.
+# A small model with small batches runs many steps per second.
 SETTINGS: Mapping[str, Any] = {
     "model.name": "softmax",
     "model.args": "{}",
     "training.steps": STEPS,
     "training.batch_size": 16,
-    # The first checkpoint and validation precede the first measurement: they trace once.
+    # The first checkpoint and validation trace graphs, so they come before the first measurement.
     "training.checkpoint_every": EARLY // 2,
     "training.validate_every": EARLY // 2,
 }
-# The table is full long before the first measurement, and reassigns rows to new ids all the time.
+# The table is full long before the first measurement, and constantly reassigns rows to new ids.
 OF_TABLE: Mapping[str, Any] = {
     **SETTINGS,
     "model.name": "benchmarks.growing_tables:drifting",
@@ -38,7 +38,7 @@ TASKS = ("chief-0", "ps-0", "worker-0", "worker-1")
 
 
 def memory() -> Comparison:
-    """Compare the resident bytes of chief and workers after 50,000 steps with those after 5,000."""
+    """Compare the resident memory of chief and workers after 50,000 steps and after 5,000 steps."""
     runs = _runs(SETTINGS, (EARLY, LATE), ROUNDS)
     return Comparison(
         name=f"memory of chief and workers after {LATE:,} steps, over that after {EARLY:,}",
@@ -49,7 +49,7 @@ def memory() -> Comparison:
 
 
 def table_memory() -> Comparison:
-    """Compare the same for all tasks, with a full table that reassigns its rows to new ids."""
+    """Compare the resident memory of all tasks, with a full table that replaces its rows."""
     (run,) = _runs(OF_TABLE, TABLE_LOOKS, 1)
     return Comparison(
         name=f"memory of all tasks with a full table after {LATE:,} steps, over after {EARLY:,}",
@@ -64,7 +64,7 @@ def table_memory() -> Comparison:
 
 
 def _runs(settings: Mapping[str, Any], steps: Sequence[int], count: int) -> list[tuple[Look, ...]]:
-    """Return the measurements at these steps of `count` runs."""
+    """Return the measurements at the given steps for each of `count` runs."""
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         return [watched(config, Path(name) / f"{each}", list(steps)) for each in range(count)]
@@ -75,7 +75,7 @@ def _megabytes(run: Sequence[Look]) -> dict[str, list[int]]:
 
 
 def worst_growth(early: Look, late: Look, judged: Collection[str] = JUDGED) -> float:
-    """Return the largest ratio of late to early memory over the tasks of the judged roles."""
+    """Return the largest ratio of late to early memory among the tasks of the judged roles."""
     return max(
         late.tasks[task].resident_bytes / used.resident_bytes
         for task, used in early.tasks.items()

@@ -1,11 +1,11 @@
-"""Simulates a thousand nights of a gate: how often it errs, and how the champion develops.
+"""Simulates a gate for a thousand nights: how often it errs, and how the champion develops.
 
     python -m benchmarks.nights
 
-Each night a new model and the champion score new test examples of two classes, and the gate's own
-code judges them. The scores are normally distributed, and shifted for the positive class, so the
-true areas are known. In each class the scores of both models correlate. The script prints the
-tables of `benchmarks/results/gate.md` from one seed.
+Each night, a new model and the champion predict new test examples of two classes, and the gate's
+own code compares them. The scores are normally distributed, with a shift for the positive class, so
+the true metrics are known. Within each class, the scores of both models are correlated. The script
+prints the tables of `benchmarks/results/gate.md` from one seed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from flotilla.trainer.tasks.base import Part, Target, Whole
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 
 NIGHTS = 1000
-# The number of nights in a chain of champions.
+# Number of nights in a chain of champions.
 CHAIN = 300
-# Correlation of the scores of two models within a class. A network trained twice has 0.8 to 0.97.
+# Correlation of the scores of two models within a class. Training the same network twice gives 0.8
+# to 0.97.
 CORRELATION = 0.9
 GATE = GateConfig()
 Floats = npt.NDArray[np.floating[Any]]
@@ -44,7 +45,7 @@ _GRID = np.linspace(-9, 15, 24_001)
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Examples of two classes: the share of positives, and the metric of the first champion."""
+    """A population of two classes: the share of positives, and the first champion's true metric."""
 
     share: float
     metric: str
@@ -52,12 +53,12 @@ class Data:
 
     @property
     def constant(self) -> float:
-        """The metric of a constant."""
+        """The metric of a constant prediction."""
         return 0.5 if self.metric == "auc" else self.share
 
     @property
     def margin(self) -> float:
-        """How much worse than the first champion a model may be."""
+        """By how much a model may be worse than the first champion."""
         return GATE.champion.compute_margin(self.value - self.constant)
 
 
@@ -70,14 +71,14 @@ DATA = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The shift of a model's scores of positives, and its threshold for a positive prediction."""
+    """A model: the shift of its scores for positives, and its decision threshold."""
 
     shift: float
     threshold: float
 
     @classmethod
     def of(cls, data: Data, value: float) -> Model:
-        """Return the model that reaches a value, with the threshold of the best F1."""
+        """Return the model whose true metric is `value`, with the threshold of the best F1."""
         shift = _shift(data, round(value, 6))
         hits, alarms = stats.norm.sf(_GRID - shift), stats.norm.sf(_GRID)
         taken = data.share * hits + (1 - data.share) * alarms
@@ -87,7 +88,7 @@ class Model:
     def finding(self, part: float) -> Model:
         """Return a model with the same scores and a higher threshold.
 
-        Its recall is this part of the recall of this model.
+        Its recall is the share `part` of this model's recall.
         """
         found = part * stats.norm.sf(self.threshold - self.shift)
         return Model(shift=self.shift, threshold=self.shift + float(stats.norm.isf(found)))
@@ -103,14 +104,14 @@ def _shift(data: Data, value: float) -> float:
 
 
 def _precision(share: float, shift: float) -> float:
-    """Return the average precision."""
+    """Return the true average precision of a model."""
     hits, alarms = share * stats.norm.sf(_GRID - shift), (1 - share) * stats.norm.sf(_GRID)
     density = stats.norm.pdf(_GRID - shift)
     return float(density @ (hits / (hits + alarms)) / density.sum())
 
 
 class Night:
-    """The test examples of one night, and the scores of models."""
+    """The test examples of one night, and the scores of models on them."""
 
     def __init__(self, data: Data, examples: int, generator: np.random.Generator) -> None:
         """Draw examples, at least one of each class."""
@@ -137,7 +138,7 @@ class Night:
     def over_champion(
         self, own: Whole, champion: Whole, config: GateConfig = GATE
     ) -> tuple[bool, bool]:
-        """Return whether the gate blesses over the champion, and whether a gain is proved."""
+        """Return whether the gate blesses the model, and whether it is proven to be better."""
         metric, rule = self._data.metric, config.champion
         mine, theirs = _estimate(own, metric), _estimate(champion, metric)
         compared = noninferiority.compare_paired(
@@ -189,14 +190,14 @@ def kinds(data: Data) -> dict[str, Model]:
 def promoted(
     data: Data, model: Model, examples: int, nights: int = NIGHTS, config: GateConfig = GATE
 ) -> float:
-    """Return how often a model is promoted in place of the first champion."""
+    """Return how often a model is promoted over the first champion."""
     generator, champion = np.random.default_rng(examples), Model.of(data, data.value)
     count = 0
     for _ in range(nights):
         night = Night(data, examples, generator)
         own = night.answered(model)
         if night.over_champion(own, night.answered(champion), config)[0]:
-            # A model that finds some positives is far above the constant each night.
+            # A model that finds some positives is always far better than the constant.
             count += bool(model.shift) or night.over_constant(own)
     return count / nights
 
@@ -210,7 +211,7 @@ def first(data: Data, examples: int, nights: int = NIGHTS) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The true value of each night's champion, and how many models were promoted."""
+    """The true metric of each night's champion, and the number of promoted models."""
 
     values: tuple[float, ...]
     promoted: int
@@ -229,9 +230,9 @@ GATES = ("the gate", "champion alone", "not proved worse")
 
 
 def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> Chain:
-    """Simulate the champions of a kind of models under one of `GATES`.
+    """Simulate the champions if new models are of one kind, under one of `GATES`.
 
-    `the gate` also compares with the last version that proved a gain. `not proved worse` is the
+    `the gate` also compares with the last version that had a proven gain. `not proved worse` is the
     rule of earlier versions of Flotilla.
     """
     data, made = DATA["50 %"], MODELS[models]
@@ -258,14 +259,14 @@ def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> 
     return Chain(values=tuple(values), promoted=count)
 
 
-# The number of test examples that has 28 positives.
+# The number of test examples that contains 28 positives.
 SIZES = {"50 %": 56, "5 %": 560, "1 %": 2800}
 POWER_SIZES = (1000, 5000, 20_000)
 MARGINS = ("5%", "10%", "20%")
 
 
 def _errors(name: str, examples: int) -> str:
-    """Return a row: how often each kind of models is promoted."""
+    """Return a row: how often each kind of model is promoted."""
     data = DATA[name]
     shares = [promoted(data, model, examples) for model in kinds(data).values()]
     cells = [f"{each:.1%}" for each in (*shares, first(data, examples))]
@@ -273,7 +274,7 @@ def _errors(name: str, examples: int) -> str:
 
 
 def _power(name: str, margin: str) -> str:
-    """Return a row: how often equal models are promoted, by the number of examples."""
+    """Return a row: how often an equal model is promoted, by the number of examples."""
     data, config = DATA[name], GateConfig.model_validate({"champion": {"margin": margin}})
     model = Model.of(data, data.value)
     shares = [promoted(data, model, each, NIGHTS // 5, config) for each in POWER_SIZES]

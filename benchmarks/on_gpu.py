@@ -1,4 +1,4 @@
-"""Compares a convolutional network on one GPU, in 16 bits and compiled by XLA, with `model.fit`."""
+"""Compares a CNN on one GPU, in 16 bits and compiled by XLA, with `model.fit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of preparing a dataset, compared with TFDS alone.
+"""Compares the cost of preparing a dataset with that of TFDS alone.
 
 `python -m benchmarks.preparing WHICH FOLDER` prepares MNIST in its own process.
 """
@@ -46,7 +46,7 @@ def preparing() -> Comparison:
 def prepared_by(which: str, folder: Path) -> float:
     """Prepare MNIST below a folder with Flotilla or with TFDS alone; return the seconds."""
     folder.mkdir(parents=True)
-    # Both need this module, so its import is not measured.
+    # Both use TensorFlow, so its import is not measured.
     tf.constant(0)
     began = time.perf_counter()
     if which == FLOTILLA:

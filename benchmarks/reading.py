@@ -1,7 +1,7 @@
-"""The cost of reading a table for training, by the block and with a record for each row.
+"""Compares reading a table for training in blocks with reading one record per row.
 
-`python -m benchmarks.reading WHICH FOLDER BATCH` reads epochs in its own process. The records of
-one row are read as the guides of TensorFlow do: shuffled, batched, and parsed by the batch.
+`python -m benchmarks.reading WHICH FOLDER BATCH` reads several epochs in its own process.
+Single-row records are read as TensorFlow's guides do: shuffled, batched, and then parsed per batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flotilla.trainer.data.read import training_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec, shard_name
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# More than fit in memory as texts of any length would take.
+# Number of rows, too many to be kept in memory with texts of any length.
 EXAMPLES, SHARDS, EPOCHS, ROUNDS = 400_000, 8, 3, 3
 BATCHES = (100, 1000)
 BLOCKS, RECORDS = "blocks", "records"
@@ -45,7 +45,7 @@ SPEC = DatasetSpec(
 
 
 def table_input() -> list[Comparison]:
-    """Compare rows of a table for each processor second, in the first epoch and in later ones."""
+    """Compare rows of a table per CPU second, in the first epoch and in later ones."""
     return [
         Comparison(
             name=f"a table in batches of {size}, {when} epoch: rows for each processor second, "
@@ -126,7 +126,7 @@ def _records_of_rows(files: list[str], size: int) -> tf.data.Dataset:
 
 
 def measure(batches: tf.data.Dataset, size: int) -> list[float]:
-    """Read epochs in a graph; return the rows per processor second of the first and of later."""
+    """Read epochs in a graph; return rows per CPU second in the first and in later epochs."""
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
         labels = tf.constant(0, tf.int64)

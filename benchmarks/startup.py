@@ -1,6 +1,6 @@
-"""Measures the start of the process of a step or a training task, which is mostly imports.
+"""Measures how long the processes of steps and training tasks take to start, mostly for imports.
 
-The unit is CPU time, which other programs on the machine hardly affect.
+The unit is CPU time, which depends little on other programs on the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flotilla.trainer.cluster.process import MODULES
 
 ROUNDS = 3
 _STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
-# The modules that a step imports in its body, in every run whose dataset is already prepared.
+# Modules that a step imports in its body in every run, even if the dataset is already prepared.
 _BODIES = {
     "prepare_data": (
         "flotilla.trainer.data.prepare",
@@ -27,7 +27,7 @@ _BODIES = {
     "evaluate_model": ("flotilla.trainer.evaluation.evaluate",),
     "export_model": ("flotilla.trainer.export.export",),
 }  # fmt: skip
-#: The modules that the process of each step and of each task loads, by its name.
+#: #: Modules that each process loads, by the name of the step or task.
 PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{
@@ -40,7 +40,7 @@ PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         },
     }
 )
-#: The bound of the sum of all processes, in imports of TensorFlow.
+#: #: Maximum total of all processes, in units of one import of TensorFlow.
 AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
@@ -77,7 +77,7 @@ def startup() -> Comparison:
 
 
 def loaded(name: str) -> tuple[float, int]:
-    """Return the CPU seconds and the number of modules of a process of `PROCESSES`."""
+    """Return the CPU seconds and the number of loaded modules of a process in `PROCESSES`."""
     own = {"TF_USE_LEGACY_KERAS": "1"} if name == "task: server" else {}
     return _seconds([sys.executable, "-c", _PROGRAM, *PROCESSES[name]], own)
 

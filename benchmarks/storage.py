@@ -1,4 +1,4 @@
-"""The cost of object storage: many small files, and checkpoints during training."""
+"""Measures the cost of object storage: many small files, and checkpoints during training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
 BUCKET = "flotilla-bench"
 TRAINING_ROUNDS = 5
-# Long enough for several checkpoints per run.
+# Enough steps for several checkpoints in a run.
 STEPS, MOST_STEPS = 60_000, 1_000_000
 EVERY = 10.0
-# Seconds of a window. One window starts at the checkpoint; it is compared with its neighbours.
+# Length of a window in seconds. A window that starts at a checkpoint is compared with the windows
+# before and after it.
 WINDOW = 5.0
 
 
@@ -62,10 +63,10 @@ def many_files() -> Comparison:
 def checkpoints() -> Comparison:
     """Measure the cost of checkpoints in a bucket, within a run.
 
-    A checkpoint costs far less than the difference between two runs: training waits for a moment,
-    and an upload runs in the background. So the window of seconds with a checkpoint is compared
-    with the mean of the windows before and after it, which have none. This cancels drift. The run
-    saves a checkpoint every 15 s; the cost is reported for one every 10 s.
+    The cost of a checkpoint is far below the variation between runs, because training pauses only
+    briefly and the upload runs in the background. Therefore the seconds after a checkpoint are
+    compared with the seconds before and after them, which also cancels drift. The run saves a
+    checkpoint every 15 s; the cost is reported for one every 10 s.
     """
     found: list[list[Taken]] = []
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
@@ -78,7 +79,7 @@ def checkpoints() -> Comparison:
             elif steps > MOST_STEPS:
                 raise UserError(f"{steps} steps ended before a checkpoint had windows around it")
             else:
-                # This machine is faster: the run ended too early.
+                # The run ended too early, because this machine is faster.
                 steps *= 2
     every = [each for run in found for each in run]
     return Comparison(
@@ -114,7 +115,7 @@ def taken(run_events: Sequence[Event]) -> list[Taken]:
     found = []
     for saved in (each for each in run_events if isinstance(each, Saved)):
         before = [time for time in times if time <= saved.time - saved.seconds]
-        # The first stretch traces and compiles.
+        # The first progress report comes after tracing and compiling.
         if not before or not times[1] <= before[-1] - WINDOW < times[-1] - 3 * WINDOW:
             continue
         usual = (speed(before[-1] - WINDOW) + speed(before[-1] + WINDOW)) / 2
@@ -125,7 +126,7 @@ def taken(run_events: Sequence[Event]) -> list[Taken]:
 
 @contextmanager
 def gcs(latency: float) -> Iterator[str]:
-    """Run a server of Google Cloud Storage in another process; yield the URI of a bucket."""
+    """Run a Google Cloud Storage emulator in another process; yield the URI of a bucket."""
     command = [sys.executable, "-m", "tests.stores", "gs", BUCKET, str(latency)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
         assert own.stdin is not None
@@ -142,7 +143,10 @@ def gcs(latency: float) -> Iterator[str]:
 
 
 def _trained(workdir: Path, root: str, dataset: str, steps: int) -> Path:
-    """Train with checkpoints so far apart that whole windows have none; return the folder."""
+    """Train with checkpoints so far apart that the windows between them have none.
+
+    Returns the folder of the run.
+    """
     settings = {
         "training.steps": steps,
         "training.validate_every": 0,

@@ -1,6 +1,6 @@
 """Runs a chief with stub workers: `python -m benchmarks.stubs SPEC SECONDS`.
 
-It runs the strategy itself on TensorFlow's servers, without a model: an update only increments a
+The strategy itself runs on TensorFlow's servers, but without a model: an update only increments a
 counter on the parameter server. All messages are real. See `benchmarks.handout`.
 """
 
@@ -22,9 +22,9 @@ from flotilla.trainer.strategies.async_parameter_server import AsyncParameterSer
 from flotilla.trainer.strategies.placement import server_device
 from flotilla.trainer.strategies.self_scheduling import TURN
 
-# Warm-up: within this time every worker receives its first closures.
+# Warm-up time in seconds, in which every worker receives its first closures.
 WARM_SECONDS = 3.0
-# The numbers of stretches and of looks that the means are taken over.
+# Number of stretches, and of looks at the workers, that are averaged.
 STRETCHES, LOOKS = 3, 20
 
 
@@ -41,7 +41,7 @@ class Stubs(AsyncParameterServer):
         self.hand_out(self._update, TURN)
 
     def look(self) -> None:
-        """Check the workers and report once, as the strategy does in each second of a stretch."""
+        """Check the workers and report once, as the strategy does every second."""
         self._seen = self._turns.look()
         self._report()
 
@@ -62,7 +62,7 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
     stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
     stubs.lead()
     connected, of_connecting = time.monotonic() - began, time.process_time() - used
-    # The assumed updates per second until a speed is measured.
+    # The number of updates until a speed is measured.
     steps = 4 * TURN * len(spec["worker"])
     boundary = 10**12
     began, used = time.monotonic(), time.process_time()
@@ -96,7 +96,7 @@ def _of_one_worker(stubs: Stubs, workers: int) -> dict[str, float]:
     """Return the CPU seconds of the chief per worker, for a stretch and for a look."""
     used = time.process_time()
     for _ in range(STRETCHES):
-        # Enough updates for turns; all workers already have the closure of a turn.
+        # Enough updates for turns. All workers already have the closure of a turn.
         updates = 4 * TURN * workers
         stubs.advance(updates, stubs.global_step() + updates)
     of_stretches, used = time.process_time() - used, time.process_time()
@@ -115,12 +115,12 @@ def _say(found: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Print the result of `lead` as JSON; SPEC is a file of addresses by role."""
+    """Print the result of `lead` as JSON; SPEC is a file with the addresses by role."""
     signals.end_with_parent()
     path, seconds = sys.argv[1:]
     found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))
     _say(found)
-    # The threads of the coordinator wait for workers.
+    # The threads of the coordinator still wait for workers.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The processor time and memory of preparing a table, over those of reading it by pyarrow alone.
+"""Compares the CPU time and memory of preparing a table with those of reading it with pyarrow.
 
 `python -m benchmarks.table_files WHICH FILE` prepares or reads one file in its own process.
 """
@@ -21,7 +21,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 
-# These imports take seconds, which are not those of a table.
+# Import these first, because the imports take seconds that are not part of the measurement.
 from flotilla.trainer.data.files import file_source  # noqa: F401
 from flotilla.trainer.data.preparation import assembly  # noqa: F401
 from flotilla.trainer.data.prepare import prepare
@@ -39,7 +39,7 @@ def preparing_tables() -> list[Comparison]:
 
 
 def write_table(folder: Path, rows: int) -> list[Path]:
-    """Write three numbers, two ints, two categories and a label as CSV and as Parquet."""
+    """Write three floats, two integers, two categories and a label as CSV and as Parquet."""
     draw = np.random.RandomState(0)
     paths = [folder / kind / f"table.{kind}" for kind in ("csv", "parquet")]
     for path in paths:
@@ -89,8 +89,8 @@ def _compare(path: Path) -> Comparison:
 
 
 def _measure_one(which: str, path: Path) -> tuple[float, float]:
-    """Return the processor seconds, and the most memory in megabytes."""
-    # Its threads start with the first operation.
+    """Return the CPU seconds and the peak memory in megabytes."""
+    # TensorFlow starts its threads with the first operation.
     tf.constant(0)
     before = _used()
     if which == FLOTILLA:

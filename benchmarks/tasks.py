@@ -1,8 +1,8 @@
-"""Compares every learning task under every strategy with Keras's `fit`, and writes `docs/tasks.md`.
+"""Compares each learning task under each strategy with Keras's `fit`, and writes `docs/tasks.md`.
 
-`fit` has the same model, optimizer, batch and number of updates, and Keras's own losses. All are
-evaluated on the test split with the last weights, with three seeds. Each result is written to
-`build/tasks.json` at once: an interrupted measurement resumes from there.
+`fit` uses the same model, optimizer, batch size and number of updates, and Keras's own losses. All
+runs are evaluated on the test split with the last weights, for three seeds. Each result is
+immediately written to `build/tasks.json`, so that an interrupted measurement can be continued.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PAGE = "docs/tasks.md"
 
 
 def configuration(name: str, strategy: str, seed: int) -> Config:
-    """Return a configuration of `configs/` for a strategy and a seed."""
+    """Return a configuration from `configs/` for a strategy and a seed."""
     settings = {
         "training.strategy": "single" if strategy == FIT else strategy,
         "training.seed": seed,
@@ -65,8 +65,8 @@ def configuration(name: str, strategy: str, seed: int) -> Config:
 
 
 def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
-    """Train one configuration in one way, and return its metrics on the test split."""
-    # Only this child process imports TensorFlow: the parent starts many of them.
+    """Train a configuration with a strategy or with `fit`; return its metrics on the test split."""
+    # Only this child process imports TensorFlow; the parent starts many of them.
     from benchmarks.baselines import compiled  # noqa: PLC0415
     from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
     from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
@@ -92,7 +92,7 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
 
 
 def launched(config: Config, dataset: str, work: Path) -> str:
-    """Train on a cluster of this machine; return the URI of the checkpoints."""
+    """Train on a local cluster; return the URI of the checkpoints."""
     checkpoints = storage.uri_of(work / "checkpoints")
     local.launch(
         Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=work / "tasks")
@@ -101,7 +101,7 @@ def launched(config: Config, dataset: str, work: Path) -> str:
 
 
 def run(kept: Path) -> dict[str, dict[str, list[float]]]:
-    """Run the missing measurements; return the values of all seeds by configuration and way."""
+    """Run the missing measurements; return the values by configuration and strategy."""
     found: dict[str, dict[str, list[float]]] = (
         json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     )
@@ -124,7 +124,7 @@ def run(kept: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """Return the values as a table: the mean, and the smallest and largest of several values."""
+    """Return a table of the values: the mean and the range over the seeds."""
     lines = [
         f"| configuration | task | metric | `{FIT}` | "
         + " | ".join(f"`{name}`" for name in STRATEGIES)

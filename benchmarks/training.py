@@ -1,4 +1,4 @@
-"""The speed of training, compared with published programs and with a single process."""
+"""Compares the speed of training with published programs and with a single process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.baselines import cluster
 from benchmarks.comparisons import Comparison, alternating
 
 ROUNDS = 3
-# The rounds of comparisons whose noise is close to the margin.
+# Number of rounds for comparisons whose noise is close to the margin.
 MORE_ROUNDS = 5
 STEPS_OF_BASELINE = 2400
 STEPS = 8000
@@ -53,7 +53,7 @@ def synchronous() -> Comparison:
 
 
 def local_steps() -> Comparison:
-    """Compare local steps per second with rare pulls to one process without a cluster."""
+    """Compare local steps per second with rare pulls to those of one process without a cluster."""
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
@@ -80,7 +80,7 @@ def one_process() -> Comparison:
 
 
 def one_process_compiled() -> Comparison:
-    """Compare examples per second of one process, with steps compiled by XLA, to `model.fit`."""
+    """Compare examples per second of one process, compiled by XLA, with `model.fit`."""
 
     def own(bench: _Bench) -> float:
         return bench.train("single", STEPS, training__jit_compile=True).steps_per_second

@@ -1,4 +1,4 @@
-"""Runs a training on this machine and records the memory and CPU time of its tasks."""
+"""Trains on this machine, and records the memory and CPU time of its tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.errors import RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """The memory and the CPU time of one task so far."""
+    """The memory and the total CPU time of a task."""
 
     resident_bytes: int
     cpu_seconds: float
@@ -26,11 +26,11 @@ class Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """All tasks at one moment.
+    """The state of all tasks at one moment.
 
     Attributes:
-        global_step: the last step that training reported.
-        time: when it was reported, in seconds since the epoch.
+        global_step: the last reported step.
+        time: Unix timestamp of the report.
         tasks: usage by name of the task, such as `worker-0`.
         metrics: further metrics of the strategy.
     """
@@ -44,12 +44,12 @@ class Look:
 def watched(
     config: Config, workdir: Path, steps: Sequence[int], dataset: str = ""
 ) -> tuple[Look, ...]:
-    """Train below a folder, and record all tasks when each of these global steps is reached.
+    """Train below a folder, and record all tasks when each of `steps` is reached.
 
     Args:
         config: the configuration of the run.
         workdir: the folder in which the run's folder is created.
-        steps: in ascending order, and far enough apart to be reported separately.
+        steps: global steps in ascending order, far enough apart to be reported separately.
         dataset: URI of the published dataset; if empty, the dataset is prepared.
 
     Raises:
@@ -83,7 +83,7 @@ def tasks_below(folder: Path) -> dict[str, Used]:
     """Return the memory and CPU time of the tasks below a folder, by name."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        # A process may have ended since it was listed.
+        # The process may have exited since it was listed.
         with suppress(psutil.NoSuchProcess):
             words = process.cmdline()
             if words[1:4] == ["-m", "flotilla.trainer", "task"]:

@@ -19,7 +19,7 @@ def whole_run() -> Comparison:
     """Compare the seconds of `flotilla run` on the digits with those of `import tensorflow`."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         workdir = Path(name)
-        # Warm-up: the first run prepares the dataset, and the system caches its files.
+        # Warm up: the first run prepares the dataset, and the system caches its files.
         run_seconds(workdir), import_seconds()
         pairs = alternating(ROUNDS, lambda: run_seconds(workdir), import_seconds)
     return Comparison(

@@ -16,9 +16,9 @@ from typing import Any
 
 from flotilla.trainer.runtime import signals
 
-# The share of the time with all workers that is not measured: they import, connect and trace.
+# Share of the training time that is not measured, while workers import, connect and trace.
 _WARM = 0.1
-# Seconds between two checks of the tasks.
+# Interval at which the tasks are checked, in seconds.
 _LOOK = 0.05
 
 
@@ -29,7 +29,8 @@ class Trained:
     Attributes:
         steps_per_second: global steps per second while all workers trained.
         local_steps: the number of local steps of each worker.
-        kept: per snapshot of the weights, seconds since all workers train, global step and file.
+        kept: for each snapshot, the seconds since all workers started, the global step and the
+            file.
     """
 
     steps_per_second: float
@@ -38,7 +39,7 @@ class Trained:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports of loopback; all are bound at the same time, so none occurs twice."""
+    """Return free local ports. All are bound at the same time, so they are distinct."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -49,12 +50,12 @@ def free_ports(count: int) -> list[int]:
 def train(
     folder: Path, *, steps: int, workers: int = 2, sync: bool = False, snapshots: int = 0
 ) -> Trained:
-    """Run the program to a global step; save the weights every `snapshots` steps if it is set.
+    """Run the program up to a global step, and keep the weights every `snapshots` steps if set.
 
-    Workers write the weights at their end. In synchronous training not all workers reach it.
+    Workers write the weights when they exit, which not all of them do in synchronous training.
 
     Raises:
-        ValueError: weights of synchronous training are requested.
+        ValueError: snapshots are requested for synchronous training.
         RuntimeError: a task failed; its log has the reason.
     """
     if sync and snapshots:
@@ -68,7 +69,7 @@ def train(
         started.append(_start(folder, "ps", where))
         for index in range(workers):
             started.append(_start(folder, f"worker-{index}", [*where, *what], index))
-        # In synchronous training the last worker waits forever for the gradients of the others.
+        # In synchronous training, the last worker waits forever for the gradients of the others.
         wait(started[0], started[1:], until=1 if sync else workers)
     except RuntimeError as error:
         raise RuntimeError(f"{error}: {_last_words(folder)}") from None
@@ -82,15 +83,15 @@ def train(
 def wait(
     server: subprocess.Popen[bytes], workers: Sequence[subprocess.Popen[bytes]], until: int
 ) -> None:
-    """Wait until this number of workers has succeeded.
+    """Wait until `until` workers have succeeded.
 
     Raises:
-        RuntimeError: a worker failed, or the server ended.
+        RuntimeError: a worker failed, or the server exited.
     """
     while (ended := [each.poll() for each in workers]).count(0) < until:
         if any(ended) or server.poll() is not None:
             raise RuntimeError("a task of the TensorFlow 1 program has failed")
-        # Operating systems report the end of one of several processes differently.
+        # Poll, because there is no portable way to wait for one of several processes.
         time.sleep(_LOOK)
 
 

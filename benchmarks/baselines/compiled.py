@@ -1,4 +1,4 @@
-"""`compile` and `fit` of Keras for the model of a configuration, with Keras's own losses."""
+"""Trains the model of a configuration with Keras's `compile`, `fit` and losses."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def batches(size: int) -> tf.data.Dataset:
 
 
 def _cnn() -> keras.Model:
-    """Return Flotilla's `cnn` written in plain Keras, in 16 bits except variables and logits."""
+    """Return Flotilla's `cnn` in plain Keras, with bfloat16 except for variables and logits."""
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     layers: list[keras.layers.Layer] = [keras.Input((784,)), keras.layers.Reshape((28, 28, 1))]
     for filters in (32, 64):

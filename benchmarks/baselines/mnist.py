@@ -1,4 +1,4 @@
-"""Reads the official MNIST files as the published programs do: floats, and one-hot labels."""
+"""Reads the official MNIST files as the published programs do: floats and one-hot labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-# The split that the published programs use.
+# Number of validation examples, as in the published programs.
 VALIDATION = 5000
 FILES = tuple(
     f"{split}-{content}-ubyte.gz"
@@ -28,7 +28,7 @@ def folder() -> Path:
 
 
 def require() -> None:
-    """Exit with one line if an official file is missing."""
+    """Exit with a message if an official file is missing."""
     absent = [name for name in FILES if not (folder() / name).is_file()]
     if absent:
         sys.exit(f"FLOTILLA_MNIST_DIR={folder()} lacks {', '.join(absent)}: name their folder")
@@ -55,10 +55,10 @@ def _read(split: str) -> tuple[Floats, NDArray[np.uint8]]:
 
 
 class Batches:
-    """Endless batches, shuffled anew in each epoch."""
+    """Endless batches, reshuffled in each epoch."""
 
     def __init__(self, images: Floats, labels: Floats, size: int, seed: int) -> None:
-        """Shuffle the first epoch with the seed."""
+        """Shuffle the first epoch with `seed`."""
         self._images, self._labels, self._size = images, labels, size
         self._random = np.random.default_rng(seed)
         self._at = len(images)

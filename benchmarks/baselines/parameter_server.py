@@ -1,9 +1,10 @@
 """Runs one task of the published parameter-server program for MNIST, in TensorFlow 1 style.
 
-It uses between-graph replication with `feed_dict`: a perceptron 784-100-10, Adam 0.01, batches of
-100, and `SyncReplicasOptimizer` for synchronous updates. It follows `mnist_replica.py` of
-TensorFlow 1 and `dist_mnist.py` of the examples of Kubeflow's training operator. Measurements are
-kept in memory and seldom written, so they do not slow the program down.
+The program uses between-graph replication with `feed_dict`: a 784-100-10 perceptron, Adam with a
+learning rate of 0.01, batches of 100, and `SyncReplicasOptimizer` for synchronous updates. It
+follows `mnist_replica.py` of TensorFlow 1 and `dist_mnist.py` from the examples of Kubeflow's
+training operator. Measurements are kept in memory and rarely written, so that they do not slow it
+down.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def main() -> None:
     hooks = [tf.train.StopAtStepHook(last_step=options.steps), *graph.hooks]
     batches = Batches(*training_examples(), BATCH, seed=options.index)
     record = _Record(options)
-    # Without a filter a worker connects to the others, and waits forever if they have ended.
+    # Without the filter, a worker connects to the other workers and hangs if they have exited.
     own = tf.ConfigProto(device_filters=["/job:ps", f"/job:worker/task:{options.index}"])
     gate = _Gate(options)
     if options.index:
-        # A worker that starts before the variables are initialised retries only after 30 seconds.
+        # A worker that starts before the variables are initialized retries only after 30 seconds.
         gate.wait_for([0])
     with tf.train.MonitoredTrainingSession(
         master=server.target, is_chief=options.index == 0, hooks=hooks, config=own
@@ -96,7 +97,7 @@ def _dense(inputs: Any, given: int, units: int, name: str) -> Any:
 
 
 class _Gate:
-    """Lets all workers start together: otherwise the first would take steps of the others."""
+    """Lets all workers start together; otherwise the first one would take steps of the others."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder: Path = options.record.parent
@@ -135,23 +136,20 @@ class _Record:
         return bool(self._snapshots) and step >= last + self._snapshots
 
     def keep(self, weights: list[Any]) -> None:
-        """Keep the weights as they are now."""
+        """Store a snapshot of the weights."""
         self._kept.append((time.time(), self._marks[-1][1], weights))
 
     def write(self) -> None:
-        """Write the measurements.
-
-        They are written during training: in synchronous training the last worker never ends.
-        """
+        """Write the measurements during training, because not every worker reaches the end."""
         result = {"local_steps": self._local_steps, "marks": self._marks}
         result["kept"] = [(when, step) for when, step, _ in self._kept]
-        # Rename a finished file, because the process may be killed at any moment.
+        # The process may be killed at any moment, so only a complete file is renamed to its name.
         whole = self._path.with_suffix(".new")
         whole.write_text(json.dumps(result), encoding="utf-8")
         whole.replace(self._path)
 
     def write_weights(self) -> None:
-        """Write the weights that were kept."""
+        """Write the stored snapshots."""
         for number, (_, _, weights) in enumerate(self._kept):
             np.savez(self._path.with_name(f"weights-{number:04d}.npz"), *weights)
 

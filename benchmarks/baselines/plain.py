@@ -18,11 +18,11 @@ from benchmarks.baselines.mnist import held_out_examples
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the training; the learning rate falls along a cosine to zero.
+    """Settings of the training. The learning rate decays to zero along a cosine.
 
     Attributes:
         optimizer: name of the Keras class.
-        rate: learning rate of the first step.
+        rate: initial learning rate.
         batch: examples per step.
         steps: number of steps.
         seed: seed of the weights and of the order of examples.
@@ -35,7 +35,7 @@ class Settings:
     seed: int = 0
 
     def words(self) -> str:
-        """Return the argument of this program."""
+        """Return the command-line argument for this program."""
         return json.dumps(asdict(self))
 
 
@@ -51,7 +51,7 @@ def main() -> None:
         metrics=["accuracy"],
         steps_per_execution=STEPS_PER_EXECUTION,
     )
-    # The batches are already shuffled; without this argument Keras warns.
+    # Keras warns about shuffling these batches, which are already shuffled.
     model.fit(batches(settings.batch), steps_per_epoch=settings.steps, shuffle=False, verbose=0)
     images, labels = held_out_examples()
     found = model.evaluate(images, labels, batch_size=1000, verbose=0, return_dict=True)

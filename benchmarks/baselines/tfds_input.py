@@ -1,6 +1,6 @@
-"""Reads training input as TFDS's documentation advises, but without the cache.
+"""Reads training input as the TFDS documentation recommends, but without the cache.
 
-`as_dataset` reads and decodes each example; then the whole split is shuffled, batched and
+`as_dataset` reads and decodes single examples. The whole split is then shuffled, batched and
 prefetched.
 """
 
@@ -14,17 +14,17 @@ import tensorflow_datasets as tfds
 
 from benchmarks.baselines.mnist import VALIDATION, folder
 
-# The number of examples that the published programs train on.
+# The examples that the published programs train on.
 SPLIT = f"train[{VALIDATION}:]"
 
 
 def builder(data_dir: Path) -> Any:
-    """Return TFDS's builder of MNIST, which prepares the dataset below a folder."""
+    """Return the TFDS builder of MNIST with `data_dir`."""
     return tfds.builder("mnist", data_dir=data_dir)
 
 
 def prepare(data_dir: Path) -> None:
-    """Let TFDS prepare MNIST from the official files."""
+    """Prepare MNIST from the official files with TFDS."""
     tfds.disable_progress_bar()
     settings = tfds.download.DownloadConfig(manual_dir=folder(), try_download_gcs=False)
     builder(data_dir).download_and_prepare(download_config=settings)

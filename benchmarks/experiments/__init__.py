@@ -1,1 +1,1 @@
-"""Repeats the published experiments: `make experiments` writes docs/experiments.md."""
+"""Repeats the published experiments: `make experiments` writes `docs/experiments.md`."""

@@ -1,4 +1,4 @@
-"""Run the published experiments and write their table: `make experiments`."""
+"""`make experiments`: repeats the published experiments and writes the table of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path("docs/experiments.md")
 
 
 def main() -> int:
-    """Run the missing measurements; return 1 if a row misses its goal."""
+    """Run the experiments that were not run yet; return 1 if one misses its goal."""
     mnist.require()
     FOLDER.mkdir(parents=True, exist_ok=True)
     brought: dict[Run, Measured] = {}

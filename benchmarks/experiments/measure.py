@@ -1,4 +1,4 @@
-"""Run one configuration through the whole pipeline and collect its results."""
+"""Runs a configuration through the whole pipeline and collects its results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flotilla.trainer.config.load import load_config
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.runtime.errors import UserError
 
-# Keep all checkpoints, also the one before the first step.
+# Keep all checkpoints, including the one before the first step.
 KEEP_ALL = "training.keep=1000"
-# A run that the gate refused has measurements too.
+# A run that the gate refused has results too.
 MEASURED = ("blessed", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A configuration and the settings that override it."""
+    """A configuration with overridden settings."""
 
     config: str
     settings: tuple[str, ...] = ()
@@ -46,12 +46,12 @@ class Measured:
     Attributes:
         accuracy: accuracy on the test split, between 0 and 1.
         loss: mean cross entropy on the test split.
-        first_loss: the same before the first step.
-        training_loss: mean over all updates.
-        last_loss: training loss of the last stretch of updates.
+        first_loss: mean cross entropy on the test split before the first step.
+        training_loss: mean training loss of all updates.
+        last_loss: training loss at the end of training.
         global_step: number of applied updates.
-        local_steps: gradients computed by all workers; 0 if they are not counted.
-        steps_per_second: updates per second over the whole training.
+        local_steps: number of gradients computed by all workers; 0 if they are not counted.
+        steps_per_second: updates per second, averaged over the whole training.
     """
 
     accuracy: float
@@ -65,7 +65,7 @@ class Measured:
 
 
 def measured(run: Run, folder: Path) -> Measured:
-    """Return the results of a run; reuse those in `folder` if it was measured before.
+    """Return the results of a run. A run that was measured before is read from `folder`.
 
     Raises:
         UserError: the run failed; its messages are on standard error.
@@ -113,7 +113,6 @@ def _measured(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Mea
 
 
 def _first_loss(run: Run, settings: tuple[str, ...], dataset: str, checkpoints: str) -> float:
-    """Return the test loss of the checkpoint that is saved before the first step."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         found = evaluate(

@@ -1,4 +1,4 @@
-"""The published programs, and where they were published."""
+"""The published programs and their sources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One published program: what it does, and its source."""
+    """One published program: what it does, and where it was published."""
 
     what: str
     source: str

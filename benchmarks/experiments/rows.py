@@ -1,4 +1,4 @@
-"""The published experiments: the published result, the goal, and how a run is judged."""
+"""The published experiments, each with the published result, the goal, and its evaluation."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import mean
 from benchmarks.experiments.measure import Measured, Run
 
 SEEDS = range(5)
-# The tolerance between two mean losses of the same examples, summed in different orders.
+# Tolerance between two mean losses over the same examples, which are summed in different orders.
 SAME_LOSS = 1e-4
-# The least fall of the loss in one epoch with a very small learning rate.
+# Minimum decrease of the loss in one epoch with a very small learning rate.
 LEAST_FALL = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The text of a row of the table, and whether its goal is reached."""
+    """The measured results of a row of the table, and whether they reach the goal."""
 
     text: str
     reached: bool
@@ -46,7 +46,7 @@ class Row:
 
 
 def accuracy_of(least: float) -> Judge:
-    """Judge one run by its accuracy on the test split."""
+    """Evaluate one run by its accuracy on the test split."""
 
     def judge(brought: Sequence[Measured]) -> Finding:
         (run,) = brought
@@ -56,7 +56,7 @@ def accuracy_of(least: float) -> Judge:
 
 
 def synchronous(least: float, workers: int) -> Judge:
-    """Judge one run by its accuracy, and check that each update has a gradient of each worker."""
+    """Evaluate one run by its accuracy; require one gradient from each worker per update."""
 
     def judge(brought: Sequence[Measured]) -> Finding:
         (run,) = brought
@@ -71,7 +71,7 @@ def synchronous(least: float, workers: int) -> Judge:
 
 
 def fallen(brought: Sequence[Measured]) -> Finding:
-    """Judge runs with several seeds by the mean fall of their test loss."""
+    """Evaluate runs with several seeds by the mean decrease of their test loss."""
     fall = mean(run.first_loss - run.loss for run in brought)
     ends = ", ".join(f"{run.loss:.4f}" for run in brought)
     last = ", ".join(f"{run.last_loss:.4f}" for run in brought)
@@ -80,7 +80,7 @@ def fallen(brought: Sequence[Measured]) -> Finding:
 
 
 def same_losses(brought: Sequence[Measured]) -> Finding:
-    """Judge pairs of a mirrored run and a run in a single process with the same seed."""
+    """Evaluate pairs of a mirrored run and a single-process run with the same seed."""
     pairs = list(zip(brought[::2], brought[1::2], strict=True))
     training = max(abs(left.training_loss - right.training_loss) for left, right in pairs)
     test = max(abs(left.loss - right.loss) for left, right in pairs)
@@ -104,7 +104,7 @@ def _softmax(kind: str, least: float, *settings: str) -> Row:
 
 
 def _mlp(kind: str, *settings: str) -> Row:
-    """Return a row for one hidden layer; there is no goal with the learning rate of the program."""
+    """Return a row for one hidden layer. There is no goal for the program's own learning rate."""
     least = 0.0 if settings else 0.97
     exact = "" if kind == "async" else "; 2 local steps an update"
     goal = f"none{exact}; the rate stays at 0.01" if settings else f"{least}{exact}; cosine decay"
@@ -130,7 +130,7 @@ _ADAM = (
     "training.optimizer.learning_rate=0.001",
     "gate.min.accuracy=0.985",
 )
-# Both settings train for three epochs.
+# Settings for three epochs, with a large and with a small batch.
 _LARGE_BATCH = ("training.steps=702",)
 _SMALL_BATCH = (
     "training.batch_size=4",

@@ -1,4 +1,4 @@
-"""Renders the page of the experiments."""
+"""Renders the page with the results of the experiments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ another seed.
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """Return the page as Markdown; the findings are in the order of `ROWS`."""
+    """Return the page as Markdown. The findings are in the order of `ROWS`."""
     lines: list[str] = []
     before = ""
     for row, finding in zip(ROWS, findings, strict=True):

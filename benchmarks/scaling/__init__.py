@@ -1,1 +1,1 @@
-"""Measures the cost of a step by size of model and cluster, and predicts larger clusters."""
+"""Measures the cost of a step by model and cluster size, and predicts larger clusters."""

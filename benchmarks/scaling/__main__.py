@@ -1,9 +1,9 @@
-"""`make scaling`: measure the cost of an update, fit the constants, and write the pages.
+"""`make scaling`: measures the cost of an update, fits the constants, and writes the pages.
 
 Writes `benchmarks/scaling/measured.json` (runs and constants), the measured part of
-benchmarks/results/scaling.md, and docs/scaling.md with its plots. A round takes some eight minutes
-on two idle cores. `--rewrite` runs nothing, and writes constants and pages from the runs in
-measured.json.
+`benchmarks/results/scaling.md`, and `docs/scaling.md` with its plots. A round takes about eight
+minutes on two idle cores. `--rewrite` measures nothing: it fits the constants to the runs in
+`measured.json` and rewrites the pages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _points(rounds: int) -> list[Point]:
     mnist.require()
-    # This import loads TensorFlow.
+    # Import this late, because it imports TensorFlow.
     from benchmarks.scaling.measure import all_measured  # noqa: PLC0415
 
     try:

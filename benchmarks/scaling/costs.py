@@ -1,6 +1,6 @@
-"""The cost of an update for each role, as `make scaling` measured it on one machine.
+"""The cost of an update for each role, as measured by `make scaling` on one machine.
 
-`measured.json` has the values of the constants; this module defines them. Seconds are CPU seconds.
+`measured.json` has the values of the constants that this module defines. Seconds are CPU seconds.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ MEASURED = Path(__file__).parent / "measured.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The constants; bytes are bytes of the model, counted once for both directions.
+    """The constants of the cost model.
+
+    Bytes are bytes of the model, counted once for both directions.
 
     Attributes:
         worker_update: seconds of a worker per update, in addition to the items below.
         worker_message: seconds of a worker per server after the first.
         worker_byte: seconds of a worker per byte.
         batch: seconds of a worker per batch.
-        gradient: a worker's time of a gradient over the result of `benchmarks.scaling.gradient`.
-        worker_loop: further seconds of a worker per update outside of turns.
+        gradient: a worker's time for a gradient, relative to `benchmarks.scaling.gradient`.
+        worker_loop: additional seconds of a worker per update without turns.
         server_message: seconds of a server per update.
         server_byte: seconds of a server per byte of its part.
-        server_loop: further seconds of a server per update outside of turns.
+        server_loop: additional seconds of a server per update without turns.
         server_share: share of a core that a server always uses.
-        chief_share: the same for the chief.
-        system_share: the same for the launcher and for network interrupts, which the kernel
-            counts for no task.
+        chief_share: share of a core that the chief always uses.
+        system_share: share of a core that is used by the launcher, and for network interrupts,
+            which the kernel attributes to no task.
         cold: share of its seconds that a worker with its own core waits for memory.
-        aside: share of a worker's seconds in threads other than the one that computes.
+        aside: share of a worker's seconds in threads other than the computing one.
         loopback_byte: seconds per byte between two tasks of one machine, without CPU time.
-        loopback: seconds of a round trip between them.
-        memory: bytes by role (`chief`, `ps`, `worker`): of the process, and per byte of the
+        loopback: seconds of a round trip between two tasks of one machine.
+        memory: by role (`chief`, `ps`, `worker`): bytes of the process, and bytes per byte of the
             variables that it holds.
         dispatch: how the chief hands out updates.
     """
@@ -68,7 +70,7 @@ class Model:
     """The properties of a model that determine its costs.
 
     Attributes:
-        gradient: CPU seconds per batch, as `benchmarks.scaling.gradient` measures them.
+        gradient: CPU seconds per batch, as measured by `benchmarks.scaling.gradient`.
         held: bytes on each server.
         pull_every: gradients per update.
     """
@@ -79,10 +81,10 @@ class Model:
 
 
 def sharing_cache(cold: float, workers: int, cores: int) -> float:
-    """Return the slowdown of workers that share a machine's cores; 1 with one core per worker.
+    """Return the slowdown of workers that share the cores of a machine; 1 without sharing.
 
-    Workers share the cache of their core. Misses grow with the square root of the factor by which
-    a cache shrinks (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").
+    Workers on one core share its cache. Misses grow with the square root of the factor by which a
+    cache shrinks (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").
 
     Args:
         cold: share of its seconds that a worker with its own core waits for memory.

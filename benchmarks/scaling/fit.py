@@ -14,37 +14,37 @@ from benchmarks.scaling.costs import Costs, Model, sharing_cache, work_of
 from benchmarks.scaling.simulation import Dispatch, Fleet, simulated
 
 _COLD = np.linspace(0, 1, 21)
-# The candidate values: shares, seconds per byte, and seconds per round trip.
+# Candidate values: shares, seconds per byte, and seconds per round trip.
 _WAITING = {
     "aside": (0.2, 0.3, 0.4, 0.5, 0.6, 0.8),
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
-# Seconds of the chief to send a closure to a worker, measured with many closures. A run of one
-# stretch has too few for a fit. `make bench ARGS=handout` measured 3.2 ms with 64 workers.
+# Seconds of the chief to send a closure to a worker. Measured separately, because a run has too few
+# closures for a fit. `make bench ARGS=handout` measured 3.2 ms with 64 workers.
 CLOSURE = 2.7e-3
-# All runs use Adam, whose slots have twice the size of the model.
+# All runs use Adam, whose slots take twice the size of the model.
 _WITH_SLOTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measured run; seconds are CPU seconds.
+    """One measured run. Seconds are CPU seconds.
 
     Attributes:
         model: name of the model.
         held: bytes of its variables on each server.
-        gradient: seconds per batch, as `benchmarks.scaling.gradient` measures them.
+        gradient: seconds per batch, as measured by `benchmarks.scaling.gradient`.
         workers: number of workers.
         pull_every: local steps per update.
         worker: seconds of all workers per update.
         server: seconds of all servers per update.
         chief: seconds of the chief per update.
         rate: updates per second.
-        memory: the most resident bytes of a task, by role.
+        memory: maximum resident bytes of a task, by role.
         fitted: whether the constants are fitted to this run.
-        looped: whether the run had too few steps for turns. It ends within seconds and saves
-            checkpoints meanwhile, so its costs are used but not its rate.
+        looped: whether the run had too few steps for turns. Such a run takes only seconds and saves
+            checkpoints during the measurement, so its costs are used but not its rate.
     """
 
     model: str
@@ -67,10 +67,11 @@ class Point:
 
 
 def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -> Costs:
-    """Return the constants that fit best to the points with `fitted`.
+    """Return the constants that best fit the points with `fitted`.
 
     Args:
-        points: runs of several models, values of `pull_every`, numbers of workers and servers.
+        points: runs with several models, values of `pull_every`, and numbers of workers and
+            servers.
         cores: cores of the machine.
         dispatch: how updates are handed out; its `look` is fitted.
     """
@@ -78,7 +79,7 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
     own = [point for point in points if point.fitted]
     worker, cold = _worker(own, cores, dispatch)
     server = _solved([_of_server(p, dispatch) for p in own], [p.server for p in own])
-    # The kernel counts hundredths of a second, and a fast chief may have used less than one.
+    # Skip chiefs that used less than the kernel's unit of CPU time, a hundredth of a second.
     paced = [p for p in own if not p.looped and p.chief]
     rows = [(1.0, float(p.workers)) for p in paced]
     chief = _solved(rows, [p.chief * p.rate for p in paced])
@@ -112,7 +113,7 @@ def rate(costs: Costs, point: Point, cores: int) -> float:
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    # A run makes single updates until it is fast enough for turns.
+    # A run uses single updates until it is fast enough for turns.
     without_turns = dispatch.unit(point.rate, point.workers, 1) == 1
     return float(point.looped or without_turns)
 
@@ -126,7 +127,7 @@ def _of_server(point: Point, dispatch: Dispatch) -> tuple[float, ...]:
 def _worker(
     points: Sequence[Point], cores: int, dispatch: Dispatch
 ) -> tuple[Sequence[float], float]:
-    """Return the worker's constants, and `cold`, by which it is slower on a shared core."""
+    """Return the worker's constants and `cold`, which slows down workers that share a core."""
 
     def solved(cold: float) -> tuple[float, Sequence[float]]:
         rows, sums = [], []
@@ -145,7 +146,7 @@ def _worker(
 
 
 def _solved(rows: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
-    """Return the non-negative factors that minimize the squares of the relative errors."""
+    """Return the non-negative factors that minimize the squared relative errors."""
     matrix, right = np.array(rows, float), np.array(sums, float)
     scale = np.maximum(matrix.max(axis=0), 1e-30)
     found, _ = nnls(matrix / scale / right[:, None], np.ones(len(right)))
@@ -170,19 +171,19 @@ def _memory(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
 
 
 def _of_no_task(points: Sequence[Point], cores: int) -> float:
-    """Return the cores that no task uses although a worker always waits for one."""
+    """Return the cores that no task uses although a worker is always waiting for one."""
     used = [p.rate * (p.worker + p.server + p.chief) for p in points if p.workers > cores]
     return max(0.0, cores - sum(used) / len(used)) if used else 0.0
 
 
 def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
     """Return the constants, with the waiting times on one machine fitted to the rates."""
-    # With more workers than cores, another worker runs while one waits: the rate shows no wait.
+    # With more workers than cores, the waiting time does not show, because another worker runs.
     waiting = [p for p in points if p.workers <= cores]
 
     def error(found: Costs) -> float:
         return sum(math.log(rate(found, p, cores) / p.rate) ** 2 for p in waiting)
 
-    # Search all combinations: the constants compensate for each other, so fitting one by one fails.
+    # Search all combinations, because the constants compensate for each other.
     tried = (dict(zip(_WAITING, each, strict=True)) for each in product(*_WAITING.values()))
     return min((replace(costs, **each) for each in tried), key=error)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Simulates fleets of up to 10,000 workers for the tables and plots of docs/scaling.md."""
+"""Simulates clusters of up to 10,000 workers for the tables and plots of `docs/scaling.md`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.scaling.page import table
 from benchmarks.scaling.simulation import Fleet, Outcome, Work, simulated
 
 WORKERS = (10, 30, 100, 300, 1000, 3000, 10_000)
-# Seconds per byte of a 10 Gbit/s network card, and per round trip in a data centre.
+# Seconds per byte of a 10 Gbit/s network card, and per round trip in a data center.
 BYTE, ROUND_TRIP = 8e-10, 2e-4
-# A model with 25 million parameters, which takes half a second per batch on one machine.
+# A model with 25 million parameters that takes half a second per batch on one machine.
 BYTES, GRADIENT = 100e6, 0.5
 SERVERS, PULL_EVERY = 16, 10
 SPREAD = 0.2
@@ -50,7 +50,7 @@ def outcome(
 
 
 def simulated_part(costs: Costs, folder: Path, say: Callable[[str], Any]) -> str:
-    """Simulate all fleets, write their plots into a folder, and return tables as Markdown."""
+    """Simulate all fleets, write their plots into a folder, and return the tables as Markdown."""
     say("simulating fleets of 10 to 10,000 workers ...\n")
     by_pull = {
         f"pull_every {pull}": [(n, outcome(costs, n, pull_every=pull).rate * pull) for n in WORKERS]
@@ -91,7 +91,7 @@ _LIMITS = (
     "of ideal",
     "limit",
 )
-# The length of a stretch: a checkpoint every minute, or every twelve updates of a worker.
+# Time between checkpoints in seconds, and as a minimum number of updates of each worker.
 _SECONDS, _UPDATES = 60.0, 12
 _TROUBLES = ("what happens", "asynchronous", "synchronous, all", "synchronous, 95 of 100")
 

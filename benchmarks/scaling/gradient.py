@@ -1,7 +1,7 @@
 """Measures the cost of one gradient of each model on a core of this machine.
 
-`python -m benchmarks.scaling.gradient` writes it as JSON. The unit is CPU seconds, which other
-programs on the machine hardly affect.
+`python -m benchmarks.scaling.gradient` prints it as JSON. The unit is CPU seconds, which depend
+little on other programs on the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import launched
 
-# The number of repetitions after tracing, whose median is used, and their local steps.
+# Number of repetitions after tracing, of which the median is used, and local steps in each.
 ROUNDS, STEPS = 5, 100
 SERVERS = (1, 2, 3, 4)
 MODELS: dict[str, tuple[str, str]] = {
@@ -62,7 +62,7 @@ def gradient_of(model: str) -> dict[str, Any]:
         for _ in tf.range(count):
             with tf.GradientTape() as tape:
                 found = loss(labels, built(images, training=True))
-            # Update the weights: TensorFlow would not compute an unused gradient.
+            # Update the weights, because TensorFlow would not compute an unused gradient.
             for weight, each in zip(weights, tape.gradient(found, weights), strict=True):
                 weight.assign_sub(1e-9 * each)
         return count

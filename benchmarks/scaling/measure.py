@@ -1,4 +1,4 @@
-"""Runs 1 to 16 workers and 1 to 4 servers on this machine, and measures the usage of each role."""
+"""Measures the cost of each role with 1 to 16 workers and 1 to 4 servers on this machine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from flotilla.trainer.config.base import MOST
 from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
-# Runs that the constants are not fitted to: they test the predictions.
+# Runs that the constants are not fitted to; they test the predictions.
 HELD_OUT = ((8, 1), (2, 2), (4, 3))
 # One shard for each worker of the largest run.
 SHARDS = max(WORKERS)
 STEPS = 6000
-# Steps of runs with more than FEW workers. Progress is reported once per second, and each half of
-# the measured part has to take longer.
+# Steps of runs with more than FEW workers. Each half of the measured part has to take longer than a
+# second, the interval of progress reports.
 MANY_STEPS = 2 * STEPS
-# Workers of the runs that vary the model and `pull_every`, not the number of workers.
+# Number of workers in runs that vary the model and `pull_every`.
 FEW = 2
 PULL_EVERY = 10
-# Shares of all steps: tracing has ended at the first, and the last ends the measurement. Training
-# continues after it, so that all tasks still run.
+# Shares of all steps. Tracing has ended at the first; the last ends the measurement, and training
+# continues, so that all tasks still run.
 FIRST, HALF, LAST = 0.3, 0.5, 0.7
 MIDDLE = "784-100-10"
-# Steps of runs with PULL_EVERY. Each run takes several seconds: progress comes once per second.
+# Steps of runs with PULL_EVERY. Each run takes several seconds, because progress is reported once
+# per second.
 LOCAL_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
 
 
@@ -54,7 +55,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all runs: each model with two values of `pull_every`, and one model with more tasks."""
+    """Yield all runs: each model with two values of `pull_every`, and one with more tasks."""
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
@@ -64,15 +65,15 @@ def cases() -> Iterator[Case]:
     for workers, servers in (*others, (2, 2), (4, 3), (2, 4)):
         steps = MANY_STEPS if workers > FEW else STEPS
         yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=steps)
-    # Repeat one run with too few steps for turns. It ends within seconds, so checkpoints end its
-    # stretches at the measured steps.
+    # Repeat one run with too few steps for turns. It takes only seconds, so checkpoints make it
+    # report progress at the measured steps.
     steps = LONG_RUN - 100
     every = int(FIRST * steps)
     yield Case(model=MIDDLE, workers=FEW, pull_every=1, steps=steps, checkpoint_every=every)
 
 
 def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
-    """Run a case below a folder; `found` has the gradient of its model, `dataset` is a URI."""
+    """Run a case below a folder; `found` is the gradient of its model, `dataset` is a URI."""
     config = launched.configuration(
         {
             **gradient.settings_of(case.model),
@@ -86,14 +87,14 @@ def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> 
     )
     shares = (FIRST, HALF, LAST) if case.workers > FEW else (FIRST, LAST)
     looks = watched(config, workdir, [int(each * case.steps) for each in shares], dataset)
-    # Many workers may be fast enough for turns only after all have started. Each worker then traces
-    # the graph of turns, which slows one of the halves.
+    # With many workers, turns may begin only after all have started. Tracing the graph of turns
+    # then slows down one of the halves.
     halves = [point(case, found, both) for both in pairwise(looks)]
     return min(halves, key=lambda half: half.worker + half.server + half.chief)
 
 
 def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
-    """Return the mean cost of an update of a run between two measurements."""
+    """Return the mean cost of an update between two measurements of a run."""
     first, last = looks
     updates = last.global_step - first.global_step
 
@@ -123,9 +124,10 @@ def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
 
 
 def all_measured(folder: Path, rounds: int, say: Callable[[str], Any]) -> list[Point]:
-    """Run all cases below a folder, each in every round.
+    """Run all cases below a folder, once per round.
 
-    Returns the run of median speed of each case, because a machine has slow minutes.
+    Returns the run with the median speed for each case, because other programs slow the machine
+    down at times.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
     found = gradient.measured()

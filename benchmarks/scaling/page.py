@@ -11,7 +11,7 @@ from benchmarks.scaling.fit import Point, rate
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
-# The tolerated relative error of a prediction.
+# Maximum relative error of a prediction, as an aim.
 AIM = 0.15
 RUNS = (
     "model",
@@ -47,13 +47,13 @@ def put_in(page: str, measured: str) -> str:
 
 
 def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int) -> str:
-    """Return the runs as Markdown; `measured.json` has the constants.
+    """Return the runs as Markdown.
 
     Args:
         points: the measured runs.
         costs: constants fitted to some of the runs.
         cores: cores of this machine.
-        rounds: number of rounds; `points` has the run of median speed of each case.
+        rounds: number of rounds, of which `points` has the run with the median speed for each case.
     """
     paced = [(point, rate(costs, point, cores)) for point in points if not point.looped]
     rows = [_run(point, found) for point, found in paced]
@@ -93,6 +93,6 @@ def _run(point: Point, found: float) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,12 +1,14 @@
-"""A discrete-event simulation of a fleet that trains on parameter servers.
+"""A discrete-event simulation of a cluster that trains on parameter servers.
 
 A worker pulls from all servers, computes, pushes to all servers, and repeats. Processors and
-network cards are first-come-first-served queues with the service times of `Work`. In a stretch that
-the chief starts, workers take asynchronous updates in turns from the first server (`Dispatch`). A
-synchronous update is the mean of the first gradients of its step; later ones are dropped.
+network cards are first-come-first-served queues with the service times of `Work`. Asynchronous
+updates are handed out in stretches: the chief starts a stretch on all workers, which then take
+updates in turns from the first server (`Dispatch`). A synchronous update is the mean of the first
+gradients of its step; later ones are dropped.
 
-If every task has its own machine, a message to all servers ends when the fullest server is done, so
-only that server is simulated. If tasks share the cores of one machine, all servers are simulated.
+If every task has its own machine, a message to all servers ends when the server with the highest
+load is done, so only that server is simulated. If tasks share the cores of one machine, all servers
+are simulated.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from math import inf, log, sqrt
 
 # A resource that is busy for this share of the time is the bottleneck.
 BUSY = 0.85
-# The most updates of a simulated stretch, in total and per worker; longer stretches are cut.
+# Maximum number of updates in a simulated stretch, in total and per worker.
 MOST_STEPS, MOST_OF_WORKER = 100_000, 400
 _PULL, _COMPUTE, _PUSH, _APPLY, _END = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The cost of one update in CPU seconds; the tuples have one item per server.
+    """The cost of one update in CPU seconds. The tuples have one item per server.
 
     Attributes:
         compute: seconds of the worker between pull and push.
-        aside: seconds of the worker's other threads, which read batches and send meanwhile.
+        aside: seconds of the worker's other threads, which read batches and send at the same time.
         pull: seconds of each server to send its variables.
-        push: seconds of each server to receive a gradient.
-        apply: seconds of each server per synchronous update; `push` includes an asynchronous one.
+        push: seconds of each server to receive a gradient and, if asynchronous, to apply it.
+        apply: seconds of each server to apply a synchronous update.
         wire: seconds of a network card for the part of each server, in one direction.
-        loop: further seconds of the worker, and of each server, outside of turns.
+        loop: additional seconds of the worker, and of each server, per update without turns.
     """
 
     compute: float
@@ -53,12 +55,12 @@ class Dispatch:
     """How the strategy hands out asynchronous updates.
 
     Attributes:
-        seconds: length of a stretch between checkpoints or validations, where workers wait for
-            each other.
+        seconds: length of a stretch, after which workers wait for each other and a checkpoint or
+            validation follows.
         closure: seconds of the chief per worker to start a stretch.
         look: seconds of the chief per worker in every second; no task waits for it.
-        turn: updates per turn, which one graph unrolls.
-        turns_from: single updates per worker and second from which turns are used.
+        turn: number of updates in a turn.
+        turns_from: updates per worker and second from which turns are used.
         turns_until: updates per worker and second below which turns are no longer used.
     """
 
@@ -70,11 +72,11 @@ class Dispatch:
     turns_until: int = 20
 
     def steps(self, rate: float) -> int:
-        """Return the updates of a stretch at a rate of updates per second."""
+        """Return the number of updates in a stretch, for a rate in updates per second."""
         return max(1, int(rate * self.seconds / self.turn)) * self.turn
 
     def unit(self, rate: float, workers: int, now: int) -> int:
-        """Return the updates that a worker takes at once; at this rate it took `now`."""
+        """Return how many updates a worker takes at once, if it took `now` at this rate."""
         fewest = self.turns_from if now == 1 else self.turns_until
         return self.turn if rate >= fewest * workers else 1
 
@@ -89,7 +91,7 @@ class Fleet:
         server_cores: cores of each server's own machine.
         round_trip: seconds of a round trip.
         needed: gradients per synchronous update; 0 for asynchronous updates.
-        spread: standard deviation of `Work.compute` as a share of it.
+        spread: standard deviation of `Work.compute`, relative to it.
         slow: share of slow workers.
         slow_by: factor by which slow workers compute longer.
         kill_every: mean seconds until a worker is killed; 0 means never.
@@ -116,10 +118,10 @@ class Outcome:
         rate: updates per second.
         seconds: simulated seconds.
         updates: applied updates.
-        gradients: number of gradients that each worker pushed, also dropped ones.
-        dropped: number of gradients that came too late.
+        gradients: number of gradients that each worker pushed, including dropped ones.
+        dropped: number of gradients that arrived too late.
         kills: number of killed workers.
-        cycle: mean seconds from a worker's pull to the end of its push.
+        cycle: mean seconds from the start of a worker's pull to the end of its push.
         busy: share of the time that each resource is busy.
     """
 
@@ -134,9 +136,10 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """The bottleneck of the fleet.
+        """The bottleneck of the cluster.
 
-        With `waiting for workers`, workers wait for each other at the end of a stretch or step.
+        `waiting for workers` means that workers wait for each other at the end of a stretch or
+        step.
         """
         name = max(self.busy, key=lambda each: self.busy[each])
         if self.busy[name] >= BUSY:
@@ -146,7 +149,7 @@ class Outcome:
 
 
 class _Cores:
-    """Equal cores with one queue; requests have to come in order of time."""
+    """Equal cores with one queue. Requests must come in order of time."""
 
     def __init__(self, count: int) -> None:
         self.free = [0.0] * count
@@ -195,7 +198,7 @@ class _Counts:
 def simulated(
     work: Work, fleet: Fleet, dispatch: Dispatch, *, stretches: int = 3, seed: int = 0
 ) -> Outcome:
-    """Simulate a number of stretches of a fleet, after a first one that is not counted."""
+    """Simulate a number of stretches after a first one, which is not counted."""
     return _Simulation(work, fleet, dispatch, seed).run(stretches)
 
 
@@ -227,7 +230,7 @@ class _Simulation:
         self.waiting: list[_Worker] = []
         self.pool = self.out = 0
         self.unit = 1
-        # Seconds of each server per pull: in turns, and outside of turns.
+        # Seconds of each server per pull, with and without turns.
         self.pulls = [[each + loop for each in self.work.pull] for loop in (0.0, work.loop[1])]
 
     def run(self, stretches: int) -> Outcome:
@@ -246,7 +249,7 @@ class _Simulation:
         return self._outcome()
 
     def _most(self, work: Work) -> float:
-        """Return the most updates per second that the queues can serve."""
+        """Return the maximum rate that the queues can serve, in updates per second."""
         serving = sum(work.pull) + sum(work.push)
         if self.fleet.cores:
             return self.fleet.cores / max(1e-9, serving + work.compute + work.aside)
@@ -290,7 +293,6 @@ class _Simulation:
         heapq.heappush(self.events, (time, self.number, phase, worker.index))
 
     def _stretch(self, rate: float) -> None:
-        """Simulate a stretch until all of its updates are applied."""
         steps = self.dispatch.steps(rate)
         self.pool = min(MOST_STEPS, MOST_OF_WORKER * self.fleet.workers, steps)
         closure = self.dispatch.closure * self.pool / steps
@@ -338,7 +340,7 @@ class _Simulation:
             self.waiting.append(worker)
 
     def _passed(self, way: str, times: Iterable[float]) -> float:
-        """Return when the last part has passed; each part has its own card and arrival time."""
+        """Return when the last part has passed. Each part has its own card and arrival time."""
         cards, wires = self.cards[way], self.work.wire
         cards.used += wires[0]
         queues = zip(times, cards.free, wires, strict=False)
@@ -357,7 +359,7 @@ class _Simulation:
         own = (self.work.compute + self.work.loop[0] * (self.unit == 1)) * factor
         aside = self.work.aside * factor
         if self.fleet.cores:
-            # The next batch is read meanwhile, and has to be ready for the next update.
+            # The next batch is read during this time, and must be ready for the next update.
             end = self.machine.take(max(now, worker.ready), own)
             worker.ready = self.machine.take(now, aside) if aside else now
         else:
@@ -418,7 +420,6 @@ class _Simulation:
 
 
 def _fullest(work: Work) -> Work:
-    """Return the work with only the server that has the highest load."""
     load = [sum(each) for each in zip(work.pull, work.push, work.wire, strict=True)]
     one = load.index(max(load))
     return Work(

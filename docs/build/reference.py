@@ -1,8 +1,8 @@
-"""The pages of `docs/reference`, generated from the code.
+"""Generates the pages of `docs/reference` from the code.
 
 - `configuration.md`: every key of the configuration, from the config model.
 - `parameters.md`: the run parameters of the pipeline, as its YAML declares them.
-- `components.md`: what each step is, and the inputs and outputs of its component.
+- `components.md`: what each step does, and the inputs and outputs of its component.
 - `command-line.md`: every command and option, from the command line itself.
 """
 
@@ -29,24 +29,24 @@ NOTICE = "<!-- Generated from the code by `make golden`; change the descriptions
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; bars and line breaks in a cell are escaped."""
+    """Return a Markdown table. Vertical bars and line breaks in cells are escaped."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
 def entry(name: str, facts: Iterable[str], meaning: str) -> str:
-    """Return an entry of a list: a name, facts in brackets, a meaning."""
+    """Return a list item: a name, facts in parentheses, and a description."""
     given = "; ".join(filter(None, facts))
     return f"- {name}{f' ({given})' if given else ''}: {' '.join(meaning.split())}\n"
 
 
 def code(value: object) -> str:
-    """Return a value as YAML has it, as Markdown code."""
+    """Format a value as YAML in Markdown code."""
     return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
 
 
 def codes(values: Iterable[object]) -> str:
-    """Return several values as Markdown code."""
+    """Format several values as Markdown code."""
     return ", ".join(map(code, values))
 
 
@@ -67,7 +67,7 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# A type may have a bound, and its key a stricter one.
+# A type may have a bound, and a key may have a stricter one.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),
@@ -76,7 +76,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 }
 # Longer deadlines are written in days.
 _MOST_HOURS = 48
-# A bound from here on only keeps a number within its type.
+# Larger bounds only keep a number within its type, and are left out.
 _NEVER_REACHED = 10_000
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
@@ -97,13 +97,13 @@ Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *
 
 
 def configuration() -> str:
-    """Return the page."""
+    """Return the page about the configuration."""
     sections = "".join(_section(Config, "", set()))
     return f"{_CONFIGURATION_HEAD}\n{sections}{_relations()}"
 
 
 def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
-    """Yield the part of a section and of all sections in it that are not in `seen`."""
+    """Yield the parts of the page for a section and for its sections that are not in `seen`."""
     title = f"## `{path}`\n\n" if path else "## The file\n\n"
     yield f"{title}{paragraph(model.__doc__ or '')}\n\n"
     seen.add(model)
@@ -142,7 +142,7 @@ def _key_entry(path: str, name: str, field: FieldInfo) -> str:
 
 
 def _is_linked(field: FieldInfo) -> bool:
-    """Say whether a key is a section whose own part describes it."""
+    """Return whether a key is a section that another part of the page describes."""
     inner = _inner(field.annotation)
     return inner is not None and inner is field.annotation and not field.description
 
@@ -152,7 +152,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _inner(kind: Any) -> type[BaseModel] | None:
-    """Return the section that a key holds or lists; None for any other key."""
+    """Return the model of a section that a key holds or lists; None for any other key."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
     return next(filter(None, map(_inner, get_args(kind))), None)
@@ -169,7 +169,7 @@ def _key_type(kind: Any) -> str:
     if origin is tuple:
         return f"list of {_key_type(args[0])}"
     if origin is dict:
-        # Values of any type are checked by the code that uses them.
+        # The code that uses these values checks them, so their type is left out.
         of = "" if args[1] is Any else f" of {_key_type(args[0])} to {_key_type(args[1])}"
         return f"mapping{of}"
     return "sections" if issubclass(kind, BaseModel) else _WORDS[kind]
@@ -213,7 +213,7 @@ def _number(value: float) -> str:
 
 
 def _relations() -> str:
-    """Return the rules between keys: the docstrings of the checks themselves."""
+    """Return the rules between keys, from the docstrings of the checks."""
     checks = Config.__pydantic_decorators__.model_validators
     rules = [" ".join((getattr(Config, name).__doc__ or "").split()) for name in checks]
     listed = "".join(f"- {rule}\n" for rule in rules if rule)
@@ -233,7 +233,7 @@ all fields. The UI lists the fields alphabetically, without their meaning, and `
 
 
 def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the page for the parameters that a compiled pipeline declares, by name."""
+    """Return the page about the parameters that a compiled pipeline declares, by name."""
     keys = {each.name: each.key for each in FIELDS}
     rows = (
         _parameter_row(name, declared[name], keys.get(name, ())) for name in SIGNATURE.parameters
@@ -243,7 +243,7 @@ def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _parameter_row(name: str, declared: Mapping[str, Any], key: tuple[str, ...]) -> tuple[str, ...]:
     given = declared.get("defaultValue", "")
-    # In the YAML each number is a double.
+    # The YAML stores every number as a double.
     is_whole = isinstance(given, float) and given.is_integer()
     default = json.dumps(int(given) if is_whole else given)
     kind, described = str(declared["parameterType"]), str(declared.get("description", ""))
@@ -264,7 +264,7 @@ upload` gives GPUs to the steps that may use them.
 
 
 def components(made: Iterable[Any]) -> str:
-    """Return the page for components, as KFP has made them."""
+    """Return the page about components, as KFP has made them."""
     steps = table(_STEP_TITLES, map(_step_row, STEPS))
     return f"{_COMPONENTS_HEAD}\n{steps}\n{''.join(map(_component, made))}"
 
@@ -298,7 +298,7 @@ def _component(made: Any) -> str:
 def _inputs(spec: Any) -> Iterator[str]:
     given = spec.inputs or {}
     keys = {each.name for each in FIELDS}
-    # The first step takes all of them; another step may take a few.
+    # The first step takes all run parameters; another step may take a few.
     whole = keys <= given.keys()
     if whole:
         yield "[every run parameter](parameters.md) but the image"
@@ -332,7 +332,7 @@ when the command fails or is interrupted; tables and documents go to standard er
 A number that is not finite is `null`. These keys are always present; a command lists what it adds.
 
 """
-# As many commands that have an option in the same words share it.
+# An option that at least this many commands have, with the same help text, is described once.
 _SHARED = 3
 _KEYS = {
     "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; of a run "
@@ -346,7 +346,7 @@ _KEYS = {
 
 
 def command_line(group: Any) -> str:
-    """Return the page for the group of all commands."""
+    """Return the page about the command line, for the group of all commands."""
     exits = table(("code", "means"), ((code(n), text) for n, text in EXIT_CODES.items()))
     keys = table(("key", "holds"), ((code(key), text) for key, text in _KEYS.items()))
     own = "".join(map(_option, group.params))
@@ -362,7 +362,7 @@ def command_line(group: Any) -> str:
 
 
 def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every command with the words that call it; the commands of a group follow its name."""
+    """Yield every command with its full name; the commands of a group follow its name."""
     for name, command in commands.items():
         if below := getattr(command, "commands", None):
             yield from flat(below, f"{before}{name} ")
@@ -381,7 +381,7 @@ def _command(name: str, command: Any, shared: Container[str]) -> str:
     ]
     also = f"- [also](#options-of-several-commands): {codes(common)}\n" if common else ""
     epilog = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
-    # The title is the usage of a command without arguments.
+    # For a command without arguments, the title already shows the usage.
     usage = f"```text\n{usage}\n```\n\n" if arguments else ""
     described = f"{paragraph(command.help)}\n\n{epilog}"
     return f"## `flotilla {name}`\n\n{usage}{described}{''.join(own)}{also}\n"
@@ -393,7 +393,6 @@ def _called(argument: Any) -> str:
 
 
 def _option(parameter: Any) -> str:
-    """Return the entry of an argument or an option."""
     if parameter.param_type_name == "argument":
         name = code(_called(parameter))
     else:
@@ -407,7 +406,6 @@ def _option(parameter: Any) -> str:
 
 
 def _variables(parameter: Any) -> str:
-    """Return which environment variables set an option."""
     named = parameter.envvar or []
     names = [named] if isinstance(named, str) else named
     return f"Default: the variable {' or '.join(map(code, names))}." if names else ""

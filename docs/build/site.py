@@ -1,7 +1,7 @@
 """Hooks of `mkdocs.yml`: pages from outside of `docs/`, and links that also work in the repository.
 
-In the repository a page may link to any file. The site has the Markdown files of `ADDED` as pages;
-a link to another file outside of `docs/` becomes its text.
+In the repository, a page may link to any file. The site has the Markdown files of `ADDED` as pages;
+a link to another file outside of `docs/` is replaced by its text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-#: Page of the site by file of the repository, both relative to their root.
+#: #: The page on the site for each added file; both paths are relative to their root.
 ADDED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -26,7 +26,7 @@ ADDED = {
     },
 }
 FOLDERS = {"benchmarks/results": "measurements/README.md"}
-#: What the search multiplies the rank of a page by: short pages come first, internals last.
+#: #: Factors for the rank of a page in search results: short pages come first, internals last.
 BOOSTS = {"start/": 1.5, "decisions/": 0.2, "measurements/": 0.2, "changelog": 0.5}
 _SOURCES = {page: source for source, page in ADDED.items()}
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return the text of a page with links that lead to pages of the site."""
+    """Return the text of a page with its links changed to pages of the site."""
     where = page.file.src_uri
     boost = next((each for begin, each in BOOSTS.items() if where.startswith(begin)), 1.0)
     page.meta.setdefault("search", {})["boost"] = boost
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def _resolve(link: re.Match[str], source: str, where: str) -> str:
-    """Return a link of a file of the repository as a link of its page of the site."""
+    """Return a link in a repository file as a link on its page of the site."""
     text, target, fragment = link[1], link[2], link[3] or ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     inside = path.removeprefix("docs/") if path.startswith("docs/") else ""
@@ -77,6 +77,6 @@ def _title(file: File) -> str:
 
 
 def _number(row: str) -> tuple[int, str]:
-    """Return the sort key of a row of a list: decisions by number, others by title."""
+    """Return the sort key of a list item: decisions by number, others by title."""
     found = re.match(r"- \[(\d+)\.", row)
     return (int(found[1]) if found else 0, row)

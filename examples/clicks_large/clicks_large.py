@@ -1,21 +1,23 @@
 """Generated clicks of a large service by day, with 10 million users and 1 million items.
 
-Nothing is stored. Events are computed from (seed, day, split, part), and the properties of a user
-or an item from a hash of its id. `Clickstream.chances` computes the chance of any click.
+Nothing is stored. Events are computed from the seed, day, split and part, and the properties of a
+user or an item from a hash of its id. `Clickstream.chances` computes the true probability of a
+click.
 
-    ids        are sparse integers below 2^52, as in a real service; they do not count from 0
-    items      are shown with frequencies by Zipf's law; each day the share `drift` of popularity
-               moves to other items, and `new_items` replace the same number of old items
-    users      differ in activity: few are often active, most hardly ever (Zipf's law with a flat
-               head). Each day `new_users` are new, and tastes turn by `drift` of a right angle
-    clicks     are likelier if the tastes of user and item agree; some items have a higher quality
-    segment    of a user, and `category` of an item, are known also for a new id. Users of a
-               segment share half of their tastes (`explained`), and so do items of a category;
-               the other half depends on the id alone
-    shown      counts how often the item was shown on the day before; it is 0 for a new item
+    ids        sparse integers below 2^52, as in a real service, instead of consecutive numbers
+    items      are shown with frequencies that follow Zipf's law; each day, a share `drift` of the
+               popularity moves to other items, and `new_items` replace as many old items
+    users      differ in activity: a few are often active, most of them rarely (Zipf's law with a
+               flat head). Each day, `new_users` are new, and tastes turn by `drift` of a right
+               angle
+    clicks     are more likely if the tastes of user and item agree; items also differ in quality
+    segment    of a user, and `category` of an item, are also known for a new id. Users of a
+               segment share a part of their tastes (`explained`), and so do items of a category;
+               the rest depends on the id alone
+    shown      how often the item was shown on the day before; 0 for a new item
 
-Each day is a version: 1.1.17 is day 17. The newest day is `day`. With `since`, the date of day 0,
-the newest day is today. A run without `data.version` uses the newest day.
+Each day is a version: 1.1.17 is day 17. The newest day is `day` or, if the date of day 0 is given
+as `since`, today. A run without `data.version` uses the newest day.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ import numpy.typing as npt
 import tensorflow_datasets as tfds
 
 LAST_DAY = 9999
-#: The number of events drawn at once, and of consecutive events of one user.
+#: #: Number of events drawn at once, and number of consecutive events of one user.
 PART = 1 << 16
 VISIT = 8
 RANK = 2
-# The unit is the score whose sigmoid is the chance of a click.
+# In units of the score, whose sigmoid is the probability of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
 # The activity of users: the exponent, and the number of users about as active as the first.
 _ACTIVITY, _FLAT = 1.2, 30.0
@@ -44,12 +46,12 @@ _MOST = 10**9
 _STRIDE = 2654435761
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
-# Change it if the events of a day change.
+# Must change if the events of a day change.
 _RELEASE = "1.1."
 _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-# Salts of the hash: one for each generated quantity.
+# Salts of the hash, one for each generated quantity.
 _USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _IMPRESSIONS = range(1, 7)
 _SEGMENT, _CATEGORY, _OF_SEGMENT, _TURNED_SEGMENT, _OF_CATEGORY = range(20, 25)
 
@@ -60,9 +62,9 @@ Hashes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """Zipf's law over the ranks 0, 1, ..., `count - 1`: as `1 / (rank + 1 + flat) ** exponent`.
+    """Zipf's law over the ranks 0 to `count - 1`: `1 / (rank + 1 + flat) ** exponent`.
 
-    The continuous law is cut into ranks, so no sums have to be computed or stored.
+    The continuous distribution is cut into ranks, so that no sums must be computed or stored.
     """
 
     count: int
@@ -96,15 +98,17 @@ class Clickstream:
     """The true distribution of a service: users and items of a day, impressions and clicks.
 
     Attributes:
-        users: number of users on a day; `items` is the same for items.
+        users: number of users on a day.
+        items: number of items on a day.
         events: number of events per day, from which `shown` is computed.
-        zipf: the exponent of the items' popularity; with 0 all items are equally popular.
+        zipf: exponent of the items' popularity; with 0, all items are equally popular.
         drift: share of popularity and of tastes that changes per day.
-        new_users: users that replace old ones each day; `new_items` is the same for items.
+        new_users: number of users that are replaced each day.
+        new_items: number of items that are replaced each day.
         segments: number of segments of users.
         categories: number of categories of items.
         explained: share of the tastes that the segment of a user or the category of an item
-            determines; with 0 they depend on the id alone.
+            determines; with 0, they depend on the id alone.
         seed: the seed of everything.
     """
 
@@ -134,10 +138,10 @@ class Clickstream:
 
     def draw(self, day: int, split: int, part: int) -> dict[str, Ints]:
         """Return the features and labels of `PART` events."""
-        # Only this generator of NumPy guarantees the same numbers in every version.
+        # NumPy guarantees the same numbers in every version only for this generator.
         random = np.random.RandomState([self.seed, day, split, part])
         visits = self._user_law.ranks(random.random_sample(PART // VISIT))
-        # Without the stride the first new users would all replace the most active ones.
+        # Without the stride, the first new users would all replace the most active ones.
         users = np.repeat(self._ids(visits * _STRIDE % self.users, _USERS, day), VISIT)
         ranks = self._item_law.ranks(random.random_sample(PART))
         fashion, share = self._fashion(day)
@@ -155,7 +159,7 @@ class Clickstream:
         }
 
     def chances(self, users: Ints, items: Ints, day: int) -> Floats:
-        """Return the chance of a click for each pair on a day."""
+        """Return the probability of a click on a day for each pair of user and item."""
         known, where = np.unique(users, return_inverse=True)
         wanted = self.tastes(known, day)[where] * self.features(items)
         score = BASE + AFFINITY * wanted.sum(axis=1) / math.sqrt(RANK) + self.quality(items)
@@ -176,11 +180,11 @@ class Clickstream:
         return self._explained(items, _ITEMS, self.category(items), _OF_CATEGORY)
 
     def segment(self, users: Ints) -> Ints:
-        """Return the segment of users [n], counted from 0."""
+        """Return the segment of users [n], starting at 0."""
         return self._group(users, _SEGMENT, self.segments)
 
     def category(self, items: Ints) -> Ints:
-        """Return the category of items [n], counted from 0."""
+        """Return the category of items [n], starting at 0."""
         return self._group(items, _CATEGORY, self.categories)
 
     def quality(self, items: Ints) -> Floats:
@@ -203,7 +207,7 @@ class Clickstream:
         """Return how often items were shown on the day before, as integers."""
         expected = self.events * self.exposure(items, day - 1)
         salt = np.uint64(_hashed(self.seed, _IMPRESSIONS, day))
-        # Round at random in proportion to the fraction, which keeps the means.
+        # Round at random in proportion to the fraction, which preserves the mean.
         return np.floor(expected + _uniform(_mixed(items.astype(np.uint64) ^ salt))).astype(
             np.int64
         )
@@ -223,7 +227,7 @@ class Clickstream:
         return Law(count=self.items, exponent=self.zipf)
 
     def _fashion(self, day: int) -> tuple[int, float]:
-        """Return the current ranking, and the share of events that already follow the next."""
+        """Return the current ranking, and the share of events that already follow the next one."""
         at = math.floor(day * self.drift)
         return at, day * self.drift - at
 
@@ -246,7 +250,10 @@ class Clickstream:
         return found
 
     def _ids(self, slots: Ints, kind: int, day: int) -> Ints:
-        """Return the ids in slots on a day; each slot has the newest of its serial numbers."""
+        """Return the ids in slots on a day.
+
+        The serial number of a slot grows when its id is replaced.
+        """
         count, new = (
             (self.users, self.new_users) if kind == _USERS else (self.items, self.new_items)
         )
@@ -282,7 +289,7 @@ class Clickstream:
         return found
 
     def _normals(self, ids: Ints, count: int, kind: int) -> Floats:
-        """Return normal numbers of ids [n, count]; `count` is even (Box and Muller 1958)."""
+        """Return normal numbers for ids [n, count]; `count` is even (Box and Muller 1958)."""
         found = np.empty((len(ids), count))
         for place in range(0, count, 2):
             salts = (np.uint64(_hashed(self.seed, kind, place + each)) for each in (0, 1))
@@ -313,18 +320,18 @@ def _hashed(*values: int) -> int:
 
 
 def refuse(name: str, value: Any, wanted: str) -> None:
-    """Raise `ValueError` for an argument of the builder."""
+    """Raise `ValueError` for an invalid argument of the builder."""
     raise ValueError(f"{name}: {value!r} is not allowed; it must be {wanted}")
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:
-    """Raise `ValueError` if an argument is not an integer in a range."""
+    """Raise `ValueError` unless an argument is an integer in a range."""
     if type(value) is not int or not least <= value <= most:
         refuse(name, value, f"a whole number from {least} to {most}")
 
 
 class ClicksLarge(tfds.core.GeneratorBasedBuilder):
-    """Generated clicks of a day, or of several that end with it."""
+    """Generated clicks of one day, or of several days."""
 
     VERSION = tfds.core.Version(f"{_RELEASE}0")
 
@@ -344,13 +351,13 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
 
         Args:
             day: the newest day.
-            days: number of days for training; test events are of the newest day.
-            since: date of day 0, as 2026-11-23, instead of `day`: the newest day is today.
+            days: number of days for training; test events are from the newest day.
+            since: date of day 0, such as 2026-11-23; the newest day is then today.
             events: training events per day.
             test_events: test events of the newest day.
-            data_dir: the folder of TFDS.
-            version: 1.1.DAY, instead of `day`.
-            truth: arguments of `Clickstream`.
+            data_dir: the data folder of TFDS.
+            version: 1.1.DAY, to set `day`.
+            **truth: arguments of `Clickstream`.
         """
         known = {each.name for each in fields(Clickstream)}
         if unknown := [name for name in truth if name not in known]:
@@ -360,13 +367,14 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         whole("test_events", test_events, 1, _MOST)
         self.days = days
         self.clickstream = Clickstream(events=events, **truth)
-        #: Examples per split. With it Flotilla reads by `columns`, and TFDS writes nothing.
+        #: #: Examples per split. Because of this attribute, Flotilla reads the data with `columns`,
+        #: and TFDS writes nothing.
         self.sizes: Mapping[str, int] = {"train": events * days, "test": test_events}
         self.VERSION = tfds.core.Version(f"{_RELEASE}{self.day}")
         super().__init__(data_dir=data_dir, version=version)
 
     def columns(self, split: str, first: int, end: int) -> Iterator[dict[str, Ints]]:
-        """Yield the events of a range of a split in parts; the days alternate."""
+        """Yield the events of a range of a split in parts, which alternate between the days."""
         number, days = _SPLITS.index(split), self.days if split == "train" else 1
         for part in range(first // PART, -(-end // PART)):
             drawn = self.clickstream.draw(self.day - part % days, number, part // days)

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: the chief gives steps to workers, without waiting for each of them."""
+"""ParameterServerStrategy: the chief gives steps to workers without waiting for each of them."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from rows import read_rows
 
-# Only the chief writes, since servers may be on other machines.
+# Only the chief writes, because the servers may be on other machines.
 ON_CHIEF = tf.train.CheckpointOptions(experimental_io_device="/job:chief/task:0/device:CPU:0")
 
 
@@ -33,7 +33,7 @@ def train(flags, resolver, ended):
     with strategy.scope():
         model, optimizer = build(shape), keras.optimizers.Adam(flags.learning_rate)
         optimizer.build(model.trainable_variables)
-        # Exact under updates of many workers, unlike the count of the optimizer.
+        # Exact even if many workers update it, unlike the optimizer's counter.
         step = tf.Variable(0, dtype=tf.int64, trainable=False)
     checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
     manager = tf.train.CheckpointManager(checkpoint, os.environ["FLOTILLA_CHECKPOINTS"], 2)

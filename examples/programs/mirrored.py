@@ -1,4 +1,4 @@
-"""Keras and MultiWorkerMirroredStrategy: workers of TF_CONFIG apply the mean of all gradients."""
+"""Keras with MultiWorkerMirroredStrategy: all workers apply the mean of their gradients."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def build(shape):
 
 
 def make_update(strategy, model, optimizer, step, batch_size):
-    """Return one update. Keras 3 has no `fit` under this strategy."""
+    """Return the training step, because Keras 3 has no `fit` for this strategy."""
     losses = keras.losses.SparseCategoricalCrossentropy(reduction=None)
 
     def replica(row):
@@ -60,7 +60,7 @@ def main():
         model, optimizer = build(rows.element_spec["image"].shape[1:]), keras.optimizers.Adam()
         optimizer.learning_rate = flags.learning_rate
         optimizer.build(model.trainable_variables)
-    # Every worker saves into its own folder; Flotilla publishes that of the leading one.
+    # Every worker saves to its own folder; Flotilla publishes the leading worker's.
     checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
     manager = tf.train.CheckpointManager(checkpoint, os.environ["FLOTILLA_CHECKPOINTS"], 2)
     manager.restore_or_initialize()

@@ -1,4 +1,4 @@
-"""The rows of a dataset that Flotilla staged as local files, by TensorFlow alone."""
+"""Reads the dataset files that Flotilla placed on this machine, with TensorFlow alone."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import tensorflow as tf
 
 
 def read_rows(split, folder=None):
-    """Return the rows of a split, train or validation: a tf.data.Dataset of {feature: value}."""
+    """Return the rows of a split (train or validation) as a tf.data.Dataset of {feature: value}."""
     folder = folder or os.environ["FLOTILLA_DATASET_FILES"]
     with open(os.path.join(folder, "features.json"), encoding="utf-8") as file:
         features = json.load(file)

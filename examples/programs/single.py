@@ -1,4 +1,4 @@
-"""One process: a Keras model trained by `fit`, that goes on from its newest checkpoint."""
+"""One process: trains a Keras model with `fit`, and resumes from the newest checkpoint."""
 
 import argparse
 import glob
@@ -14,7 +14,7 @@ CHECKPOINTS = os.environ["FLOTILLA_CHECKPOINTS"]
 
 
 class Recorder(keras.callbacks.Callback):
-    """Saves a checkpoint at regular steps, at the last step, and at SIGTERM."""
+    """Saves a checkpoint at regular steps, at the last step, and on SIGTERM."""
 
     def __init__(self, steps, every):
         super().__init__()
@@ -27,7 +27,8 @@ class Recorder(keras.callbacks.Callback):
         if last or step % self.every == 0:
             with open(os.environ["FLOTILLA_METRICS"], "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **logs}) + "\n")
-            # A reader never sees half a file, and the newest has the highest number.
+            # Rename a complete file, so that readers never see half of it. The newest has the
+            # highest number.
             part = os.path.join(CHECKPOINTS, "part.keras")
             self.model.save(part)
             os.replace(part, os.path.join(CHECKPOINTS, f"model-{step:08d}.keras"))

@@ -13,19 +13,19 @@ CHECKPOINTS, MODEL = os.environ["FLOTILLA_CHECKPOINTS"], os.environ["FLOTILLA_MO
 
 
 class Recorder(tf.train.CheckpointSaverListener, tf.train.SessionRunHook):
-    """Says step and loss at each checkpoint; stops at the last step, or when asked to end."""
+    """Reports step and loss at each checkpoint; stops at the last step or on SIGTERM."""
 
     def __init__(self, loss, step, last):
         self.loss, self.step, self.last, self.ending = loss, step, last, False
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "ending", True))
 
     def after_run(self, run_context, run_values):
-        # Read anew: with --sync no worker may go on alone after the last update.
+        # Read the step again: with --sync, no worker may continue alone after the last update.
         if self.ending or run_context.session.run(self.step) >= self.last:
             run_context.request_stop()
 
     def end(self, session, global_step_value=None):
-        """Both bases have a method of this name."""
+        """Both base classes have a method of this name."""
 
     def before_save(self, session, global_step_value):
         said = {"step": int(global_step_value), "loss": float(session.run(self.loss))}
@@ -58,7 +58,7 @@ def train(flags, server, cluster):
             optimizer = tf.train.SyncReplicasOptimizer(optimizer, count, count)
             hooks.append(optimizer.make_session_run_hook(first))
         update = optimizer.minimize(loss, global_step=step)
-    # Worker 0 writes one file, since servers may be on other machines.
+    # Worker 0 writes the checkpoint as one file, because the servers may be on other machines.
     with tf.device(f"{worker}/cpu:0"):
         scaffold = tf.train.Scaffold(saver=tf.train.Saver(max_to_keep=2))
     saver = tf.train.CheckpointSaverHook(
@@ -85,7 +85,7 @@ def export(shape):
 
 
 def main():
-    # Variables stay resources: with those of TensorFlow 1, --sync may read a step too early.
+    # Keep resource variables: with TensorFlow 1's own, --sync may read a step too early.
     tf.disable_eager_execution()
     parser = argparse.ArgumentParser()
     for name in ("ps_hosts", "worker_hosts", "job_name"):
