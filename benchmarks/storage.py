@@ -37,7 +37,7 @@ WINDOW = 5.0
 
 
 def many_files() -> Comparison:
-    """Publish 300 files of 20 KB at 30 ms per request: in parallel, and one by one."""
+    """Publish 300 files of 20 KB, with 30 ms per request: in parallel, and one by one."""
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         folder = Path(name)
         for number in range(FILES):
@@ -96,7 +96,7 @@ def checkpoints() -> Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The cost of a checkpoint: lost seconds of training, and the seconds for which it paused."""
+    """The cost of a checkpoint: the lost seconds of training, and the seconds of the pause."""
 
     seconds: float
     stall: float

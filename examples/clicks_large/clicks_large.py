@@ -188,7 +188,7 @@ class Clickstream:
         return self._group(items, _CATEGORY, self.categories)
 
     def quality(self, items: Ints) -> Floats:
-        """Return the quality of items, independent of the user [n], in units of the score."""
+        """Return the quality of items [n] for all users, in units of the score."""
         return QUALITY * self._normals(items, 2, _QUALITY)[:, 0]
 
     def exposure(self, items: Ints, day: int) -> Floats:

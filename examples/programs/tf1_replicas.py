@@ -1,4 +1,4 @@
-"""TensorFlow 1: workers and parameter servers, asynchronous or (--sync) synchronous updates."""
+"""TensorFlow 1 with parameter servers: asynchronous or (with --sync) synchronous updates."""
 
 import argparse
 import json
