@@ -98,8 +98,7 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
         return keras.Model(ids, keras.layers.Dense(1, name="out")(found))
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Both tables get the same number of distinct rows, spread evenly, because the prime divides
-        # neither number of rows.
+        # The prime divides neither table size, so both tables get equally many distinct rows.
         ids = (number * DISTINCT + tf.range(BATCH, dtype=tf.int64) % DISTINCT) * 7_919_993 % rows
         return ids, tf.cast(ids % 2, tf.float32)[:, tf.newaxis]
 

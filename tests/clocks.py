@@ -1,4 +1,4 @@
-"""A clock that advances only when a test sleeps, for waits that would take minutes."""
+"""A clock that advances only when a test sleeps, so that long waits take no time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 class Clock:
-    """The elapsed seconds; `each` is called at each sleep."""
+    """Counts the seconds that were slept; `each` is called at every sleep."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.passed = 0.0

@@ -1,4 +1,4 @@
-"""Fixtures for every test: a fixed environment, loopback only, no process left behind."""
+"""Fixtures for all tests: a fixed environment, loopback only, no process left behind."""
 
 import errno
 import functools
@@ -43,26 +43,26 @@ FOREIGN = (
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# The upper limit for the end of a process on a busy machine.
+# Maximum time in seconds until a process exits on a busy machine.
 SECONDS_TO_END = 60
 
 
 def _clear_environment() -> None:
-    """Remove the settings of the machine for this process and its children."""
+    """Remove the settings of this machine from the environment of this process and its children."""
     for name in list(os.environ):
         foreign = name.startswith(FOREIGN) and name not in KEPT
         if foreign or name in TERMINAL or name.lower() in PROXIES:
             del os.environ[name]
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
-    # Object store clients would look for the machine's account at these addresses.
+    # Otherwise object store clients would request the credentials of the machine.
     os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
-    # A shell starts background processes with SIGINT ignored, which their children inherit.
+    # A shell starts background processes with SIGINT ignored, which child processes inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _stack(context: int = 0) -> list[inspect.FrameInfo]:
-    """Return the frames of `inspect.stack` without looking up modules and sources.
+    """Return the frames of `inspect.stack` without looking up modules and source files.
 
     KFP calls it 50 times per compilation, which takes a second if TensorFlow is loaded.
     """
@@ -75,21 +75,21 @@ def _stack(context: int = 0) -> list[inspect.FrameInfo]:
 
 
 inspect.stack = _stack
-# Tests end processes but not the machine, so data in the page cache survives; a sync on a busy disk
-# would take seconds.
+# Skip fsync, which takes seconds on a busy disk. Tests kill processes but not the machine, so data
+# in the page cache survives.
 os.fsync = lambda _descriptor: None
-# The command is cached, since each call would rebuild it from all commands and options.
+# Cache the command, because each call would rebuild it from all commands and options.
 typer.main.get_command = functools.cache(typer.main.get_command)
-# PyYAML reads the same few configurations in most tests of a command, 20 ms each time. The error
-# of a text is raised anew.
+# Cache parsed YAML, because most tests of a command read the same few configurations, which takes
+# 20 ms each. An error is not cached.
 _load = load._load
 _pickled = functools.lru_cache(256)(lambda text, path: pickle.dumps(_load(text, path)))
 load._load = lambda text, path=(): pickle.loads(_pickled(text, tuple(path)))
-# Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
+# Must come before the import of any test module, because TensorFlow reads its variables only once.
 _clear_environment()
 
-# A busy machine must not fail tests, and a commit has one result: `--hypothesis-profile=random`
-# tries other examples.
+# Tests must not fail because the machine is busy, nor differ between runs of the same commit.
+# `--hypothesis-profile=random` tries other examples.
 settings.register_profile(
     "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
@@ -110,7 +110,7 @@ def port() -> Iterator[int]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a file of which `-m` selects no test: its import can take a second."""
+    """Skip the import of a file in which `-m` selects no test; an import can take a second."""
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
     return (is_test and not _is_selected(collection_path, config)) or None
 
@@ -122,7 +122,7 @@ def _is_selected(path: Path, config: pytest.Config) -> bool:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Iterator[object]:
-    """Collect the tests without the garbage collector: imports leave little, and fill the heap."""
+    """Disable the garbage collector during collection, because imports create little garbage."""
     gc.disable()
     try:
         if session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
@@ -130,14 +130,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         return (yield)
     finally:
         gc.enable()
-        # What was imported stays alive: later collections can skip it.
+        # The imported objects stay alive, so later garbage collections can skip them.
         gc.freeze()
 
 
 def _import_share(config: pytest.Config) -> None:
-    """Import other test modules first in each worker, so that pytest rewrites each of them once.
+    """Import a share of the test modules in each worker, so that each is rewritten only once.
 
-    In a fresh clone all workers would compile and rewrite every module at the same time.
+    pytest rewrites assertions on import. In a fresh clone, all workers would otherwise rewrite
+    every module at the same time.
     """
     name = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not name:
@@ -149,14 +150,14 @@ def _import_share(config: pytest.Config) -> None:
         if not any(path.is_relative_to(each) for each in ignored) and _is_selected(path, config)
     ]
     for path in paths[int(name.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
-        # The collection imports it again, and says what is wrong with it.
+        # The collection imports the module again and reports its error.
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(path.with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test with a marker that its file does not name: `-m` would leave the file out."""
+    """Reject a test with a marker that its file does not name, because `-m` would skip the file."""
     for mark in ("slow", "long", "cluster"):
         for path in {item.path for item in items if item.get_closest_marker(mark)}:
             if f"mark.{mark}" not in path.read_text(encoding="utf-8"):
@@ -165,9 +166,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _collected() -> Iterator[None]:
-    """Run the garbage collector between the tests of two files.
+    """Run the garbage collector between two test files.
 
-    Otherwise a thread of a later test's server might collect TensorFlow objects that wait.
+    Otherwise a server thread in a later test might collect TensorFlow objects, and block.
     """
     yield
     gc.collect()
@@ -187,7 +188,7 @@ def mnist_dir() -> Path:
 
 @pytest.fixture
 def golden() -> Callable[..., None]:
-    """Compare a text with a file of `tests/golden`; `make golden` writes it instead."""
+    """Compare a text with a file in `tests/golden`; `make golden` writes the file instead."""
 
     def check(name: str, text: str, folder: Path = GOLDEN) -> None:
         path = folder / name
@@ -212,7 +213,7 @@ def _is_outside(host: object) -> bool:
 
 
 def _own_addresses() -> set[str]:
-    """Return the addresses of this machine: a connection to one of them does not leave it."""
+    """Return the addresses of this machine, which tests may connect to."""
     return {
         each.address.partition("%")[0]
         for addresses in psutil.net_if_addrs().values()
@@ -223,7 +224,7 @@ def _own_addresses() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _formatters() -> Iterator[None]:
-    """Restore the formatters of pytest's handlers, which a step of a test may replace."""
+    """Restore the formatters of pytest's handlers, which a pipeline step in a test may replace."""
     before = [(handler, handler.formatter) for handler in logging.getLogger().handlers]
     yield
     for handler, formatter in before:
@@ -232,7 +233,7 @@ def _formatters() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def outside_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Refuse connections to other machines, and fail the test that tried one."""
+    """Refuse connections to other machines, and fail a test that tries one."""
     attempts: list[str] = []
 
     def guard(owner: Any, name: str, host_of: Callable[..., object]) -> None:
@@ -259,7 +260,7 @@ def outside_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test marked `cluster` that leaves a process behind, and end that process."""
+    """Fail a test marked `cluster` that leaves a process behind, and kill that process."""
     if not request.node.get_closest_marker("cluster"):
         yield
         return
@@ -278,7 +279,7 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _started(folder: Path) -> list[psutil.Process]:
-    """Return the descendants of this process, and orphans with the test's folder in the command."""
+    """Return the descendants of this process, and orphans whose command line names the folder."""
     family = psutil.Process().children(recursive=True)
     orphans = [p for p in psutil.process_iter() if p not in family and str(folder) in _command(p)]
     return [p for p in family + orphans if "resource_tracker" not in _command(p)]

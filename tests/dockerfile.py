@@ -1,4 +1,4 @@
-"""The Dockerfile and `.dockerignore`, parsed as a container engine parses them."""
+"""Parses the Dockerfile and `.dockerignore` as a container engine does."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile in order: each its name and its arguments."""
+    """Return the instructions of a Dockerfile in order, each as its name and its arguments."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
     words = (line.split(maxsplit=1) for line in joined.splitlines() if line.strip())
@@ -15,7 +15,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def stages(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Return the instructions of each stage by its name; the last one is the image, named ""."""
+    """Return the instructions of each stage by name. The last stage has the name ""."""
     found: dict[str, list[tuple[str, str]]] = {}
     name = ""
     for instruction, rest in instructions(text):
@@ -28,7 +28,7 @@ def stages(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def copied(text: str) -> list[str]:
-    """Return the sources of every COPY and ADD that takes them from the build context."""
+    """Return the sources of every COPY and ADD instruction that reads from the build context."""
     sources = []
     for name, rest in instructions(text):
         words = shlex.split(rest)
@@ -38,7 +38,7 @@ def copied(text: str) -> list[str]:
 
 
 def is_ignored(path: str, patterns: Iterable[str]) -> bool:
-    """Return whether `.dockerignore` excludes a path: the last matching pattern counts."""
+    """Return whether `.dockerignore` excludes a path; the last matching pattern wins."""
     above = [path, *map(str, PurePosixPath(path).parents)][:-1]
     ignored = False
     for line in patterns:
@@ -51,7 +51,7 @@ def is_ignored(path: str, patterns: Iterable[str]) -> bool:
 
 
 def _expression(pattern: str) -> str:
-    """Return a pattern as a regular expression: `**` is any number of folders, `*` is in one."""
+    """Return a pattern as a regular expression: `**` matches any folders, `*` stays in one."""
     parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(meaning.get(part, re.escape(part)) for part in parts)

@@ -1,4 +1,4 @@
-"""Which test files may have tests for `-m`, read from their source: the others are not imported."""
+"""Finds the test files that may have tests for `-m` from their source, without importing them."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ _MARK = re.compile(r"\bmark\.(\w+)")
 def may_match(text: str, expression: str) -> bool:
     """Return whether a file has a test that `-m` may select.
 
-    A mark of a parameter, or in a variable, may be one of each test of the file.
+    A marker of a parameter or in a variable may belong to any test of the file.
     """
     asked = set(re.findall(r"\w+", expression))
     if not asked.intersection(_MARK.findall(text)):
@@ -36,7 +36,7 @@ def _holds(expression: str, marks: set[str]) -> bool:
 def _tests(
     tree: ast.Module | ast.ClassDef, outer: tuple[ast.expr, ...] = ()
 ) -> Iterator[tuple[set[str], tuple[ast.expr, ...]]]:
-    """Yield the marks of each test, as names and as nodes."""
+    """Yield the markers of each test, as names and as nodes."""
     own = (*outer, *_assigned(tree))
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -47,7 +47,7 @@ def _tests(
 
 
 def _assigned(tree: ast.Module | ast.ClassDef) -> list[ast.expr]:
-    """Return the marks in `pytestmark`."""
+    """Return the markers in `pytestmark`."""
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue
@@ -63,7 +63,7 @@ def _given(marks: list[ast.expr]) -> list[ast.expr]:
 
 
 def _name(node: ast.AST) -> str:
-    """Return the name of `pytest.mark.NAME`, empty for any other node."""
+    """Return the name of `pytest.mark.NAME`, or an empty string for any other node."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
         return node.attr if node.value.attr == "mark" else ""
     return ""

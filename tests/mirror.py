@@ -1,15 +1,15 @@
-"""Find the tests of the changed files for `make check`.
+"""Finds the tests of changed files for `make check`.
 
     trainer/storage/uri.py      tests/trainer/storage/test_uri.py and test_uri_*.py
     components/train_model.py   tests/components/test_train_model.py and test_train_model_*.py
     trainer/__main__.py         tests/trainer/test_main.py and test_main_*.py
-    benchmarks/baselines/fit.py tests/benchmarks/test_baselines.py, named for the package
+    benchmarks/baselines/fit.py tests/benchmarks/test_baselines.py, named after the package
     any other module            the tests that import it
-    a test file                 itself
-    what no test imports        what ELSEWHERE names
+    a test file                 the file itself
+    a file that no test imports the tests in ELSEWHERE
 
-`python -m tests.mirror [REV]` prints the tests of what differs from REV (HEAD when left out),
-untracked files included, and says on standard error which changed files have none.
+`python -m tests.mirror [REV]` prints the tests of all files that differ from REV (default: HEAD),
+including untracked files. Changed files without tests are listed on standard error.
 """
 
 import subprocess
@@ -23,7 +23,7 @@ from tests.house_rules.source import all_imports, module_name, tree
 
 ROOT = Path(__file__).parent.parent
 MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
-# Tests for files that no test is named after and no test imports.
+# Tests of files that no test is named after or imports.
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "CONTRIBUTING.md": ("tests/docs",),
@@ -60,7 +60,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to run after a change; `unmirrored` are changed files that no test mirrors."""
+    """The tests to run after a change; `unmirrored` are changed files without tests."""
 
     tests: tuple[str, ...]
     unmirrored: tuple[str, ...]
@@ -98,7 +98,7 @@ def files_of(folder: PurePosixPath, files: Sequence[PurePosixPath]) -> list[Pure
 
 
 def longest(test: PurePosixPath, names: Iterable[str]) -> str:
-    """Return the longest of `names` that a test file begins with, empty if there is none."""
+    """Return the longest of `names` that a test file's name begins with; empty if none does."""
     words = test.stem.removeprefix("test_")
     return max((name for name in names if f"{words}_".startswith(f"{name}_")), key=len, default="")
 
@@ -115,7 +115,7 @@ def modules_imported(path: PurePosixPath) -> frozenset[str]:
 
 
 def select(changed: Sequence[str], files: Iterable[str]) -> Selection:
-    """Return the tests that mirror `changed`, removed files included, of all `files`."""
+    """Return the tests of the `changed` files (including removed ones), chosen from all `files`."""
     paths = [PurePosixPath(name) for name in files]
     tests: set[str] = set()
     unmirrored = []
@@ -140,7 +140,7 @@ def find_tests(path: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]
 
 
 def git_lines(*arguments: str) -> list[str]:
-    """Return the output lines of a git command; end this process if git fails."""
+    """Return the output lines of a git command; exit if git fails."""
     verb, *others = arguments
     command = ["git", verb, "-z", *others]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)

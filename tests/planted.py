@@ -1,4 +1,4 @@
-"""Secrets planted where a person or a pod has them, and the search for them in outputs."""
+"""Plants secrets where a user or a pod has them, and searches for them in outputs."""
 
 import base64
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _KUBECONFIG = "apiVersion: v1\nkind: Config\nusers: [{{name: a, user: {{token: '
 
 
 def plant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write all secrets into variables, and into files below a home folder."""
+    """Write all secrets into environment variables, and into files below a home folder."""
     files = {
         ".aws/credentials": _CREDENTIALS.format(SECRETS["file"]),
         ".kube/config": _KUBECONFIG.format(SECRETS["kube"]),
@@ -47,11 +47,11 @@ def plant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_in(texts: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the position of each secret in a text, plain or encoded."""
+    """Yield the name and the file of each secret in the texts, plain or encoded."""
     for name, secret in SECRETS.items():
         data = secret.encode()
         forms = {data, quote(secret, safe="").encode(), quote(secret).encode()}
-        # In base64, the preceding bytes shift a text by 0, 1 or 2.
+        # In base64, a text is encoded differently after 0, 1 or 2 preceding bytes.
         for before in range(3):
             encoded = base64.b64encode(b"x" * before + data)[4 if before else 0 : -4]
             forms |= {encoded, encoded.translate(bytes.maketrans(b"+/", b"-_"))}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """Yield a bound loopback port without a listener: connections are refused."""
+    """Yield a bound loopback port without a listener, which refuses connections."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""`deploy/`: overlays are complete; their objects are in one namespace, labelled and typed."""
+"""`deploy/`: each overlay is complete, in one namespace, labelled, and has valid types."""
 
 import json
 import re
@@ -24,7 +24,7 @@ OVERLAYS = {path.name: path for path in sorted((DEPLOY / "overlays").iterdir())}
 LABELS = yaml.safe_load((DEPLOY / "labels/kustomization.yaml").read_text())["labels"][0]["pairs"]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PREFIX = "app.kubernetes.io/"
-# The namespace and the steps' service account of each overlay.
+# The namespace and the service account of the steps, for each overlay.
 STANDALONE = ("kubeflow", "pipeline-runner")
 PROFILE = ("kubeflow-user-example-com", "default-editor")
 EXPECTED = {
@@ -104,7 +104,7 @@ def test_the_monitor_finds_the_port_and_the_leading_pod_of_either_engine():
         return "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", name)
 
     assert keep["sourceLabels"] == [meta(each) for each in names.INDEX_LABELS]
-    # A pod has one of the two labels; Prometheus joins the values and matches the whole.
+    # A pod has one of the two labels. Prometheus joins their values and matches the whole text.
     found = {each: bool(re.fullmatch(keep["regex"], each)) for each in ("0;", ";0", "1;", ";10")}
     assert found == {"0;": True, ";0": True, "1;": False, ";10": False}
     assert label["sourceLabels"] == [meta(names.RUN)]
@@ -172,7 +172,7 @@ def test_an_overlay_is_of_one_namespace(build, name):
 
 
 def round_trip(tree):
-    """Convert an object to the typed model of the client and back, which drops unknown keys."""
+    """Convert an object to the client's typed model and back; unknown keys are dropped."""
     api, answer = client.ApiClient(), SimpleNamespace(data=json.dumps(tree))
     model = f"{tree['apiVersion'].rpartition('/')[2].capitalize()}{tree['kind']}"
     return api.sanitize_for_serialization(api.deserialize(answer, model))

@@ -1,4 +1,4 @@
-"""The workflow of a forge calls only targets of the Makefile; the templates of issues are valid."""
+"""The CI workflow calls only targets of the Makefile, and the issue templates are valid."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The guarantees of `conftest.py` hold for tests that violate them, and `-m` imports few files."""
+"""The guarantees of `conftest.py` hold even for tests that violate them; `-m` imports few files."""
 
 import os
 import socket

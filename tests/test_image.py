@@ -1,4 +1,4 @@
-"""The contents of the image: the build context has all files that the Dockerfile copies."""
+"""The contents of the image, and the build context with all files that the Dockerfile copies."""
 
 import platform
 import re
@@ -192,13 +192,13 @@ def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, bo
     assert pinned
     assert (found.name, found.version) == ("tensorflow", pinned[1])
     assert found.requires == [f"tensorflow-cpu=={pinned[1]}"]
-    # This package has no module.
+    # The package has no module.
     assert [path.name for path in packages.iterdir()] == [f"tensorflow-{pinned[1]}.dist-info"]
 
 
 @pytest.fixture
 def borrowing_venv(tmp_path):
-    """Create a folder with a `pip` and a `python` that only read the installed packages."""
+    """Create a folder with a `pip` and a `python` that can read the installed packages."""
     place = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -211,7 +211,7 @@ def borrowing_venv(tmp_path):
 
 
 def build(folder, stage, command, programs=Path(sys.executable).parent, **arguments):
-    """Run one command of a stage in a folder that has what the stage copies from the context."""
+    """Run one command of a stage in a folder with the files that the stage copies."""
     for name, rest in stages(DOCKERFILE)[stage]:
         for source in shlex.split(rest)[:-1] if name == "COPY" else ():
             if (ROOT / source).is_dir():

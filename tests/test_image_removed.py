@@ -16,8 +16,8 @@ from tests.dockerfile import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-# Python runs it at the start of every process. An event comes before a file is opened or a library
-# is loaded; at the end of a process its mapped files show what native code has loaded.
+# Python runs this at the start of every process. Audit events come before a file is opened or a
+# library is loaded. When a process exits, its memory map shows what native code has loaded.
 AUDIT = """
 import atexit, os, re, sys
 REMOVED, SEEN = re.compile({removed!r}), {seen!r}
@@ -55,7 +55,7 @@ SMALL = [
 
 
 def removed() -> list[str]:
-    """Return the patterns of the removed files, below the image's folder of packages."""
+    """Return the patterns of the removed files, relative to the image's folder of packages."""
     (command,) = [
         rest
         for name, rest in stages((ROOT / "Dockerfile").read_text())["packages"]
@@ -71,7 +71,7 @@ def removed() -> list[str]:
 
 @pytest.fixture
 def audited(tmp_path):
-    """Return the environment in which processes record opened files, and the file of records."""
+    """Return an environment in which processes record the files that they open, and the record."""
     packages, seen = Path(distribution("tensorflow").locate_file("")), tmp_path / "seen"
     pattern = rf"{re.escape(str(packages))}/({'|'.join(removed())})(/|$)"
     text = AUDIT.format(removed=pattern, seen=str(seen))

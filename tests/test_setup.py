@@ -1,4 +1,4 @@
-"""`make setup`: uv installs with pip's settings, and pip is the fallback."""
+"""`make setup`: uv installs with pip's settings; pip is the fallback."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.wheels import write_wheel
 
 SCRIPT = runpy.run_path(str(ROOT / ".ci" / "uv.py"))
-#: A uv that records its arguments and its environment, and exits with the given code.
+#: #: A uv that records its arguments and environment, and exits with the given code.
 RECORDER = """
 import json, os, sys
 with open(os.environ["RECORD"], "w") as file:
@@ -93,7 +93,7 @@ def test_a_missing_folder_of_wheels_is_left_out(tmp_path):
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with a Python that has only pip, wheels, and the locks of packages and tools."""
+    """A folder with a Python that has only pip, and with wheels and their locks."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "pip").symlink_to(Path(distribution("pip").locate_file("pip")))

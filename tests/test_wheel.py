@@ -42,7 +42,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Build the wheel of this checkout from a copy, since building leaves folders behind."""
+    """Build the wheel from a copy of this checkout, because building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
     for name in ("flotilla", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
@@ -63,10 +63,10 @@ def flotilla(wheel, tmp_path_factory):
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
     words = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
-    # The target's own interpreter writes the correct first line of the script.
+    # The interpreter of the environment writes the right first line of the script.
     pip = Path(distribution("pip").locate_file(""))
     run([str(place / "bin/python"), str(pip / "pip"), *words], cwd=place)
-    # A line of a `.pth` file adds a folder but not the `.pth` files in it: no editable finder.
+    # A `.pth` line adds a folder, but not the `.pth` files in it, so no editable install is found.
     (packages / "dependencies.pth").write_text(f"{pip}\n")
     return place / "bin" / "flotilla"
 
@@ -156,7 +156,7 @@ result = flotilla.run("flotilla.yaml", settings={SMALL!r})
 print(flotilla.evaluate(result, gate={{"min": {{"accuracy": 1.0}}}}).status, flotilla.__file__)
 print(result.status, len(flotilla.predict(result, split="test").predictions))
 """
-    # As in a notebook, whose folder is not first in the path.
+    # In a notebook, too, the current folder is not on the module path.
     printed = run([flotilla.with_name("python"), "-P", "-c", program], cwd=own).splitlines()
     assert printed[0].startswith(f"refused {flotilla.parents[1]}")
     status, rows = printed[1].split()

@@ -1,11 +1,11 @@
-"""Wheels of one module for tests of an installation."""
+"""Writes wheels with one module, for tests of an installation."""
 
 from pathlib import Path
 from zipfile import ZipFile
 
 
 def write_wheel(folder: Path, name: str, module: str = "", version: str = "1") -> Path:
-    """Write a wheel for every platform, with one module and its text."""
+    """Write a wheel for every platform, with one module that has the given text."""
     wheel = folder / f"{name}-{version}-py3-none-any.whl"
     about = f"{name}-{version}.dist-info"
     with ZipFile(wheel, "w") as archive:

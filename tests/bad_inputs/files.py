@@ -1,4 +1,4 @@
-"""The hostile files of the table's rows: each is created when a row names it."""
+"""Hostile input files for the rows of the table, each created when a row names it."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from pathlib import Path
 
 RUN = "digits-20250101-000000-aaaa"
 DAMAGED = "digits-20250102-000000-bbbb"
-# Nested aliases expand to 43 million texts.
+# Nested aliases expand to 43 million strings.
 BOMB = "".join(
     f"{name}: &{name} [{','.join([below] * 9)}]\n"
     for name, below in zip("abcdefgh", ("x", *(f"*{each}" for each in "abcdefg")), strict=True)
@@ -57,7 +57,7 @@ CONTENT: dict[str, str | bytes] = {
 
 def _huge(path: Path) -> None:
     with path.open("wb") as file:
-        # The file is sparse.
+        # A sparse file.
         file.truncate(1 << 32)
 
 
@@ -70,7 +70,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 
 def prepare(words: str, folder: Path) -> None:
-    """Create the files below `folder` that the words of a call name."""
+    """Create the files below `folder` that the arguments of a call name."""
     for name, content in CONTENT.items():
         if name.split("/")[0] in words:
             path = folder / name

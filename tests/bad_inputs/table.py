@@ -1,4 +1,4 @@
-"""The rows of `table.txt`: the call, its exit code, and a part of its one line."""
+"""The rows of `table.txt`: a call, its exit code, and a part of its error message."""
 
 import re
 import shlex

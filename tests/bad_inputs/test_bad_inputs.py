@@ -1,4 +1,4 @@
-"""A wrong call of every command and option: its exit code, one line, and no file left behind."""
+"""Wrong calls of every command and option: the exit code, a one-line error, and no file left."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from tests.bad_inputs.table import Row, rows
 
 ROWS = rows()
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
-# The KFP SDK pauses between retries, and a closed port stays closed.
+# Do not wait between retries of the KFP SDK: a closed port stays closed.
 NO_PAUSE = "urllib3.util.retry.Retry.get_backoff_time"
 
 
 def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every command with its words."""
+    """Yield every command with its name as a tuple of words."""
     groups = [((), typer.main.get_command(app))]
     while groups:
         words, command = groups.pop()
@@ -58,7 +58,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
-    # Later tests would inherit it.
+    # Otherwise later tests would inherit the temporary folder.
     monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main
@@ -106,12 +106,12 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
     assert err.startswith(("flotilla: ", "python -m flotilla.trainer"))
     assert code == row.code
     assert tree(here) == before if here.exists() else row.program == "sh"
-    # A process of an earlier test may end meanwhile.
+    # A process of an earlier test may exit during this test.
     assert children.issuperset(psutil.Process().children(recursive=True))
 
 
 def check_json(out: str, err: str) -> None:
-    """Check that the output is one JSON object on one line with the message of standard error."""
+    """Check that the output is one line of JSON with the message of standard error."""
     assert out.count("\n") == 1, out
     answer = json.loads(out)
     assert set(answer) == KEYS

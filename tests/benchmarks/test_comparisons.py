@@ -164,7 +164,7 @@ def progress(step, seconds):
 
 
 def test_set_up_is_left_out():
-    # 10 updates per second, after 5 s without one.
+    # 10 updates per second, after 5 s without updates.
     rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 
@@ -328,7 +328,7 @@ def test_both_prepare_all_of_it(prepared):
     assert counts == {"train": 60_000, "test": 10_000}
 
 
-# TFDS reads its dataset descriptions this way.
+# TFDS triggers this warning when it reads its dataset descriptions.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 @pytest.mark.long
 def test_both_give_each_example_once_an_epoch_in_another_order(prepared):
@@ -347,7 +347,7 @@ def test_both_give_each_example_once_an_epoch_in_another_order(prepared):
 
 
 def _sums(batches, skip):
-    """Return a fingerprint of each image of an epoch, in order."""
+    """Return a fingerprint of each image in an epoch, in order."""
     weights = np.random.default_rng(0).integers(1, 1 << 20, 784)
     taken = batches.skip(skip).take(550).as_numpy_iterator()
     return np.concatenate([images.reshape(len(images), -1) @ weights for images, _ in taken])

@@ -1,4 +1,4 @@
-"""The measured speed of a run: wall time after its first tenth, without checkpoints."""
+"""The measured speed of a run: wall time after its first part, without checkpoints."""
 
 import subprocess
 import sys
@@ -90,7 +90,7 @@ EARLY = look(5_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600)
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600), 1.0, True),
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=636), 1.06, False),
         (look(50_000, chief_0=880, ps_0=500, worker_0=600, worker_1=600), 1.1, False),
-        # The server is reported without a bound.
+        # The server is reported but has no bound.
         (look(50_000, chief_0=800, ps_0=900, worker_0=600, worker_1=540), 1.0, True),
     ],
 )
@@ -156,7 +156,7 @@ NEVER = {
     "matplotlib", "mlflow", "pandas",
 }  # fmt: skip
 TENSORFLOW = {"tensorflow", "keras"}
-# Only processes that compute with the model count.
+# Only processes that compute with the model load these.
 COMPUTE = {
     "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
     "task: server",

@@ -1,10 +1,10 @@
-"""A part of the simulated nights: which model is promoted, and that small losses do not add up."""
+"""Short simulations of the gate: which models are promoted, and that small losses do not add up."""
 
 import pytest
 
 from benchmarks.nights import DATA, Model, chain, first, kinds, promoted
 
-# At a level of 1 in 200, more in this number of nights are practically impossible.
+# With an error rate of 1 in 200, more errors in this number of nights are practically impossible.
 NIGHTS, MOST = 100, 4
 
 

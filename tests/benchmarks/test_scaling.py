@@ -38,7 +38,7 @@ SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
 
 
 def made_up(model, workers=2, pull_every=1, servers=1, **more):
-    """Return a run of a machine with the constants in `TRUE`."""
+    """Return a run on a machine whose constants are `TRUE`."""
     size, gradient = SIZES[model]
     held = (size // servers,) * servers
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
@@ -185,7 +185,7 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
     found = measure.all_measured(tmp_path, 3, said.append)
     assert [each.rate for each in found] == [200.0] * len(wanted)
     assert [each.workers for each in found] == [case.workers for case in wanted]
-    # Rounds run in sequence, so a slow minute affects one round.
+    # Rounds run one after another, so that a slow minute affects only one round.
     assert said[0].replace("1 of", "2 of") == said[len(wanted)]
 
 
@@ -210,7 +210,7 @@ def test_workers_that_share_a_cache_are_slower_and_servers_are_not():
         assert each == pytest.approx(1.5)
     assert shared.loop[0] == pytest.approx(1.5 * own.loop[0])
     assert (shared.push, shared.pull, shared.loop[1]) == (own.push, own.pull, own.loop[1])
-    # With one core per process the caches are not shared.
+    # With one core per process, the caches are not shared.
     assert own == work_of(costs, model, workers=1, cores=2)
     assert work_of(costs, model, workers=10_000) == work_of(costs, model)
     assert sharing_cache(0.5, 8, 2) == pytest.approx(1.5)
@@ -244,10 +244,10 @@ def run(work=WORK, fleet=ALONE, dispatch=FREE, **more):
 
 
 def test_one_worker_is_the_sum_of_its_phases():
-    # Two round trips, both services, both ways on the wire, one computation.
+    # Two round trips, both services, both directions of the network, and one computation.
     found = run(replace(WORK, compute=0.030))
     assert found.cycle == pytest.approx(0.038)
-    # Taking a turn needs one more round trip.
+    # Taking a turn needs another round trip.
     assert found.rate == pytest.approx(1 / 0.039, rel=0.01)
     assert found.limit == "workers"
 
@@ -259,13 +259,13 @@ def test_updates_are_the_sum_of_what_workers_pushed(workers):
     assert found.kills
     synchronous = run(fleet=replace(ALONE, workers=workers, needed=max(1, workers - 1), spread=0.3))
     used = synchronous.updates * max(1, workers - 1)
-    # Announcements of the step that is open when counting ends are neither used nor dropped.
+    # Gradients for the step that is open when counting ends are neither used nor dropped.
     assert abs(sum(synchronous.gradients) - synchronous.dropped - used) <= workers
 
 
 def test_littles_law():
     found = run(fleet=replace(ALONE, workers=30))
-    # Workers in the system: the rate times the time that each update takes.
+    # The number of workers in the system is the rate times the duration of an update.
     taking = found.rate * ALONE.round_trip
     assert found.rate * found.cycle + taking == pytest.approx(30, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Benchmarks of tables: dense ones with one row per listed id, large ones, and real ones."""
+"""Benchmarks of tables: dense tables with a row for each listed id, large ones, and real ones."""
 
 import json
 import subprocess

@@ -1,6 +1,6 @@
 """Checks of the claims in a document: every command, setting and path exists.
 
-Each check returns the reason of a failure.
+Each check returns the reason of a failure, or an empty string.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.house_rules.source import files, text
 
 GROUP = typer.main.get_command(app)
-# `flotilla/x` is also the name of an annotation or a label.
+# `flotilla/x` may also be the name of an annotation or a label.
 TOP = {path.parts[0] for path in files()} - {"flotilla"}
 TARGETS = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
 VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", text("Makefile")))
@@ -28,7 +28,7 @@ FLOTILLA = {"flotilla", ".venv/bin/flotilla"}
 
 
 def refusal(words, *, whole=True):
-    """Return why the command line would refuse these words, or None.
+    """Return why the command line would refuse these words, or "".
 
     Unless `whole` is set, required arguments may be missing, as in prose.
     """
@@ -53,7 +53,7 @@ def refusal(words, *, whole=True):
 
 
 def wrong_space(params):
-    """Return why a sweep would refuse its search space, or None."""
+    """Return why a sweep would refuse its search space, or ""."""
     if params["resume"]:
         return ""
     if params["auto"]:
@@ -72,11 +72,11 @@ def wrong_space(params):
 
 
 def wrong_settings(params):
-    """Return why a run would refuse its configuration, or None."""
+    """Return why a run would refuse its configuration, or ""."""
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # The page shows a file that the reader writes, so its check may also pass.
+    # If the file is not in the repository, the settings must be valid for only one of the bases.
     is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
     refusals = []
     for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
@@ -90,7 +90,7 @@ def wrong_settings(params):
 
 
 def wrong_make(words):
-    """Return the target or variable that `make` does not know, or None."""
+    """Return why `make` would refuse these words, or ""."""
     for word in words[1:]:
         name, is_variable, value = word.partition("=")
         if name not in (VARIABLES if is_variable else TARGETS):
@@ -102,7 +102,7 @@ def wrong_make(words):
 
 
 def wrong_task(words):
-    """Return why `python -m flotilla.trainer` would refuse these words, or None."""
+    """Return why `python -m flotilla.trainer` would refuse these words, or ""."""
     try:
         _parser().parse_args(words[words.index("flotilla.trainer") + 1 :])
     except SystemExit as end:
@@ -111,7 +111,7 @@ def wrong_task(words):
 
 
 def wrong_command(words, *, whole=True):
-    """Return why a command is invalid, or None; commands of other programs are not checked."""
+    """Return why a command is invalid, or ""; commands of other programs are not checked."""
     if words[0] in FLOTILLA:
         return refusal(words, whole=whole)
     if words[0] == "make":
@@ -120,14 +120,14 @@ def wrong_command(words, *, whole=True):
         return wrong_kubectl(words)
     if words[0] == "pip" and "install" in words:
         return wrong_install(words)
-    # This works under a debugger too.
+    # Also match a command that runs under a debugger.
     if words[0] == "python" and "flotilla.trainer" in words and whole:
         return wrong_task(words)
     return ""
 
 
 def wrong_kubectl(words):
-    """Return the kustomization that does not exist in this repository, or None."""
+    """Return which kustomization does not exist in this repository, or ""."""
     folders = [
         after
         for word, after in pairwise(words)
@@ -138,7 +138,7 @@ def wrong_kubectl(words):
 
 
 def wrong_install(words):
-    """Return the extra that does not exist in the package, or None."""
+    """Return which extra does not exist in the package, or ""."""
     for word in words:
         package, bracket, extra = word.partition("[")
         if bracket and package == "kfp-flotilla" and extra.rstrip("]") not in EXTRAS:
@@ -149,13 +149,13 @@ def wrong_install(words):
 
 
 def wrong_key(word):
-    """Return why a configuration key, with or without a value, is invalid, or None."""
+    """Return why a configuration key, with or without a value, is invalid, or ""."""
     key, _, value = word.partition(": ")
     if value:
         try:
             load_config(None, [f"{key}={value}"])
         except ConfigError as error:
-            # One line of prose may omit its other required parts.
+            # A single line of prose may omit other required parts.
             is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))
             return str(error) if is_wrong else ""
         return ""

@@ -1,4 +1,4 @@
-"""The parts of a Markdown page: blocks of code, inline code, links, headings."""
+"""Parses a Markdown page: code blocks, inline code, links and headings."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ _BREAKS = {"|", "||", "&", "&&", ";", "(", ")", "$", "<", ">", ">>", ">&"}
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A block of code: its language (none if it is indented), its first line, its text."""
+    """A code block: its language (empty if it is indented), its first line and its text."""
 
     language: str
     line: int
@@ -32,7 +32,7 @@ class Page:
         return [block for block in self.blocks if block.language == language]
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the place and the words of every command in a shell block."""
+        """Yield the location and the words of every command in a shell block."""
         for block in (*self.of(""), *self.of("sh")):
             for number, line in _logical(block):
                 for words in simple_commands(line):
@@ -106,7 +106,7 @@ def fragment(heading: str) -> str:
 
 
 def _logical(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a block; a line that ends with a backslash is joined to the next line."""
+    """Yield the lines of a block; a line that ends with a backslash is joined with the next one."""
     pending, begin = "", block.line
     for number, line in enumerate(block.text.splitlines(), start=block.line):
         begin = begin if pending else number

@@ -1,4 +1,4 @@
-"""Tests that the commands, settings, paths, links and targets in the documents exist."""
+"""The commands, settings, paths, links and targets in the documents exist."""
 
 import ast
 import importlib
@@ -24,7 +24,7 @@ from tests.house_rules.source import files, python_files, text
 from tests.house_rules.test_sizes import BUDGETS
 
 PAGES = [read(ROOT / path, ROOT) for path in files() if path.suffix == ".md"]
-# The changelog names removed commands and settings.
+# The changelog names commands and settings that were removed.
 NOT_OF_THE_PAST = [each for each in PAGES if each.path.name != "CHANGELOG.md"]
 SECTIONS = {name for name in Config.model_fields if name != "name"}
 VARIABLE = re.compile(r"FLOTILLA_[A-Z_]+")
@@ -64,14 +64,15 @@ def test_every_snippet_of_a_configuration_is_valid():
         tree = yaml.load(block.text, yaml.CSafeLoader)
         assert isinstance(tree, dict), where
         if "apiVersion" not in tree:
-            # The check includes the job, so a setting that the engine does not support is rejected.
+            # The check includes the job, so that a setting is rejected if the engine does not
+            # support it.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
             assert render_job(config)["kind"] == kind, where
 
 
 def blocks(language):
-    """Yield the blocks of all pages in a language, each with its page and line."""
+    """Yield all code blocks in a language, each with its page and line."""
     for document in PAGES:
         for block in document.of(language):
             yield f"{document.path}:{block.line}", block
@@ -152,13 +153,13 @@ def test_every_call_of_the_public_interface_is_one():
 
 
 def public_name(node):
-    """Return the name below `flotilla` that a page calls, or None."""
+    """Return the name below `flotilla` that a page uses, or ""."""
     words = ast.unparse(node)
     return words.removeprefix("flotilla.") if re.fullmatch(r"flotilla(\.\w+)+", words) else ""
 
 
 def test_every_block_has_a_known_language():
-    # A block of `text` shows output; all others are checked above, or run by `test_guides.py`.
+    # A `text` block shows output. All others are checked above or run by `test_guides.py`.
     assert {block.language for document in PAGES for block in document.blocks} <= {
         "", "dockerfile", "python", "sh", "text", "yaml",
     }  # fmt: skip
@@ -338,7 +339,7 @@ def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key)
         launcher: parse_config({"cluster": {"launcher": launcher, "kubernetes": ANOTHER[key]}})
         for launcher in ("jobset", "tfjob")
     }
-    # The error for a setting of all roles names one role.
+    # The error for a setting that all roles share names one of the roles.
     role = r"\w+" if section == "pod" else section
     with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
         render_job(clusters["jobset"])
@@ -346,7 +347,7 @@ def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key)
 
 
 def granted(role):
-    """Return the verbs that deploy/ grants to a role, by resource."""
+    """Return the verbs that `deploy/` grants to a role, by resource."""
     text = (ROOT / "deploy" / "base" / "rbac.yaml").read_text(encoding="utf-8")
     documents = list(yaml.load_all(text, yaml.CSafeLoader))
     (found,) = (
@@ -376,7 +377,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def behaviours_of(folder):
-    """Return the lines of the list, each with a behaviour and its test."""
+    """Return the rows of the list, each with a behavior and its test."""
     lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("- ")]
 

@@ -1,4 +1,4 @@
-"""The configurations of the guide to files train blessed models on a user's files."""
+"""The configurations in the guides train blessed models on a user's files."""
 
 import ast
 import csv
@@ -113,7 +113,7 @@ def test_they_are_short():
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        pytest.param("people", write_people, marks=pytest.mark.long),  # The test below runs it.
+        pytest.param("people", write_people, marks=pytest.mark.long),  # Runs in the test below.
         ("houses", write_houses),
         ("ratings", write_ratings),
         pytest.param("photos", write_photos, marks=pytest.mark.long),
@@ -158,7 +158,7 @@ def test_the_model_of_the_guide_takes_raw_values():
     assert model(given).shape == (1, 2)
 
 
-# Configurations with parameter servers run above, and in the cluster tests.
+# Configurations with parameter servers run above and in the cluster tests.
 @pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
@@ -176,7 +176,7 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
         "review": tf.constant(["Great,\nwould buy again! 7 days", ""]),
     }
     answers = loaded.signatures["serving_default"](**inputs)
-    # This registers its layers.
+    # The import registers the layers.
     assert tabular
     own = keras.saving.load_model(model / "model.keras")
     expected = tf.nn.softmax(own(inputs)).numpy()
@@ -336,7 +336,7 @@ def test_metrics_are_those_of_scikit_learn(module, weighted):
     inside = (low <= LABELS) & (high >= LABELS)
     assert found == pytest.approx(
         {
-            # Like all Keras losses, this is a mean over examples, not over weights.
+            # Like all Keras losses, this is a mean over the examples, not over the weights.
             "loss": np.mean(costs) / LABELS.std() * (1 if weights is None else weights.mean()),
             "pinball": np.mean(costs),
             "coverage": np.average(inside, weights=weights),

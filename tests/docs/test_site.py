@@ -1,4 +1,4 @@
-"""The site is built without warnings, contacts no other host, and its search has every page."""
+"""The site is built without warnings, loads nothing from other hosts, and can be searched."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
-# A query that a user types, and a page whose index entries have these words.
+# Search queries of users, each with a page whose index entry must contain its words.
 QUESTIONS = {
     "tensorflow serving": "start/predictions.html",
     "exit code": "start/failures.html",

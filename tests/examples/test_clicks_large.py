@@ -1,4 +1,4 @@
-"""The example of a user's dataset: days of clicks from documented distributions, with new ids."""
+"""The example dataset: days of clicks from documented distributions, with new ids each day."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def test_ids_are_sparse_and_have_nothing_of_their_order():
         ids = np.unique(drawn[name])
         assert ids.min() >= 0
         assert 2**51 < ids.max() < 2**52
-        # The vectors are as far apart as random ones.
+        # The gaps are like those between random numbers.
         assert np.median(np.diff(ids)) == pytest.approx(2**52 / len(ids) * np.log(2), rel=0.1)
 
 
@@ -238,7 +238,7 @@ def config(**args):
 def test_the_newest_version_is_the_day(tmp_path):
     assert newest_version(config(day=17), tmp_path) == "1.1.17"
     begin = datetime.now(UTC).date() - timedelta(days=3)
-    # The date may change while this runs.
+    # The date may change during the test.
     assert newest_version(config(since=begin.isoformat()), tmp_path) in {"1.1.3", "1.1.4"}
     named = config(since=begin.isoformat()).model_copy(update={"version": "1.1.2"})
     assert datasets.builder(named, tmp_path).day == 2
@@ -295,7 +295,7 @@ def test_its_name_of_before_says_where_it_is(tmp_path):
 
 
 def test_a_run_finds_it_by_code(tmp_path):
-    """The call is that of a user: the folder of the example is given, and nothing is installed."""
+    """The call of a user: the example's folder is given with `--code`, nothing is installed."""
     truth = {"users": 50, "items": 30, "new_users": 2, "new_items": 1, "events": 200}
     words = [
         *("prepare", str(FOLDER / "clicks_large.yaml"), "--code", str(FOLDER)),

@@ -1,4 +1,4 @@
-"""The programs of the examples run as tasks, and go on at the step of their checkpoint."""
+"""The example programs run as tasks, and resume from their checkpoint."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def test_a_configuration_is_short_and_names_its_program(path):
     assert config.program.working_dir == "examples/programs"
 
 
-# The asynchronous program of TensorFlow 1 is the synchronous one without a flag.
+# The asynchronous TensorFlow 1 program is the synchronous one without a flag.
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Well-known supervised datasets of TFDS, and the settings that some of them need."""
+"""Well-known supervised datasets of TFDS, with the settings that some of them need."""
 
 IMAGES = {
     "mnist": ("handwritten digits", {}),

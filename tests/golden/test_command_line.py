@@ -1,4 +1,4 @@
-"""Scripts rely on the commands and their options, but not on the layout of the help."""
+"""The commands and options, which scripts rely on, are in a golden file; the help text is not."""
 
 import json
 
@@ -8,7 +8,6 @@ from flotilla.pipelines.cli.app import app
 
 
 def flat(commands, before=""):
-    """Return every command by its words; a group contains commands."""
     found = {}
     for name, command in commands.items():
         below = getattr(command, "commands", None)

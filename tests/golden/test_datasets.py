@@ -1,4 +1,4 @@
-"""Which TFDS datasets are supported, from their metadata: no network, no download."""
+"""Which TFDS datasets are supported, from their metadata, without a download."""
 
 import re
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ dataset are checked when it is prepared.
 
 
 class Row(NamedTuple):
-    """A dataset: its first result, its settings, the result with them, and the chosen task."""
+    """A dataset: the first result, the settings, the result with them, and the chosen task."""
 
     first: str
     section: dict[str, Any]

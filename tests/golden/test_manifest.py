@@ -1,4 +1,4 @@
-"""Typical jobs of each engine as golden files: a change is reviewed before it is kept."""
+"""Typical jobs of each engine as golden files, so that every change is reviewed."""
 
 import pytest
 import yaml
@@ -47,7 +47,7 @@ SPOT = {
         },
     },
 }
-# A program with parameter servers in the user's image, as the TFJobs of TensorFlow's examples.
+# A program with parameter servers in the user's image, like the TFJobs in TensorFlow's examples.
 PROGRAM = {
     "program": {
         "command": ["python", "/var/tf_mnist/mnist_test.py", "--job_name={role}"],
@@ -77,7 +77,7 @@ CASES = {
         "cluster": {"kubernetes": {"pod": {"image": "own/program:1"}}, **JOBSET},
     },
     "jobset-cpu": {**CPU, "cluster": {**CPU["cluster"], **JOBSET, "evaluator": True}},
-    # Kueue admits all pods or none.
+    # Kueue admits either all pods or none.
     "jobset-gpu-kueue": {
         "cluster": {**with_job(GPU, {"queue_name": "gpus", "suspend": True}), **JOBSET}
     },

@@ -1,4 +1,4 @@
-"""The compiled pipelines as golden files: a change is reviewed before it is kept."""
+"""The compiled pipelines as golden files, so that every change is reviewed."""
 
 from flotilla.pipelines.compile import compile_pipeline
 from flotilla.pipelines.sweeps.pipeline import compile_sweep

@@ -22,7 +22,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def rows(text, heading=""):
-    """Return the cells of every row of the tables of a page, or of one section."""
+    """Return the cells of every table row on a page, or in one of its sections."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else text
     lines = [line for line in part.splitlines() if line.startswith("| `")]
     return [line.strip("| ").split(" | ") for line in lines]
@@ -32,7 +32,7 @@ ENTRY = re.compile(r"^- (`.+?`(?:, `.+?`)*)(?: \((.+?)\))?: (.+)$", re.MULTILINE
 
 
 def entries(text, heading=""):
-    """Return name, facts and meaning of every entry of a list, or of one part of it."""
+    """Return the name, facts and description of every list item on a page, or in one section."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else text
     return [(name, *facts.split("; "), meaning) for name, facts, meaning in ENTRY.findall(part)]
 

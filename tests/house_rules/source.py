@@ -1,4 +1,4 @@
-"""The files of the repository, as the house rules see them."""
+"""The files of the repository, for checks of the source code."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("trainer", "components", "pipelines")
-# This is used only without git, as in an unpacked archive.
+# Used only without git, for example in an unpacked archive.
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}
 
 
@@ -36,7 +36,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def python_files(*packages: str) -> list[Path]:
-    """Return all Python files, or those of some top-level folders."""
+    """Return all Python files, or those in some top-level folders."""
     return [
         path
         for path in files()
@@ -98,12 +98,12 @@ def imports_on_load(module: ast.Module) -> list[str]:
 
 @cache
 def all_imports(module: ast.Module) -> list[str]:
-    """Return every import of the module, those inside functions included."""
+    """Return every import of the module, including those inside functions."""
     return [name for node in ast.walk(module) for name in imported(node)]
 
 
 def importers() -> dict[str, set[str]]:
-    """Return, for every source module, which source modules import it."""
+    """Return, for each source module, the source modules that import it."""
     names = {module_name(path) for path in source_modules()}
     found: dict[str, set[str]] = {name: set() for name in names}
     for path in python_files(*PACKAGES):

@@ -1,4 +1,4 @@
-"""KFP copies the source of a component, so the body must import all that it needs."""
+"""KFP copies only the source of a component, so its body must import everything it needs."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""Imports and declared dependencies match, and all dependencies are pinned."""
+"""Imports match the declared dependencies, and all dependencies are pinned."""
 
 import ast
 import os
@@ -26,9 +26,9 @@ from tests.house_rules.source import (
 )
 from tests.wheels import write_wheel
 
-# TFDS, `tf.summary` and model_signing import these without declaring them.
+# TFDS, `tf.summary` and `model_signing` import these without declaring them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
-# This module runs in the environment of MLflow's users, with the dependencies of MLflow.
+# This module runs in the environment of MLflow's users, with MLflow's dependencies.
 FOREIGN = Path("trainer/tracking/pyfunc_loader.py")
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-build", "-cpu", "-gpu")]
 IMAGE_EXTRAS = re.findall(
@@ -37,7 +37,7 @@ IMAGE_EXTRAS = re.findall(
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)(?: ; ([^\\]+?))?((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
-# Private modules of TensorFlow and Keras: check each line at an upgrade of TensorFlow.
+# Imports of private TensorFlow and Keras modules, each of which must be checked in an upgrade.
 MOST_PRIVATE_IMPORTS = 20
 PRIVATE = ("tensorflow.python", "tensorflow.core", "keras.src")
 
@@ -68,7 +68,7 @@ def pins_of(lock):
 
 
 def loaded_by_name(module):
-    """Return the constant arguments of `importlib.import_module`: packages without types."""
+    """Return the constant arguments of `importlib.import_module`, used for untyped packages."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             yield from (each.value for each in node.args if isinstance(each, ast.Constant))
@@ -171,7 +171,7 @@ def test_what_is_imported_is_declared_and_locked():
 
 
 def test_a_lock_is_complete():
-    # Packages are installed without their requirements, so all of them must be in the lock.
+    # Packages are installed without their requirements, so the lock must contain all of them.
     needed = required_here(*requirements(*IMAGE_EXTRAS))
     assert needed == pinned_here("requirements.lock")
     assert needed | required_here(*requirements("dev")) <= pinned_here("requirements-dev.lock")
@@ -205,7 +205,7 @@ def test_nothing_is_installed_without_its_hash():
     for file in ("Makefile", "Dockerfile"):
         whole = re.sub(r"\\\n\s*", " ", text(Path(file)))
         for call in re.findall(r"pip install (.*?)(?:&&|;|\n|$)", whole):
-            # Each lock is complete; without a lock only the project itself is installed.
+            # Each lock is complete. Only the project itself is installed without a lock.
             assert "--no-deps" in call, f"{file}: {call}"
             assert "--no-build-isolation" in call, f"{file}: {call}"
             assert ("--require-hashes" in call) is ("--requirement " in call), f"{file}: {call}"

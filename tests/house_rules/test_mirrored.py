@@ -1,4 +1,4 @@
-"""Each module has tests: `make check` runs those that mirror a changed one."""
+"""Each module has tests, which `make check` runs when the module changes."""
 
 from pathlib import PurePosixPath
 

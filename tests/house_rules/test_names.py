@@ -5,7 +5,7 @@ import re
 
 from tests.house_rules.source import files, python_files, tree
 
-# Words that names must not contain, and the field's terms for them.
+# Words that names must not contain, and the terms to use instead.
 BANNED = {
     "agreement": "consensus",
     "beside": "next to, or what it is compared with",
@@ -33,7 +33,7 @@ BANNED = {
     "told": "reported, or the answer",
     "whoever": "any",
 }
-# Keras's term, which is also a configuration key: `training.patience`.
+# Keras's term, which is also the configuration key `training.patience`.
 OF_KERAS = {"patience", "training_patience"}
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
 NUMBERED = re.compile(r"_v\d+$")
@@ -66,7 +66,7 @@ def identifiers(module):
 
 
 def words_of(name):
-    """Return the words of `snake_case` and of `CamelCase`."""
+    """Return the words of a `snake_case` or `CamelCase` name."""
     return set(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().split("_"))
 
 

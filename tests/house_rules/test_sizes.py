@@ -1,4 +1,4 @@
-"""Each room has a budget of lines, a function fits on a screen, and a folder has few files."""
+"""Limits on the lines of each folder and function, and on the number of files in a folder."""
 
 import ast
 from collections import Counter
@@ -17,7 +17,7 @@ FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
-# The budget of lines per room. A decision page of a larger room says what was removed.
+# Maximum number of lines per folder. The decision page of a larger folder says what was removed.
 BUDGETS = {
     "components": 1785,
     "components/jobset": 300,
@@ -63,7 +63,7 @@ BUDGETS = {
     "trainer/training": 2675,
 }
 
-# Small files with one importer, and the reason for each.
+# Small files that only one module imports, with the reason for each.
 ALONE = {
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
 }
@@ -79,7 +79,7 @@ def long_functions():
 
 
 def rooms():
-    """Return the lines of each room: a folder of a package, with the folders in it."""
+    """Return the number of lines in each folder of a package, including its subfolders."""
     lines = Counter[str]()
     for path in python_files(*PACKAGES):
         lines["/".join(path.parts[:2] if len(path.parts) > 2 else path.parts[:1])] += len(

@@ -1,4 +1,4 @@
-"""Modules that must start in milliseconds do not load TensorFlow, even indirectly."""
+"""Modules that must load in milliseconds do not import TensorFlow, even indirectly."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from tests.house_rules.source import (
 )
 
 HEAVY = {"tensorflow", "keras", "tensorflow_datasets", "sklearn", "matplotlib"}
-# These modules import heavy modules when called, which the import contract cannot distinguish.
+# These modules import heavy modules when called; the import contract covers only other modules.
 ENTRIES = ("flotilla.trainer.__main__", "flotilla.trainer.training.task")
 LOAD = """
 import importlib, json, sys
@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def heavy_loads(names):
-    """Load modules in one process, and name the first that loads each heavy package."""
+    """Load modules in one process; name the first one that loads each heavy package."""
     result = subprocess.run(
         [sys.executable, "-c", LOAD],
         cwd=ROOT,

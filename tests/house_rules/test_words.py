@@ -1,6 +1,6 @@
-"""Words that no file may contain, and calls by which a library would write to a terminal.
+"""Text that no file may contain, and calls that only some modules may make.
 
-The patterns are written so as not to match themselves.
+The patterns are written so that they do not match themselves.
 """
 
 import ast

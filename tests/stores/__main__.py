@@ -1,4 +1,4 @@
-"""A server in a separate process: `python -m tests.stores gs|s3 BUCKET LATENCY`."""
+"""Runs a server in a separate process: `python -m tests.stores gs|s3 BUCKET LATENCY`."""
 
 import sys
 

@@ -15,18 +15,21 @@ from typing import Any
 
 @dataclass
 class Fault:
-    """One way to fail, for the next `times` requests that match.
+    """A fault that strikes the next `times` matching requests.
 
     Attributes:
-        kind: a status code, or `drop` (the connection ends unanswered), `lose` (the request is
-            served and its answer lost), `truncate` (the answer ends half-way), `silence` (no data
-            for `seconds`, then the transfer continues), `mangle` (one byte changes during the
-            transfer).
-        method: `GET`, `PUT`, ...; all when empty.
-        path: a regular expression that is searched in the path with its query.
-        header: only requests that have it. times: number of faults. every: only every n-th matching
-        request. seconds: of silence. body: of the response with the status code; None for an error
-        in JSON.
+        kind: a status code, or `drop` (the connection closes without a response), `lose` (the
+            request is processed but its response is lost), `truncate` (the response ends half-way),
+            `silence` (no data for `seconds`, then the transfer continues) or `mangle` (one byte
+            changes during the transfer).
+        method: the HTTP method, such as `GET`; any method if empty.
+        path: a regular expression to search for in the path with its query.
+        header: if not empty, only requests with this header match.
+        times: number of faults.
+        every: strike only every n-th matching request.
+        seen: number of matching requests so far.
+        seconds: length of the silence.
+        body: the response body for a status code; None for a JSON error.
     """
 
     kind: int | str
@@ -40,7 +43,7 @@ class Fault:
     body: bytes | None = None
 
     def strikes(self, handler: BaseHTTPRequestHandler) -> bool:
-        """Count a request; return its fault, if any."""
+        """Count a request if it matches; return whether the fault strikes it."""
         if self.times == 0 or self.method not in ("", handler.command):
             return False
         if not re.search(self.path, handler.path):
@@ -55,7 +58,10 @@ class Fault:
 
 
 class Plan:
-    """The faults, the latency and the log of one server, which may ignore conditions of writes."""
+    """The faults, latency and log of one server.
+
+    An `unconditional` server ignores the preconditions of writes.
+    """
 
     def __init__(self) -> None:
         self.latency = 0.0
@@ -83,7 +89,7 @@ class Plan:
 
 
 class Faulty(BaseHTTPRequestHandler):
-    """A mixin of request handlers; the server sets `plan`."""
+    """A mixin for request handlers. The server sets `plan`."""
 
     plan: Plan
     protocol_version = "HTTP/1.1"
@@ -113,7 +119,7 @@ class Faulty(BaseHTTPRequestHandler):
         return self._fail(fault)
 
     def handle_expect_100(self) -> bool:
-        """Request the body at once, since the client waits for the request."""
+        """Request the body immediately, because the client waits for that."""
         allowed = super().handle_expect_100()
         self.wfile.flush()
         return allowed
@@ -123,7 +129,7 @@ class Faulty(BaseHTTPRequestHandler):
             self._answer(fault.kind, fault.body)
             return False
         if fault.kind == "mangle":
-            # In the first half, which has the head of a manifest.
+            # Change the first half, which has the head of a manifest.
             sent = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             sent[len(sent) // 4] ^= 1
             self.rfile = io.BytesIO(sent)
@@ -156,7 +162,7 @@ class Faulty(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
-        """Close a connection; the peer may have closed it already."""
+        """Close the connection, even if the peer has already closed it."""
         try:
             super().finish()
         except OSError:
@@ -166,7 +172,7 @@ class Faulty(BaseHTTPRequestHandler):
 
 
 class _Torn:
-    """A stream that relays the headers and half of the body, or nothing."""
+    """A stream that passes on the headers and half of the body, or nothing."""
 
     def __init__(self, file: Any, *, whole: int) -> None:
         self._file = file

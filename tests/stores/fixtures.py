@@ -1,4 +1,4 @@
-"""Servers as fixtures; a server's plan of faults is clean before and after each test."""
+"""Fixtures that provide store servers, whose faults are cleared before and after each test."""
 
 import uuid
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def gcs(_gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
-    """A server of Google Cloud Storage that this process and its children use."""
+    """A Google Cloud Storage server that this process and its children use."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", _gcs.url)
     yield _gcs
     _gcs.plan.clear()
@@ -31,7 +31,7 @@ def gcs(_gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]
 
 @pytest.fixture
 def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server of S3 that this process and its children use."""
+    """An S3 server that this process and its children use."""
     settings = {
         "AWS_ACCESS_KEY_ID": "tester",
         "AWS_SECRET_ACCESS_KEY": "hush-hush",

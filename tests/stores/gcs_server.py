@@ -1,7 +1,7 @@
-"""A Google Cloud Storage server: gcp-storage-emulator, and the features that it lacks.
+"""A Google Cloud Storage server: gcp-storage-emulator with the features that it lacks.
 
-It lacks threads, connections that stay open, `ifGenerationMatch`, pages of a list, parts that are
-sent twice, and speed: it rewrites all metadata for each object.
+It lacks threads, persistent connections, `ifGenerationMatch`, paged lists, repeated upload parts,
+and speed, because it rewrites all metadata for each object.
 """
 
 import functools
@@ -27,11 +27,11 @@ _read_data = emulator._read_data
 
 
 class PreconditionError(Exception):
-    """The generation is not the requested one."""
+    """The object does not have the requested generation."""
 
 
 def _read_fast(handler: Any, query: Any) -> Any:
-    """Read an upload in one piece; the email parser takes 20 ms/MB and may eat a last CR."""
+    """Read an upload in one piece; the email parser takes 20 ms/MB and may drop a trailing CR."""
     kind = handler.headers.get("Content-Type") or ""
     if not kind.startswith("multipart/related"):
         return _read_data(handler, query)
@@ -50,7 +50,7 @@ def _read_fast(handler: Any, query: Any) -> Any:
 
 
 class Objects(Storage):
-    """Objects in memory, with preconditions; every method is called under `lock`."""
+    """Objects in memory, with preconditions. Every method is called under `lock`."""
 
     def __init__(self) -> None:
         super().__init__(use_memory_fs=True)
@@ -77,7 +77,7 @@ class Objects(Storage):
         wanted = self._sessions.get(file_id) if file_id else self.wanted
         self._check(bucket, name, wanted)
         super().create_file(bucket, name, content, obj)
-        # The emulator returns `null` for a key that the service omits.
+        # The emulator returns `null` for a key that the real service omits.
         obj["size"] = str(len(content))
 
     def create_resumable_upload(self, bucket: str, name: str, obj: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ class Objects(Storage):
         expected_start: int | None = None,
     ) -> bytes | None:
         received = self._received[file_id]
-        # A client may repeat a received part whose answer was lost.
+        # A client may repeat a part that was received but whose response was lost.
         repeated = len(received) - (len(received) if expected_start is None else expected_start)
         received += (content or b"")[repeated:]
         if total_size is None or len(received) < total_size:
@@ -113,7 +113,7 @@ class Objects(Storage):
 
 
 def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
-    """Return the requested page of a list; the emulator answers with the whole list."""
+    """Return the requested page of a list, because the emulator returns the whole list."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if b" 200 " not in head.partition(b"\r\n")[0]:
         return answer
@@ -129,7 +129,7 @@ def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
 
 class _Handler(Faulty, emulator.RequestHandler):
     def _go(self, method: str) -> None:
-        # Bodies are read and written without the lock: a client may be slow, or silent.
+        # Read and write bodies without the lock, because a client may be slow or silent.
         incoming, outgoing = self.rfile, self.wfile
         self.rfile = io.BytesIO(incoming.read(int(self.headers.get("Content-Length") or 0)))  # type: ignore[assignment]
         self.wfile = io.BytesIO()  # type: ignore[assignment]
@@ -163,7 +163,7 @@ class _Handler(Faulty, emulator.RequestHandler):
 
 
 class GcsServer:
-    """A running server; `plan` holds its faults."""
+    """A running server. `plan` holds its faults."""
 
     def __init__(self, server: http.server.ThreadingHTTPServer, objects: Objects, plan: Plan):
         self.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,4 +1,4 @@
-"""A TCP relay between a client and a server on loopback, with all faults of a connection."""
+"""A TCP relay between a client and a local server that can inject connection faults."""
 
 import socket
 import struct
@@ -8,33 +8,33 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.ports import held_port
 
-# The treatment of open and new connections: `refuse` (no process listens),
-# `unanswered` (no answer to a SYN: the client's own timeout ends it), `silence` (accepted, and
-# never answered), `reset` and `close` (ended at once, by RST and by FIN), `tear` and `cut`
-# (likewise, in the middle of an answer that is long enough).
+# Faults of open and new connections: `refuse` (no process listens), `unanswered` (no response to a
+# SYN, until the client's own timeout), `silence` (accepted, but never answered), `reset` and
+# `close` (ended at once, with RST or FIN), `tear` and `cut` (ended with RST or FIN in the middle of
+# a long response).
 PARTIAL = ("tear", "cut")
 FAULTS = ("refuse", "unanswered", "silence", "reset", "close", *PARTIAL)
 _CHUNK = 1 << 16
-# More than the head of an empty answer, less than an answer with content.
+# Number of bytes passed on: more than the head of an empty response, less than one with content.
 _PASSED = 700
 
 
 class Link:
-    """A relay to a port of this machine, `whole` at first."""
+    """A relay to a local port. Its initial state is `whole`, without faults."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._state = "whole"
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        # The port stays reserved while no process listens on it.
+        # Keep the port reserved while no process listens on it.
         self._holders = ExitStack()
         self.port = self._holders.enter_context(held_port())
         self._listener = self._listen(self.port)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def becomes(self, state: str) -> None:
-        """Change the state; connections that are open are reset."""
+        """Change the state, and reset open connections."""
         assert state in ("whole", *FAULTS)
         with self._lock:
             self._close_all()
@@ -50,7 +50,7 @@ class Link:
         self._holders.close()
 
     def _close_all(self) -> None:
-        # This wakes the accepting thread; `close` alone does not.
+        # This wakes up the accepting thread; `close` alone does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -64,7 +64,7 @@ class Link:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         else:
             for _ in range(2):
-                # These connections fill the queue, so the kernel does not answer another SYN.
+                # These connections fill the queue, so that the kernel does not answer another SYN.
                 waiting = socket.socket()
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.1", port))
@@ -124,7 +124,7 @@ def _reset(end: socket.socket) -> None:
 
 @contextmanager
 def link(port: int) -> Iterator[Link]:
-    """Relay to a port while the block runs."""
+    """Relay to a port within the context."""
     made = Link(port)
     try:
         yield made

@@ -23,7 +23,7 @@ class _Handler(Faulty, MotoRequestHandler):
 
 
 class S3Server:
-    """A running server; `plan` holds its faults. All servers of a process share objects."""
+    """A running server. `plan` holds its faults. All servers of a process share their objects."""
 
     def __init__(self, server: BaseWSGIServer, plan: Plan) -> None:
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
