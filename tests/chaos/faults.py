@@ -34,7 +34,6 @@ class Target:
         draw: random.Random,
         launcher: subprocess.Popen[bytes],
     ) -> None:
-        """Use the folder of the run, its store, a random generator, and the command line."""
         self._cluster = folder / "cluster"
         self._run_id = folder.name
         self.lie = lie_of(folder.parent)
@@ -83,7 +82,6 @@ class Target:
         self._timers.append(timer)
 
     def cancel(self) -> None:
-        """Cancel all pending calls."""
         for timer in self._timers:
             timer.cancel()
 

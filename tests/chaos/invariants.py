@@ -125,7 +125,7 @@ def no_step_is_added(outcome: Outcome) -> Iterator[str]:
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """After the loss of a server, leader or checkpoint, few steps are repeated."""
+    """A loss repeats at most the steps since a checkpoint, or a lost worker's portion."""
     if outcome.by_parts:
         return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
@@ -161,7 +161,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
-    """A table has allocated at least as many rows as at the step from which training continued."""
+    """After a loss, a table has at least the rows of the step from which training continues."""
     # Pairs of a step and the number of rows that each table had allocated by then, including
     # evicted rows.
     before: list[tuple[int, dict[str, int]]] = []

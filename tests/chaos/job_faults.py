@@ -24,7 +24,6 @@ class JobTarget:
     def __init__(
         self, kube: Cluster, launcher: str, workdir: Path, process: subprocess.Popen[bytes]
     ) -> None:
-        """Use the cluster, the engine, the folder of the run, and the process that was started."""
         self.kube, self.launcher = kube, launcher
         self.torn: set[str] = set()
         self._workdir, self._process = workdir, process
@@ -37,7 +36,7 @@ class JobTarget:
         return pod if pod and runs and not pod["metadata"].get("deletionTimestamp") else None
 
     def cancel_run(self) -> None:
-        """End the run like Ctrl-C."""
+        """Interrupt the run, as Ctrl-C does."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill_launcher(self) -> bool:

@@ -41,7 +41,6 @@ class JobPlan(Plan):
     every: int = EVERY
 
     def settings(self) -> dict[str, object]:
-        """Return the configuration, by `section.key`."""
         return {
             **super().settings(),
             "cluster.launcher": self.launcher,

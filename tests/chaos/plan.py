@@ -40,7 +40,6 @@ class Fault:
     silent: bool = False
 
     def __str__(self) -> str:
-        """Describe the fault in one line of the log."""
         tasks = " and ".join(self.tasks())
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
         manner = ", silent" if self.silent else ""
@@ -62,7 +61,6 @@ class Plan:
     every: int = EVERY
 
     def __str__(self) -> str:
-        """Describe the strategy and the cluster."""
         shape = f"{self.servers} ps, {self.workers} workers" if self.strategy != "single" else ""
         if self.strategy == "multi_worker_mirrored":
             shape = f"{self.workers} workers"
@@ -81,7 +79,6 @@ class Plan:
 
     @property
     def has_outages(self) -> bool:
-        """Return whether the plan includes an outage of the store."""
         return any(fault.kind in OUTAGES for fault in self.faults)
 
     @property
@@ -91,7 +88,6 @@ class Plan:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Return the features whose tables grow."""
         return ()
 
     @property
@@ -106,11 +102,9 @@ class Plan:
 
     @property
     def exits_early(self) -> bool:
-        """Return whether the model must end its process."""
         return any(fault.kind == "lie" for fault in self.faults)
 
     def settings(self) -> dict[str, object]:
-        """Return the configuration, by `section.key`."""
         return {
             "training.strategy": self.strategy,
             "training.steps": self.steps,

@@ -128,7 +128,7 @@ class Run:
             self._say(f"  {fault}: {words}")
 
     def _aim(self, process: subprocess.Popen[bytes]) -> Any:
-        """Return the target of the faults, which has `cancel` and `torn`."""
+        """Return the object into which faults are injected; it has `cancel` and `torn`."""
         (config,) = self._workdir.glob("*/config.json")
         return Target(config.parent, self._store, random.Random(self._plan.seed), process)
 

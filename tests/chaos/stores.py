@@ -35,7 +35,7 @@ class Folder:
         return (self._path / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file, bypassing all checks of Flotilla."""
+        """Replace a file, bypassing Flotilla's checks."""
         (self._path / name).write_bytes(data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
@@ -66,7 +66,6 @@ class Bucket:
         }
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of the objects below a folder, sorted."""
         keys = (key.removeprefix(self._prefix) for key in self._server.keys(self._bucket))
         return [name for name in keys if name.startswith(f"{prefix}/")]
 
@@ -74,7 +73,7 @@ class Bucket:
         return self._server.content(self._bucket, self._prefix + name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace an object, bypassing all checks of Flotilla."""
+        """Replace an object, bypassing Flotilla's checks."""
         self._server.replace(self._bucket, self._prefix + name, data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
@@ -89,7 +88,7 @@ Store = Folder | Bucket
 
 @contextmanager
 def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
-    """Yield a store, which this process can also reach within the block."""
+    """Yield a store that this process can also reach inside the `with` block."""
     if not has_outages:
         yield Folder(folder / "store")
         return
@@ -100,10 +99,9 @@ def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
 
 
 class Door:
-    """A context manager that relays connections on its own port, except during an outage."""
+    """Relays connections from its own port, except during an outage; a context manager."""
 
     def __init__(self, to: int) -> None:
-        """Relay connections to a port of this machine."""
         self._to = to
         self._flows = threading.Event()
         self._flows.set()

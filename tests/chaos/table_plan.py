@@ -56,7 +56,6 @@ class TablePlan(Plan):
     is_whole: bool = False
 
     def __str__(self) -> str:
-        """Describe the strategy, the cluster, and the settings that differ from the defaults."""
         parts = {
             super().__str__(): True,
             "by parts": self.by_parts,
@@ -79,7 +78,6 @@ class TablePlan(Plan):
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """Return the features whose tables grow."""
         return TABLES
 
     @property
@@ -96,7 +94,6 @@ class TablePlan(Plan):
         return BATCH * self.workers
 
     def settings(self) -> dict[str, object]:
-        """Return the configuration, by `section.key`."""
         of_all = super().settings()
         del of_all["gate.min.accuracy"]
         return {
@@ -173,7 +170,7 @@ def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:
 
 
 def _tasks(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Sequence[str]:
-    """Draw the tasks that a fault hits, from the given role or from a drawn one."""
+    """Draw the tasks that a fault affects: of the given role, or of a random one."""
     if kind == "kill pair":
         # Two servers, or any two tasks.
         among = _of_role(plan, role) if role else plan.tasks()

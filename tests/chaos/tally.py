@@ -19,7 +19,7 @@ OF_ALL = ("faults", "missed", "attempts", "restarts", "steps repeated")
 
 
 class Tally:
-    """Counts of runs, each added once."""
+    """Counts over many runs."""
 
     def __init__(self) -> None:
         self._all: Counter[str] = Counter()

@@ -123,7 +123,7 @@ class TimedKills(Kills):
     def __init__(
         self, options: argparse.Namespace, folder: Path, seconds: float, every: float
     ) -> None:
-        """Train below `folder` for some seconds; kill a task at intervals."""
+        """Train below `folder` for `seconds`, and kill a task every `every` seconds."""
         settings = [f"{name}={value}" for name, value in SETTINGS.items()]
         super().__init__(
             options.config,

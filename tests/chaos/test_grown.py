@@ -32,7 +32,6 @@ def shard(number, ids, *, given=None, evicted=0, **changed):
 
 
 def keep(folder, step, *shards):
-    """Publish a checkpoint of a table."""
     source = folder / f"source-{step}"
     source.mkdir()
     names, tensors = [], []

@@ -14,7 +14,6 @@ from tests.cluster.lead import say
 
 
 def main() -> None:
-    """Query the server until there are no more lines."""
     signals.end_with_parent()
     liveness.find_tasks_soon()
     session = tf.compat.v1.Session(sys.argv[1])

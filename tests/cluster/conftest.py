@@ -17,7 +17,7 @@ from tests.trainer.cluster.forks.serving import serving
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """URI of the prepared digits in 8 shards, with a validation split."""
+    """Return the URI of the prepared digits in 8 shards, with a validation split."""
     folder: Path = tmp_path_factory.mktemp("dataset")
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
 

@@ -9,7 +9,7 @@ from flotilla.trainer.checkpoints import part_server
 
 
 def main() -> None:
-    """Run the task, and kill it with SIGKILL, as when memory is exhausted."""
+    """Run the task, and kill it as the kernel's out-of-memory killer does."""
     publish = part_server._ACTIONS["publish"]
     seen = []
 

@@ -43,7 +43,6 @@ class Launched:
         raise AssertionError(f"the run ended before; it said {self.process.communicate()}")
 
     def wait_for_step(self, step: int) -> Event:
-        """Read events until training has reached a global step."""
         return self.wait_for(lambda e: isinstance(e, Progress) and e.global_step >= step)
 
     def end(self) -> tuple[int, str]:
@@ -61,7 +60,7 @@ class Launched:
         return [each for each in psutil.process_iter() if _folder_of(each).parent == place]
 
     def kill(self, name: str) -> None:
-        """Kill a task with SIGKILL, as when memory is exhausted."""
+        """Kill a task with SIGKILL, as the kernel's out-of-memory killer does."""
         self.task(name).send_signal(signal.SIGKILL)
 
     def events(self, kind: type[Kind]) -> list[Kind]:

@@ -222,7 +222,6 @@ class Pods:
             pod.process = self._process(CHIEF, pod.namespace)
 
     def read_events(self, pipe: Path) -> None:
-        """Read the events of the chief until this process ends."""
         # This process also opens the pipe for writing, so that the pipe outlasts a chief.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:

@@ -121,7 +121,7 @@ def measured() -> Problem:
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
-    """Worker i of n gets every n-th batch from the i-th on; together these are one larger batch."""
+    """Worker i of n gets each n-th batch; their batches together are one batch n times as large."""
     data = examples(batches_each * batch_size * workers)
     return problem(lambda: in_turn(data, batch_size, workers), **named)
 
@@ -446,7 +446,7 @@ FAILURE = "the well is dry"
 
 
 def slowed(worker: int, times: int, microseconds: int) -> Problem:
-    """A batch takes `microseconds`, and on the given worker `times` as long."""
+    """A batch takes `microseconds`; on the given worker, it takes `times` as long."""
     usual = equal()
 
     def batches() -> tf.data.Dataset:

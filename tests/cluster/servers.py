@@ -103,7 +103,7 @@ class Servers:
         self.processes[str(task)] = self._process(task, ["tests.cluster.server"], settings)
 
     def kill(self, task: Task) -> None:
-        """Kill a task with SIGKILL, as when memory is exhausted."""
+        """Kill a task with SIGKILL, as the kernel's out-of-memory killer does."""
         _end(self.processes.pop(str(task)))
 
     def lead(self, trial: Trial) -> Outcome:
@@ -159,7 +159,6 @@ class Servers:
             return forked.start_process(wanted, log.fileno())
 
     def end(self) -> None:
-        """Kill all running processes."""
         for process in self.processes.values():
             _end(process)
         for pipe in self.pipes:

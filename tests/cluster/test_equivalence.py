@@ -46,7 +46,7 @@ def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **clust
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[str], Outcome]:
-    """Run `single` with the batch of two workers, once per problem."""
+    """Return a function that runs `single` with the batch of two workers, once per problem."""
     known: dict[str, Outcome] = {}
 
     def outcome(problem: str) -> Outcome:

@@ -123,7 +123,6 @@ def require_scraped_and_profiled(run, port, leader):
 
 
 def watched(config, port):
-    """Return a configuration whose run is scraped and profiled."""
     training = {**config["training"], "profile": [60, 80]}
     return {"training": training, "cluster": {**config["cluster"], "metrics_port": port}}
 

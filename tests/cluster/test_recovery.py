@@ -114,7 +114,7 @@ def validated(run):
 def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_they_can(
     dataset, tmp_path
 ):
-    """Only the variables of a lost server go back; a chief and a worker cost nothing."""
+    """Only a lost server's variables go back in time; a lost chief or worker costs nothing."""
     end = END + EVERY
     # Tasks whose memory has grown are also restarted with an attempt.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)

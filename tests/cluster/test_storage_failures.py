@@ -51,7 +51,6 @@ def small_disk(tmp_path):
 
 
 def fill(folder):
-    """Fill the disk; return the file that fills it."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 10, 1):

@@ -40,8 +40,6 @@ def trial(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[..., Outcome]:
-    """Return the result of `single` for a problem."""
-
     def outcome(problem: str, runs: list[int], **arguments: Any) -> Outcome:
         config = {"training": {"strategy": "single"}}
         with serving(tmp_path_factory.mktemp("single")) as nothing:

@@ -70,7 +70,7 @@ def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
 
 
 def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
-    """Return a log. For a missing pod it is an error with status 200, which was sent before."""
+    """Return a log, or an error with status 200 if the pod is missing: headers are sent first."""
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         logs = {**workflow.archive, **workflow.logs} if workflow else {}

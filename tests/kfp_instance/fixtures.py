@@ -27,8 +27,6 @@ class _Tree(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a command."""
-
     code: int
     out: str
     err: str

@@ -114,7 +114,6 @@ class Workflow:
         self._records[stage].begin()
 
     def say_progress(self, stage: str, **metrics: Any) -> None:
-        """Write the progress of a running stage."""
         self._records[stage].progress(metrics)
 
     def end(self, stage: str, state: str = "SUCCEEDED", **record: Any) -> None:

@@ -25,7 +25,7 @@ TRAINER, TRAINER_TOKEN = f"system:serviceaccount:{NAMESPACE}:flotilla-trainer", 
 
 
 class Cluster:
-    """What a test does and sees; without a kubelet, the test sets the states of pods."""
+    """The fake cluster as tests use it; without a kubelet, the test sets the states of pods."""
 
     def __init__(self, server: Server, operator: Operator, kubeconfig: Path) -> None:
         self.server = server
@@ -112,7 +112,6 @@ class Cluster:
         return found[0]
 
     def wait_until_deleted(self) -> None:
-        """Wait until there are no jobs and no pods."""
         kinds = ("tfjobs", "jobsets", "jobs", "pods")
         self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
@@ -164,7 +163,7 @@ class Cluster:
         return self.pods()
 
     def wait_watched(self, *kinds: str, times: int = 1) -> None:
-        """Wait until each kind has had this many watches; the default kinds are TFJobs and pods."""
+        """Wait until each kind has been watched this many times; by default, TFJobs and pods."""
         for kind in kinds or ("tfjobs", "pods"):
 
             def watched(kind: str = f"{kind}?") -> bool:

@@ -197,7 +197,6 @@ def is_ready(jobset: Tree) -> bool:
 
 
 def is_successful(jobset: Tree, succeeded: list[Tree]) -> bool:
-    """Return whether the succeeded Jobs satisfy the success policy."""
     policy = jobset["spec"]["successPolicy"]
     roles = jobset["spec"]["replicatedJobs"]
     targets = policy.get("targetReplicatedJobs") or [role["name"] for role in roles]

@@ -41,7 +41,6 @@ def unanswered(name: str, path: str) -> RefusedError:
 
 
 def defaulted(jobset: Tree) -> Tree:
-    """Return a JobSet with the webhook's defaults."""
     spec = jobset["spec"]
     spec.setdefault("successPolicy", {"operator": "All"})
     spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})

@@ -143,7 +143,6 @@ class Operator:
             condition(job, "Failed", message=words)
 
     def _count(self, job: Tree, pods: dict[str, list[Tree]]) -> None:
-        """Count the replicas and update the conditions."""
         status, meta = job["status"], job["metadata"]
         status.setdefault("startTime", now())
         title = f"TFJob {meta['namespace']}/{meta['name']}"

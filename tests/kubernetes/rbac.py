@@ -21,7 +21,6 @@ Grants = set[tuple[str, str]]
 
 
 def grants(role: str) -> Grants:
-    """Return the pairs of verb and resource that a role grants."""
     documents = yaml.safe_load_all(FILE.read_text(encoding="utf-8"))
     rules = next(
         each["rules"]
