@@ -92,7 +92,7 @@ class Kills:
 
     @property
     def config(self) -> Path:
-        """The file with the configuration of the run."""
+        """Return the configuration file of the run."""
         (found,) = self.workdir.glob("*/config.json")
         return found
 

@@ -19,7 +19,7 @@ CHUNK = 1 << 16
 
 
 class Folder:
-    """A store of files on this machine, which has no outage."""
+    """A store in a local folder, which has no outages."""
 
     variables: Mapping[str, str] = {}
 

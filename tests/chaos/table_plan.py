@@ -172,7 +172,7 @@ def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:
 def _tasks(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Sequence[str]:
     """Draw the tasks that a fault affects: of the given role, or of a random one."""
     if kind == "kill pair":
-        # Two servers, or any two tasks.
+        # A pair is two servers, or any two tasks.
         among = _of_role(plan, role) if role else plan.tasks()
         return draw.sample(among, min(2, len(among)))
     if kind in OF_TASKS or (kind == "full disk" and role):

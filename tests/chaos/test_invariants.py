@@ -176,7 +176,7 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     ],
 )
 def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
-    # This test ignores the repeated rows.
+    # Repeated rows are not checked here.
     sound.events, sound.by_parts = [attempt(0), *events], True
     assert [each.words for each in violations_of(sound)] == ([words] if words else [])
 

@@ -127,7 +127,7 @@ def dealt(
 
 
 def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
-    """Return every `workers`-th batch of some examples, from this worker's index on."""
+    """Return every `workers`-th batch of some examples, starting at this worker's index."""
     batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
     mine = batches.enumerate().filter(lambda i, _: i % workers == number())
     return mine.map(lambda _, batch: batch).repeat()

@@ -50,7 +50,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving):
         second = said(started, 3)
         third = said(started, 3, torn=True)
         fourth = said(started, 3)
-        # Another optimizer has other variables, and no values are kept.
+        # Another optimizer has other variables, so no values are kept.
         fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
         more = said(started, 3, layers=1)
         fewer = said(started, 3)
@@ -116,7 +116,7 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
 ):
     """Only a lost server's variables go back in time; a lost chief or worker costs nothing."""
     end = END + EVERY
-    # Tasks whose memory has grown are also restarted with an attempt.
+    # A new attempt also restarts tasks whose memory has grown.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)
     lost = []
     with launched(config, dataset, tmp_path) as run:

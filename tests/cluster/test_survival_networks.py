@@ -28,8 +28,8 @@ from tests.cluster.pods import CHIEF, pods, why_not
 pytestmark = pytest.mark.cluster
 
 NAME = "pod.fleet.test"
-# Maximum time of a reconnection, in seconds: shorter than gRPC's own interval of 30 s between two
-# resolutions; a connection attempt takes at most 20 s.
+# Maximum time until a reconnection, in seconds. gRPC itself resolves a name again only after 30 s,
+# and a connection attempt takes up to 20 s.
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500

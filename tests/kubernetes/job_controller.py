@@ -206,7 +206,7 @@ class Sync:
 
     def _is_failed(self, pod: Tree) -> bool:
         phase = pod["status"].get("phase")
-        # If a terminating pod may be replaced at once, it also counts at once.
+        # A terminating pod counts as failed at once if it may be replaced at once.
         is_going = bool(pod["metadata"].get("deletionTimestamp")) and phase != "Succeeded"
         return phase == "Failed" or (is_going and not self.waits)
 

@@ -149,7 +149,7 @@ class Kubelet:
     def _start(self, pod: Tree) -> None:
         uid = pod["metadata"]["uid"]
         address = self.node.addresses.of(pod)
-        # On a cluster every pod has its own address; here the pods of a TFJob share one.
+        # In a cluster, every pod has its own address; here the pods of a TFJob share one.
         more = {ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}
         found = [
             self._init_container(pod, each, more) for each in pod["spec"].get("initContainers", [])
@@ -280,7 +280,7 @@ class Kubelet:
         assert process
         uid = pod["metadata"]["uid"]
         if process.poll() is not None:
-            # First report the end of the process, with its termination message.
+            # Remove the pod only after the end of the process, with its message, has been reported.
             if pod["status"]["phase"] in ENDED:
                 self._store.remove("pods", *_key(pod))
             return

@@ -160,8 +160,8 @@ class Operator:
                 condition(job, "Running", message=f"{title} is running.")
             failed = counts[role].get("failed")
             if failed and restarting:
-                # A job that is restarting does not fail; Running has already removed that
-                # condition.
+                # A restarting job does not fail. Running has removed the condition Restarting, so
+                # set it again.
                 condition(job, "Restarting", message=restarting)
             elif failed:
                 status.setdefault("completionTime", now())

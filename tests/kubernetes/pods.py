@@ -36,7 +36,7 @@ def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
 
 
 def running(store: Store, pod: Tree, address: str = "") -> Tree:
-    """Set the container running; a pod that replaces another one gets another address."""
+    """Mark the container as running; a pod that replaces another one gets another address."""
     state = {"running": {"startedAt": now()}}
     high, low = bytes.fromhex(pod["metadata"]["uid"][:4])
     return _changed(
@@ -53,7 +53,7 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
 
 
 def ended(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
-    """Set the container terminated; the phase of the pod is unchanged while its sidecars run."""
+    """Mark the container as terminated; the pod keeps its phase while its sidecars run."""
     return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message, reason)})
 
 
@@ -84,7 +84,7 @@ def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree)
 
 
 def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
-    """Set the pod failed, because the node was short of a resource."""
+    """Mark the pod as failed because the node was short of a resource."""
     killed = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     status = {
         "phase": "Failed",
@@ -96,7 +96,7 @@ def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
 
 
 def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """Set the condition that Kubernetes is about to delete the pod, with the reason."""
+    """Set the condition that Kubernetes is about to disrupt the pod, with the reason."""
     target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     before = pod.get("status", {}).get("conditions") or []
     rest = [each for each in before if each["type"] != "DisruptionTarget"]
