@@ -1,16 +1,16 @@
 """Flotilla: TensorFlow models trained on parameter servers, as a Kubeflow pipeline.
 
-This is the public interface: what `flotilla` does from a shell, for a notebook, a script or a
-scheduler. Every function returns a value and prints nothing. What cannot be started raises a
-`UserError`; a run that started and failed is returned, with its `status`.
+This is the public interface: the commands of `flotilla` as functions, for a notebook, a script or a
+scheduler. Every function returns a value and prints nothing. A run that cannot be started raises a
+`UserError`. A run that starts and then fails is returned with its `status`.
 
     import flotilla
 
     result = flotilla.run("configs/digits.yaml", training={"steps": 200})
     result.status, result.metrics["accuracy"], result.report
 
-Names are loaded when they are first used, and none of them loads TensorFlow. What is not listed in
-`__all__` may change with any version; `flotilla.components` are for pipelines of your own.
+Names are loaded when they are first used, and none of them loads TensorFlow. Names that
+are not in `__all__` may change in any version. Use `flotilla.components` for your own pipelines.
 """
 
 import os

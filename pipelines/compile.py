@@ -109,7 +109,7 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-# Numbers of characters of a digest and of a commit in a version name, enough to be unique.
+# Lengths of the digest and the commit in a version name, which are enough to be unique.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 # PyYAML's C loader, if installed, is seven times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -17,7 +17,7 @@ _TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example file of the package, with a description of one sentence."""
+    """An example file of the package, with a one-sentence description."""
 
     name: str
     description: str

@@ -16,7 +16,7 @@ from urllib.parse import quote
 _PROGRAMS = ("ghostty", "Hyper", "iTerm.app", "rio", "terminology", "vscode", "WezTerm", "zed")
 _TERMS = ("alacritty", "contour", "foot", "wezterm", "xterm-ghostty", "xterm-kitty")
 _VARIABLES = ("DOMTERM", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION")
-# Numbers of the VTE versions from 0.50 on.
+# Version numbers of VTE 0.50 and later.
 _VTE = re.compile(r"[5-9]\d{3}|\d{5,}")
 _STDOUT, _STDERR = 1, 2
 

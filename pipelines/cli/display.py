@@ -42,7 +42,7 @@ _COLOURS = {
 
 
 class Terminal(Console):
-    """A console that survives a reader that closes the stream.
+    """A console that keeps working if the reader closes the stream.
 
     The run then continues and ends with its usual exit code. All text is escaped, so that it cannot
     control the terminal, contain markup or start a new line.
@@ -58,13 +58,13 @@ class Terminal(Console):
 
     @property
     def can_redraw(self) -> bool:
-        """Return whether lines can be redrawn in place, which a file and TERM=dumb do not allow."""
+        """Return whether lines can be redrawn in place (not in a file or with TERM=dumb)."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape all text with `escape_controls`, both printed and live output."""
+        """Escape all printed and live text with `escape_controls`."""
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)

@@ -79,7 +79,7 @@ def train(
 
 
 def make_answer(result: RunResult) -> Answer:
-    """Return the output of a command that ends with a run."""
+    """Return the result of a command that ran a pipeline."""
     steps = {"global_step": result.global_step, "handed_on_step": result.handed_on_step}
     main = result.main_metric
     return Answer(

@@ -88,7 +88,7 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # The alignment characters by which rich justifies a text.
+        # Rich stores the alignment in the text itself.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]

@@ -317,7 +317,7 @@ def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Findi
 
 
 def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
-    """Check that no foreign Service has a name that a job of the model may use."""
+    """Check that no unrelated Service has a name that a job of the model may use."""
     where = cluster.namespace
     found = cluster.api.read(f"/api/v1/namespaces/{where}/services")["items"]
     taken = [

@@ -165,7 +165,7 @@ def _takes(node: Tree, role: Role) -> bool:
 
 
 def _is_tolerated(taint: Tree, role: Role) -> bool:
-    """Return whether a pod tolerates a taint, if need be by `ExtendedResourceToleration`."""
+    """Return whether a pod tolerates a taint, possibly through `ExtendedResourceToleration`."""
     if taint["key"] in role.resources.get("limits", {}):
         return True
     return any(

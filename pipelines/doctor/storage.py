@@ -116,7 +116,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Warn unless the secret has a complete key pair, which a role can replace."""
+    """Warn if the secret has no complete key pair. A role may be used instead."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

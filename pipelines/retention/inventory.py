@@ -55,7 +55,7 @@ from flotilla.trainer.sweeps.study import read as read_sweep
 
 _MODEL = "model"
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
-# Folders of a run that hold the outputs of its steps, then small records with references.
+# Folders with the outputs of a run's steps, and small records that contain references.
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
 _RECORDS = (
     "config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json",
@@ -197,7 +197,7 @@ class _Reader:
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
-        # For each item, the texts that may refer to other items, by its path.
+        # By the path of each item, the words that may refer to other items.
         self.texts: dict[str, frozenset[str]] = {}
 
     def _uri(self, path: str) -> str:
@@ -436,7 +436,7 @@ def _children(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[str, int]]:
-    """Group files by their folder at a depth, without unfinished folders (`.name`)."""
+    """Group files by their folder at this depth. Skip unfinished folders (`.name`)."""
     found: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     for path, size in files.items():
         segments = path.split("/")

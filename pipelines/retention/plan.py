@@ -23,7 +23,7 @@ SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal, in which an item comes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# The smallest age of a removed run, because a step may write nothing for hours and clocks differ.
+# Minimum age of a removed run, because a step may write nothing for hours and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
@@ -130,7 +130,7 @@ class Plan:
 
 
 def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
-    """Return the items that a policy allows to remove."""
+    """Plan which items to remove under a policy."""
     items, remarks = found.items, []
     kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
     # The gate of an active run compares its model with these versions.

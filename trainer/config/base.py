@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.masking import find_credentials, mask
 
 #: The largest whole number of a run parameter, because KFP passes numbers as doubles.
 MOST = 2**53
-#: A number that is determined from the data later, in Python and as written in a configuration.
+#: How a number that is determined from the data later is written, in Python and in YAML.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (

@@ -199,7 +199,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # With `auto` steps, an omitted key of this list is not set to its default.
+        # If the number of steps is `auto`, an omitted key of `BY_DATA` does not get its default.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

@@ -200,7 +200,7 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
             given = given if is_own else {**value, **given}
         chosen[name] = given
     if training.get("epochs") and "patience" in by_data:
-        # If the length of training is given, it does not stop early.
+        # Training with a given length does not stop early.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
 
@@ -414,7 +414,7 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     is_near = difflib.get_close_matches(key, keys, n=1, cutoff=0.9)
     if (is_near or key not in known) and (hint := nearest(key, keys)):
         return hint
-    # The key may be spelled correctly, but be in the wrong section.
+    # The key may be spelled correctly, but in the wrong section.
     alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"; did you mean '{known[alike[0]]}'?" if alike else f" (one of {', '.join(keys)})"
 

@@ -134,7 +134,7 @@ class TaskConfig(Section):
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# A count of which zero means never.
+# Zero means never.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 
@@ -416,7 +416,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_recommender(self) -> Config:
-        """Recommenders of files need `data.inputs`; task `recommendation` needs `data.group`."""
+        """A recommender of files needs `data.inputs`; `recommendation` needs `data.group`."""
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(
@@ -485,7 +485,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Config:
-        """`training.schedule` cannot be set with the optimizer of the model, which has its own."""
+        """`training.schedule` cannot be set if `training.optimizer.name` is `model`."""
         training = self.training
         if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
             raise ValueError("training.schedule: the optimizer of the model sets it; leave it out")

@@ -110,7 +110,7 @@ class ChampionRule(Section):
         return self.margin if not isinstance(self.margin, str) else self.share * max(gain, 0.0)
 
     def compute_class_margins(self, recalls: Any) -> Any:
-        """Return the allowed loss of recall for each class, given arrays of champion's recalls."""
+        """Return the allowed loss of recall for each class, from an array of champion recalls."""
         if isinstance(self.class_margin, str):
             return _share(self.class_margin) * recalls
         return self.class_margin + 0 * recalls

@@ -200,7 +200,7 @@ class Topology:
         return {role: count for role, count in used.items() if count}
 
     def leads(self, task: Task) -> bool:
-        """Return whether a task runs the outer loop: the chief or, if there is none, workers."""
+        """Return whether a task runs the outer loop: the chief, or workers if there is no chief."""
         if self.chief or task.role != "worker":
             return task.role == "chief"
         return not self.servers or task.index == 0

@@ -117,7 +117,7 @@ class StepEnd(Event, StepResult):
 
 
 class AttemptBegin(Event):
-    """The chief starts to train at a global step, in a `resumed` run or a new one."""
+    """The chief starts to train at `global_step`. A `resumed` run has trained before."""
 
     global_step: int
     steps: int
@@ -263,7 +263,7 @@ class EvaluatorLeft(Event):
 
 
 class Validation(Event):
-    """The model was validated. If `created` is set, it was a checkpoint created at that time."""
+    """The model was validated. An evaluator sets `created`, the time of the checkpoint."""
 
     global_step: int
     metrics: Mapping[str, Any]
@@ -400,7 +400,7 @@ def append(path: Path, event: Event) -> None:
             file.write(_line(event))
             return
     place = _place_of_progress(path, type(event))
-    # Use a name of its own, because an attempt that is being replaced may write at the same time.
+    # Use a separate name, because an attempt that is being replaced may write at the same time.
     staged = place.with_name(f"{place.name}.{os.getpid()}")
     staged.write_bytes(_line(event))
     staged.replace(place)

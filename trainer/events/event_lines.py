@@ -144,7 +144,7 @@ class LogLines:
     """The lines of a log, with progress lines at a limited rate."""
 
     def __init__(self) -> None:
-        """Create the state before any event, so that the first progress gets a line."""
+        """Start without any lines, so that the first progress is shown."""
         self._progress_at = -LINE_SECONDS
         # The time of the last line of each piece of work.
         self._work_at: dict[str, float] = {}

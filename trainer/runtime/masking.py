@@ -99,12 +99,12 @@ def names_secret(name: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """Return `text` without credentials and made `printable`."""
+    """Return `text` with credentials masked and control characters escaped."""
     return printable(remove_credentials(text))
 
 
 def remove_credentials(text: str) -> str:
-    """Return `text` without credentials, otherwise unchanged."""
+    """Return `text` with credentials masked, otherwise unchanged."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_mask_user, text)
     if "=" in text or ":" in text or " " in text:

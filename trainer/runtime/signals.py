@@ -37,7 +37,7 @@ _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 @contextmanager
 def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
-    """Call `callback` at each SIGINT and SIGTERM in this block. Works only in the main thread."""
+    """Call `callback` on SIGINT and SIGTERM in this block. Has no effect in other threads."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         callback()
@@ -128,7 +128,7 @@ def end_at_hang_up() -> None:
 
 
 def parent_environment() -> dict[str, str]:
-    """Return the environment variables by which a child process exits with this process."""
+    """Return the environment variables that make a child process exit with this process."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 

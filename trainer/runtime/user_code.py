@@ -63,7 +63,7 @@ def bundle() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables by which a child process finds the same modules."""
+    """Return the environment variables with which a child process finds the same modules."""
     return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
@@ -101,7 +101,7 @@ def _remedy(name: str, error: BaseException) -> str:
     if name.endswith(".py"):
         return f"; write it without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
-    # If another module is missing than the one named, it is more often a package than a file.
+    # A missing module other than the named one is probably a package, not a user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
     return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
 
@@ -121,7 +121,7 @@ def format_error(error: BaseException) -> str:
 
 
 def full_message(error: BaseException) -> str:
-    """Return the full message of an error, without colours and TensorFlow's missing stacks."""
+    """Return the full message of an error, without colours and notes on missing stacks."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return _NO_STACK.sub("", COLOURS.sub("", text))
 

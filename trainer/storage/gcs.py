@@ -160,7 +160,7 @@ class GcsBucket:
         return map(_make_stored, self._list_objects(prefix, f"nextPageToken,items({_FIELDS})"))
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names up to the next slash after `prefix`."""
+        """Return the names directly below `prefix`."""
         found = self._list_objects(prefix, "nextPageToken,prefixes,items(name)", delimiter="/")
         keys = {each if isinstance(each, str) else each.name for each in found}
         return sorted({key[len(prefix) :].strip("/") for key in keys})

@@ -147,8 +147,7 @@ def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Raise outside the handler, because otherwise each of the two errors would be the cause of the
-    # other.
+    # Raise outside the handler, so that the two errors are not each other's cause.
     assert last is not None
     raise last
 
@@ -160,7 +159,7 @@ def describe(error: BaseException | None) -> str:
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `act` of each item, in order. The first error cancels the remaining items."""
+    """Return the results of `act` for all items, in order. The first error cancels the rest."""
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

@@ -222,7 +222,7 @@ class S3Bucket:
                 yield Stored(each["Key"], each["Size"], _tag(each), created)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names up to the next slash after `prefix`."""
+        """Return the names directly below `prefix`."""
         found = self._list_objects(prefix, Delimiter="/")
         keys = {each.get("Key") or each["Prefix"] for each in found}
         return sorted({key[len(prefix) :].strip("/") for key in keys})
@@ -288,7 +288,7 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _create_absent(self, request: Callable[..., None]) -> None:
-        """Create an object only if it is absent, unless the store supports no conditions."""
+        """Create an object on condition that it is absent, if the store supports conditions."""
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:

@@ -80,7 +80,7 @@ class Store(Protocol):
         """Move a local file into a draft and verify it there. Any process may call this."""
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Publish at `uri` the files of its draft that `manifest` lists; see `place`."""
+        """Publish the files of the draft of `uri` that `manifest` lists; see `place`."""
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order, without hidden ones."""
@@ -205,7 +205,7 @@ class Bucket(Protocol):
         """Yield all objects whose key begins with `prefix`, ordered by key, while listing them."""
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names up to the next slash after `prefix`, in order."""
+        """Return the names directly below `prefix`, in order."""
 
     def remove(self, key: str) -> None:
         """Remove an object."""

@@ -32,7 +32,7 @@ OPTIONS = (
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # A URI must fit on one line of logs and tables.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Limits of all object stores and of Linux on the length of a key, a path, and a name in it.
+# Maximum lengths of a key, a path and a name that all object stores and Linux accept.
 _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
 
 
@@ -246,5 +246,5 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
 
 
 def _strip_query(uri: str) -> str:
-    # Leave out the query, because that of a mistyped URI may contain a secret.
+    # Leave out the query, because the query of a mistyped URI may contain a secret.
     return uri.partition("?")[0]

@@ -82,7 +82,7 @@ class RunMetrics(Collector):
             "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        # A user's own program reports itself at which step it ends.
+        # A user's own program reports at which step it ends.
         self._is_program = bool(config.program.command)
         self._target = 0 if self._is_program else config.training.steps
         self._state = RunState()

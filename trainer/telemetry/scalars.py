@@ -2,7 +2,7 @@
 
     logs/RUN-ID/train/events.out.tfevents...        loss, learning_rate, steps_per_second, ...
     logs/RUN-ID/validation/events.out.tfevents...   loss and the metrics, by the same names
-    logs/RUN-ID/events.out.tfevents...              the configuration, for the page HParams
+    logs/RUN-ID/events.out.tfevents...              the configuration, for the HParams page
 
 Curves of the same name share a chart. The folders of several runs have different names, so that
 they can be copied into one folder.

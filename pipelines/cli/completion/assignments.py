@@ -42,7 +42,7 @@ def _section(path: str) -> type[BaseModel]:
 
 
 def _inner(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a key holds. Any other key, even a list of sections, gives None."""
+    """Return the section that a key holds, or None. A list of sections is not a section."""
     from pydantic import BaseModel
 
     kinds = [each for each in _kinds(field.annotation) if isinstance(each, type)]

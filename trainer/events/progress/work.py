@@ -80,7 +80,7 @@ class Work:
         self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="progress")
 
     def __enter__(self) -> Self:
-        """Start to report."""
+        """Start reporting."""
         self._loop.start()
         return self
 
