@@ -206,7 +206,7 @@ def model_uri(model: str, root: str) -> str:
 
 
 def choose_format(output: str, said: str) -> str:
-    """Return the given output format, or that of the file extension. Raises `ConfigError`."""
+    """Return the output format, as given or by the file extension. Raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs an output file; add -o FILE")

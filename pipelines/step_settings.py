@@ -120,7 +120,7 @@ class StepPods:
 
     Attributes:
         cpu, memory: quantities for each working step. With `cluster.launcher: local`, the whole
-            training cluster shares those of its step.
+            training cluster shares the resources of its step.
         gpus: number of GPUs for the steps that run the model.
         node_selector, tolerations: for the working steps, in the format of Kubernetes.
         store_secret: name of the secret with the keys of the object store. It may be missing.

@@ -132,7 +132,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
 
 
 def warn(text: str) -> None:
-    """Print a warning in one line, with a prefix that differs from that of an error."""
+    """Print a warning in one line, with a different prefix than an error."""
     say(f"flotilla: warning: {text}")
 
 

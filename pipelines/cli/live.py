@@ -176,7 +176,7 @@ class Display(LiveView):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
-        """Print a line only where there is no live view, because a live view shows the same."""
+        """Print a line unless there is a live view, which shows the same."""
         if not self._console.can_redraw:
             self.say(text)
 
@@ -186,8 +186,8 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # A dry run checks the configuration in parallel with later stages, and reports its
-            # error as that of the first stage.
+            # A dry run checks the configuration in parallel with later stages, and reports an
+            # error under the name of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)

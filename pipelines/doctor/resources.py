@@ -123,7 +123,7 @@ def devices(job: PlannedJob) -> list[str]:
 
 
 def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
-    """Check that suitable nodes have enough of a resource, including what is in use."""
+    """Check that suitable nodes have enough of a resource, whether or not it is in use."""
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     nodes = cluster.api.read(NODES)["items"]

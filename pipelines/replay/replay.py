@@ -1,6 +1,6 @@
 """Replays a step with all its stages and its recorded arguments, in a separate process.
 
-Inputs are read from where they are, and outputs are written to a root below `<workdir>/replays/`.
+Inputs are read in place, and outputs are written to a root below `<workdir>/replays/`.
 The stores of the run, the registry and the trackers are not changed. The process is `python -m
 flotilla.pipelines.replay.replay FOLDER`.
 """

@@ -85,7 +85,7 @@ class SweepResult:
 
     @property
     def sweep_id(self) -> str:
-        """Return the id by which the sweep can be resumed."""
+        """Return the id with which to resume the sweep."""
         return self.sweep.sweep_id
 
     @property

@@ -11,7 +11,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
-#: The name by which `rules` sets all rules that it does not list.
+#: The key in `rules` that stands for all rules that it does not list.
 ALL = "all"
 #: Each rule with its default action and meaning. A rule refuses data from which no model can learn,
 #: or that make a metric wrong. It warns if a person has to judge the finding.

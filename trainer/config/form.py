@@ -26,8 +26,8 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-#: The field for all other keys, which is also an entry of drop-down lists, and the key under which
-#: `settings` contains a whole configuration.
+#: The field for all other keys, which is also an entry of drop-down lists, and its key for a whole
+#: configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")
@@ -154,7 +154,7 @@ def from_form(values: Mapping[str, Any]) -> Config:
 
 
 def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree in a value of `settings`. Raises `ConfigError`."""
+    """Return a value of `settings` as a nested mapping. Raises `ConfigError`."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings: {settings!r} is not a mapping of sections")
     if WHOLE not in settings:

@@ -31,7 +31,7 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
-# Values by which removed keys had no effect. A configuration recorded by an earlier version may
+# Values that turned removed keys off. A configuration recorded by an earlier version may
 # still contain them.
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
@@ -304,7 +304,7 @@ def _takes_texts(path: Sequence[str]) -> bool:
 
 
 def is_section(path: Sequence[str]) -> bool:
-    """Return whether a path is that of a section."""
+    """Return whether a path leads to a section."""
     return _is_section(_find_type(path))
 
 

@@ -31,7 +31,7 @@ class MainMetric:
     def of(cls, said: Mapping[str, Any]) -> MainMetric:
         """Return the main metric of a record.
 
-        A record of an earlier version without `main_metric` is that of a classifier, whose metrics
+        A record of an earlier version without `main_metric` belongs to a classifier, whose metrics
         list the accuracy after the loss. Without `directions`, the better direction is guessed from
         the name.
         """

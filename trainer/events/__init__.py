@@ -234,7 +234,7 @@ class ServersLost(Event):
 
 
 class Suspension(Event):
-    """The job waits for capacity or, with `is_over`, may run and starts its tasks."""
+    """The job waits for capacity. With `is_over`, the wait is over and its tasks start."""
 
     is_over: bool
     was_running: bool
@@ -532,7 +532,7 @@ def parse(line: str, *, job: str = "") -> Event | None:
 
 
 def event_name(kind: type[Event]) -> str:
-    """Return the name by which lines identify a kind of event."""
+    """Return the name that identifies a kind of event in a line."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 

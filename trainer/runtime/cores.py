@@ -28,7 +28,7 @@ def affinity() -> list[int]:
 
 
 def usable() -> int:
-    """Return the number of processors whose time this process may use: rounded up, at least 1."""
+    """Return how many processors this process may use, rounded up and at least 1."""
     return max(1, min([present(), *(math.ceil(limit) for limit in _limits())]))
 
 

@@ -60,8 +60,8 @@ class _Uncollected(MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Return if this finder called itself, because finders that wrap others, such as those of
-        # tracers, call all of them.
+        # Skip calls that this finder itself causes, because finders that wrap others, such as a
+        # tracer's, call all finders.
         if fullname != "tensorflow" or self._searches:
             return None
         self._searches = True

@@ -347,7 +347,7 @@ def delete_orphans(root: Path) -> list[Path]:
 
 
 def is_staging(name: str) -> bool:
-    """Return whether the name is that of a staging folder."""
+    """Return whether a name is the name of a staging folder."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 

@@ -415,7 +415,7 @@ class _Counted:
 
 
 class _Meter:
-    """A file that keeps only a checksum of what is written to it."""
+    """A file that keeps only a checksum of the data written to it."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0

@@ -19,7 +19,7 @@ from flotilla.trainer.events import WorkProgress
 from flotilla.trainer.events.progress.wording import format_line
 from flotilla.trainer.runtime.background import Loop
 
-# Times in seconds: before the first report, and between reports to the file and to the log.
+# Seconds before the first report, and between reports to the file and to the log.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
 # Averaging time of the speed, in seconds.
 _SPEED_SECONDS = 10.0
@@ -68,7 +68,7 @@ class Work:
         size: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the work. The other measure has the total `size`, or 0 if it is not used."""
+        """Describe the work. `total` counts units, `size` is the total of the other measure."""
         self._what, self._unit, self._total, self._size = what, unit, total, size
         self._clock, self._began = clock, clock()
         self._done, self._sized = 0, 0.0
