@@ -79,7 +79,7 @@ def existing_links(places: str) -> Iterator[str]:
 
 
 def uv_variables(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables that make uv follow pip; uv's own variables take precedence."""
+    """Return uv's variables for pip's settings; variables that are already set take precedence."""
     bundle = environment.get("REQUESTS_CA_BUNDLE") or environment.get("CURL_CA_BUNDLE", "")
     certificates = pip.get("cert") or bundle
     proxy = pip.get("proxy", "")
@@ -120,7 +120,7 @@ def run_uv(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a uv command; if uv cannot install, let pip do it."""
+    """Run a uv command. If uv cannot install packages, pip does."""
     has_uv = install_build_tools(read_pins(BUILD_LOCK.read_text(encoding="utf-8")))
     code = run_uv(arguments) if has_uv else 1
     if code == 0:

@@ -64,7 +64,7 @@ Measured = Mapping[str, float]
 
 
 def same_tables() -> Comparison:
-    """Return 1 minus the loss in AUC, for each seed."""
+    """Return, for each seed, 1 minus the AUC that growing tables lose against dense ones."""
     # The builder and the model are modules in this folder.
     sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:

@@ -19,7 +19,8 @@ from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
 from flotilla.trainer.runtime import signals
 
-# The server of a worker needs 45 MB and 93 threads on 2 cores, or 60 MB and 145 threads on 16.
+# Number of stub workers. The server of each one needs 45 MB and 93 threads on 2 cores, or 60 MB and
+# 145 threads on 16 cores.
 WORKERS = int(os.environ.get("BENCH_STUBS", "64"))
 # Number of workers in one process.
 TOGETHER = 64

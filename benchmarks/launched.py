@@ -41,9 +41,8 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Share of the steps that is not measured, because graphs are traced then. The graph of turns is
-# traced only after the first or second measurement of speed. Similarly, `fit` is measured from its
-# second of four epochs.
+# Share of the steps that is not measured, because graphs are traced in it, including the graph of
+# turns. Similarly, the first of the four epochs of `fit` is not measured.
 _WARM = 0.25
 
 

@@ -1,4 +1,4 @@
-"""Simulates a gate for a thousand nights: how often it errs, and how the champion develops.
+"""Simulates the gate for a thousand nights: how often it errs, and how the champion develops.
 
     python -m benchmarks.nights
 
@@ -190,7 +190,7 @@ def kinds(data: Data) -> dict[str, Model]:
 def promoted(
     data: Data, model: Model, examples: int, nights: int = NIGHTS, config: GateConfig = GATE
 ) -> float:
-    """Return how often a model is promoted over the first champion."""
+    """Return the share of nights in which a model is promoted over the first champion."""
     generator, champion = np.random.default_rng(examples), Model.of(data, data.value)
     count = 0
     for _ in range(nights):
@@ -203,7 +203,7 @@ def promoted(
 
 
 def first(data: Data, examples: int, nights: int = NIGHTS) -> float:
-    """Return how often a model that finds no positives becomes the first champion."""
+    """Return the share of nights in which a model without positives becomes the first champion."""
     generator, model = np.random.default_rng(examples), Model(shift=0.0, threshold=1.0)
     drawn = (Night(data, examples, generator) for _ in range(nights))
     return sum(night.over_constant(night.answered(model)) for night in drawn) / nights
@@ -266,7 +266,7 @@ MARGINS = ("5%", "10%", "20%")
 
 
 def _errors(name: str, examples: int) -> str:
-    """Return a row: how often each kind of model is promoted."""
+    """Return a row: the share of nights in which each kind of model is promoted."""
     data = DATA[name]
     shares = [promoted(data, model, examples) for model in kinds(data).values()]
     cells = [f"{each:.1%}" for each in (*shares, first(data, examples))]
@@ -274,7 +274,7 @@ def _errors(name: str, examples: int) -> str:
 
 
 def _power(name: str, margin: str) -> str:
-    """Return a row: how often an equal model is promoted, by the number of examples."""
+    """Return a row: the share of nights in which equal models are promoted, by test examples."""
     data, config = DATA[name], GateConfig.model_validate({"champion": {"margin": margin}})
     model = Model.of(data, data.value)
     shares = [promoted(data, model, each, NIGHTS // 5, config) for each in POWER_SIZES]

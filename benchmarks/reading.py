@@ -25,7 +25,7 @@ from flotilla.trainer.data.read import training_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec, shard_name
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# Number of rows, too many to be kept in memory with texts of any length.
+# Enough rows that the reader does not keep them in memory, because it assumes long texts.
 EXAMPLES, SHARDS, EPOCHS, ROUNDS = 400_000, 8, 3, 3
 BATCHES = (100, 1000)
 BLOCKS, RECORDS = "blocks", "records"

@@ -79,7 +79,7 @@ def checkpoints() -> Comparison:
             elif steps > MOST_STEPS:
                 raise UserError(f"{steps} steps ended before a checkpoint had windows around it")
             else:
-                # The run ended too early, because this machine is faster.
+                # The run was too short on this fast machine; repeat it with more steps.
                 steps *= 2
     every = [each for run in found for each in run]
     return Comparison(

@@ -62,7 +62,7 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
     stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
     stubs.lead()
     connected, of_connecting = time.monotonic() - began, time.process_time() - used
-    # The number of updates until a speed is measured.
+    # The number of updates to hand out until a speed is measured.
     steps = 4 * TURN * len(spec["worker"])
     boundary = 10**12
     began, used = time.monotonic(), time.process_time()

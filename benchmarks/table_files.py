@@ -90,7 +90,7 @@ def _compare(path: Path) -> Comparison:
 
 def _measure_one(which: str, path: Path) -> tuple[float, float]:
     """Return the CPU seconds and the peak memory in megabytes."""
-    # TensorFlow starts its threads with the first operation.
+    # Start TensorFlow's threads before the measurement.
     tf.constant(0)
     before = _used()
     if which == FLOTILLA:

@@ -9,7 +9,7 @@ import pytest
 
 
 class Clock:
-    """Counts the seconds that were slept; `each` is called at every sleep."""
+    """Adds up the seconds that tests sleep; calls `each` at every sleep."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.passed = 0.0

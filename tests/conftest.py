@@ -43,7 +43,7 @@ FOREIGN = (
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# Maximum time in seconds until a process exits on a busy machine.
+# Maximum time to wait until a process exits on a busy machine, in seconds.
 SECONDS_TO_END = 60
 
 
@@ -99,7 +99,7 @@ settings.load_profile("same")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return the clock of this process, which advances only when a test sleeps."""
+    """A clock that advances only when a test sleeps."""
     return Clock(monkeypatch)
 
 
@@ -172,7 +172,7 @@ def _collected() -> Iterator[None]:
     """
     yield
     gc.collect()
-    # The remaining objects stay alive, so later collections can skip them.
+    # The remaining objects stay alive, so later garbage collections can skip them.
     gc.freeze()
 
 

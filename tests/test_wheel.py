@@ -63,7 +63,7 @@ def flotilla(wheel, tmp_path_factory):
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
     words = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
-    # The interpreter of the environment writes the right first line of the script.
+    # pip must run in the new environment to write the right first line of the script.
     pip = Path(distribution("pip").locate_file(""))
     run([str(place / "bin/python"), str(pip / "pip"), *words], cwd=place)
     # A `.pth` line adds a folder, but not the `.pth` files in it, so no editable install is found.
@@ -156,7 +156,7 @@ result = flotilla.run("flotilla.yaml", settings={SMALL!r})
 print(flotilla.evaluate(result, gate={{"min": {{"accuracy": 1.0}}}}).status, flotilla.__file__)
 print(result.status, len(flotilla.predict(result, split="test").predictions))
 """
-    # In a notebook, too, the current folder is not on the module path.
+    # `-P` keeps the current folder off the module path, as in a notebook.
     printed = run([flotilla.with_name("python"), "-P", "-c", program], cwd=own).splitlines()
     assert printed[0].startswith(f"refused {flotilla.parents[1]}")
     status, rows = printed[1].split()

@@ -141,7 +141,7 @@ def _troubles(costs: Costs) -> list[list[str]]:
 
 
 def _steady(found: Work, costs: Costs, machines: Fleet) -> float:
-    # Long enough for dozens of killed workers.
+    # Simulate long enough for dozens of workers to be killed.
     dispatch = replace(costs.dispatch, seconds=_SECONDS)
     return simulated(found, machines, dispatch, stretches=20).rate
 

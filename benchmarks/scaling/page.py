@@ -11,7 +11,7 @@ from benchmarks.scaling.fit import Point, rate
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
-# Maximum relative error of a prediction, as an aim.
+# Target for the maximum relative error of a prediction.
 AIM = 0.15
 RUNS = (
     "model",

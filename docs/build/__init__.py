@@ -1,1 +1,1 @@
-"""What makes pages of the documentation."""
+"""Generates pages of the documentation."""

@@ -67,7 +67,7 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# A type may have a bound, and a key may have a stricter one.
+# Each kind of bound, with how to choose the stricter one: a type and a key may both have it.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),

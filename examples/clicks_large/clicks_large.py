@@ -188,7 +188,7 @@ class Clickstream:
         return self._group(items, _CATEGORY, self.categories)
 
     def quality(self, items: Ints) -> Floats:
-        """Return the quality of items [n] for all users, in units of the score."""
+        """Return the quality of items [n], in units of the score."""
         return QUALITY * self._normals(items, 2, _QUALITY)[:, 0]
 
     def exposure(self, items: Ints, day: int) -> Floats:
@@ -250,10 +250,7 @@ class Clickstream:
         return found
 
     def _ids(self, slots: Ints, kind: int, day: int) -> Ints:
-        """Return the ids in slots on a day.
-
-        The serial number of a slot grows when its id is replaced.
-        """
+        """Return the ids in slots on a day; an id changes when its user or item is replaced."""
         count, new = (
             (self.users, self.new_users) if kind == _USERS else (self.items, self.new_items)
         )
@@ -283,7 +280,7 @@ class Clickstream:
         return (_mixed(ids.astype(np.uint64) ^ salt) % np.uint64(count)).astype(np.int64)
 
     def _explained(self, ids: Ints, kind: int, groups: Ints, of_group: int) -> Floats:
-        """Return normal numbers [n, RANK]; the group determines the share `explained`."""
+        """Return normal numbers [n, RANK], of which the group determines the share `explained`."""
         alike, own = self._normals(groups, RANK, of_group), self._normals(ids, RANK, kind)
         found: Floats = math.sqrt(self.explained) * alike + math.sqrt(1 - self.explained) * own
         return found

@@ -60,7 +60,8 @@ def main():
         model, optimizer = build(rows.element_spec["image"].shape[1:]), keras.optimizers.Adam()
         optimizer.learning_rate = flags.learning_rate
         optimizer.build(model.trainable_variables)
-    # Every worker saves to its own folder; Flotilla publishes the leading worker's.
+    # Every worker saves to its own folder. Flotilla publishes only the leading worker's
+    # checkpoints.
     checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
     manager = tf.train.CheckpointManager(checkpoint, os.environ["FLOTILLA_CHECKPOINTS"], 2)
     manager.restore_or_initialize()

@@ -21,7 +21,7 @@ from tests.bad_inputs.table import Row, rows
 
 ROWS = rows()
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
-# Do not wait between retries of the KFP SDK: a closed port stays closed.
+# Skip the waits between retries of the KFP SDK, because a closed port stays closed.
 NO_PAUSE = "urllib3.util.retry.Retry.get_backoff_time"
 
 

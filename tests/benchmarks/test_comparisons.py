@@ -306,7 +306,7 @@ def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, mnist_dir):
-    """Prepare MNIST with both programs, as the comparison of preparation does."""
+    """Prepare MNIST with Flotilla and with TFDS."""
     folder = tmp_path_factory.mktemp("mnist")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))

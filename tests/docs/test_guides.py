@@ -113,7 +113,7 @@ def test_they_are_short():
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        pytest.param("people", write_people, marks=pytest.mark.long),  # Runs in the test below.
+        pytest.param("people", write_people, marks=pytest.mark.long),  # Run below, too.
         ("houses", write_houses),
         ("ratings", write_ratings),
         pytest.param("photos", write_photos, marks=pytest.mark.long),

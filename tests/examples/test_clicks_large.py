@@ -295,7 +295,7 @@ def test_its_name_of_before_says_where_it_is(tmp_path):
 
 
 def test_a_run_finds_it_by_code(tmp_path):
-    """The call of a user: the example's folder is given with `--code`, nothing is installed."""
+    """A user's call: the example's folder is given with `--code`, and nothing is installed."""
     truth = {"users": 50, "items": 30, "new_users": 2, "new_items": 1, "events": 200}
     words = [
         *("prepare", str(FOLDER / "clicks_large.yaml"), "--code", str(FOLDER)),

@@ -1,4 +1,4 @@
-"""The commands and options, which scripts rely on, are in a golden file; the help text is not."""
+"""Golden file of all commands and options, which scripts rely on, unlike the layout of the help."""
 
 import json
 

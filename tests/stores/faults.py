@@ -119,7 +119,7 @@ class Faulty(BaseHTTPRequestHandler):
         return self._fail(fault)
 
     def handle_expect_100(self) -> bool:
-        """Request the body immediately, because the client waits for that."""
+        """Request the body immediately, because the client waits for this response."""
         allowed = super().handle_expect_100()
         self.wfile.flush()
         return allowed

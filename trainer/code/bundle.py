@@ -177,7 +177,7 @@ def _scratch() -> Path:
         ) from None
 
 
-#: #: Name of the note that a run uses bundles, and of the folder with the notes of schedules.
+#: #: Name of the file that lists a run's bundles, and of the folder with such files of schedules.
 OF_RUN = "code.json"
 OF_SCHEDULES = "code-of-schedules"
 
@@ -199,7 +199,7 @@ def note_schedule(bundle: str, schedule: str) -> None:
 
 
 def forget_schedule(bundle: str, schedule: str) -> None:
-    """Remove the note of a schedule; ignore errors, which only keep the bundle longer."""
+    """Remove the note of a schedule. If this fails, the bundle is only kept longer."""
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
 

@@ -33,7 +33,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# Maximum number of folders to walk. A home directory has more.
+# Maximum number of folders to walk, in case a user gives a home directory.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"

@@ -76,7 +76,7 @@ def check(
 
 
 def require_program(config: Config) -> None:
-    """Raise `ConfigError` if this machine cannot start the program."""
+    """Raise `ConfigError` if this machine lacks the program or its working directory."""
     program = config.program
     folder = os.path.join(user_code.folder(), program.working_dir)
     if not os.path.isdir(folder):

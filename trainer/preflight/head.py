@@ -30,7 +30,7 @@ _ENDS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class FewFiles:
-    """A sample of a listing.
+    """A sample of the files of a source.
 
     Attributes:
         is_part: whether the source has more files, or a file has more rows.

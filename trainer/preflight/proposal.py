@@ -418,7 +418,7 @@ def _is_formatted(scan: Any) -> bool:
 def _named_things(
     data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
 ) -> dict[str, str]:
-    """Return the integer columns that hold repeated ids; their type is set to text."""
+    """Return the integer columns that hold repeated ids, which become texts."""
     if data.types or data.map or rows.form:
         return {}
     kinds = {name: _kind(rows, name) for name in inputs}

@@ -2,7 +2,7 @@
 
 On this machine the agent is the process of the task, and the guard is its child:
 
-    Agent(job, cluster, task, is_local=True).train()     # raises like the chief of our trainer
+    Agent(job, cluster, task, is_local=True).train()     # raises the same errors as a chief
 
 In a pod the agent is a sidecar, and the guard is the command of the user's container:
 
@@ -74,7 +74,7 @@ LOOK_SECONDS = 1.0
 _EXIT_SECONDS = 10.0
 # Maximum time to publish the last checkpoint after a stop, as a share of the grace period.
 _PUBLISH_SHARE = 0.8
-# After training, an evaluator that is silent for this time is stopped, in seconds.
+# Time in seconds after which a silent evaluator is stopped, once training has ended.
 _EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
 _FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)

@@ -64,7 +64,7 @@ def adopt_orphans() -> None:
 
 
 def reach(path: str) -> str:
-    """Return a short path of a socket; its folder stays open until this process exits."""
+    """Return a short path to a socket. The folder of a long path stays open until exit."""
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -106,7 +106,7 @@ def kill_marked(folder: str) -> None:
 
 
 def mark_of(folder: str) -> str:
-    """Return the mark of a folder's processes. Folders of two containers may have the same path."""
+    """Identify a folder by device, inode and path, because two containers may use the same path."""
     there = os.stat(folder)
     return f"{there.st_dev}:{there.st_ino}:{folder}"
 
@@ -239,7 +239,7 @@ class Guard:
         self._asked_to_end = 0
         self._code: int | None = None
         self._was_connected = False
-        # The message about the last program's end, for an agent that was not connected then.
+        # How the last program ended, for an agent that was not connected at that time.
         self._ended: Message | None = None
 
     def run(self) -> int:
@@ -475,7 +475,7 @@ def main() -> None:
         return
     adopt_orphans()
     code = Guard(options).run()
-    # Keep the lock file open until the process has exited.
+    # The lock file must stay open until the process has exited.
     assert lock
     os._exit(code)
 

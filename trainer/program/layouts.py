@@ -180,7 +180,7 @@ def _stored(  # noqa: PLR0913, PLR0917
 
 
 def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
-    """Yield the checkpoint that the state file names; if it is incomplete, all complete ones."""
+    """Yield the checkpoint that the state file names or, if it is incomplete, all complete ones."""
     named, whole = _read_state(here / STATE) if STATE in names else "", _list_bundles(names)
     for prefix in {named} if named in whole else whole:
         paths = [here / name for name in whole[prefix]]

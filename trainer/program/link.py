@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """A socket in the exchange folder, to which one guard at a time connects."""
+    """A socket in the exchange folder, to which a single guard connects."""
 
     def __init__(self, folder: Path) -> None:
         """Copy the guard program into the folder, then listen; raises `UserError`."""
@@ -106,7 +106,7 @@ class Link:
         self._messages.put({"is": "wake"})
 
     def wait_gone(self, seconds: float) -> bool:
-        """Wait up to `seconds` until no guard is connected; return whether that is the case."""
+        """Return whether no guard is connected, waiting up to `seconds` for that."""
         return self._is_free.wait(seconds)
 
     def send(self, **message: Any) -> None:

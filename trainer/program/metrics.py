@@ -130,7 +130,7 @@ class Metrics:
         return number if number >= found and number in {step for _, step in self._said} else found
 
     def save(self, folder: Path) -> None:
-        """Write the newest steps with their times for the next agent; ignore a full disk."""
+        """Write the newest steps with their times for the next agent; ignore file errors."""
         if self._saved == self.step:
             return
         newest = list(self._said)[-_MOST_SAVED:]

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def find_published(uri: str, damaged: Collection[str] = ()) -> tuple[str, int]:
-    """Return URI and global step of the newest valid checkpoint of a program, or "" and 0."""
+    """Return the URI and step of the newest valid checkpoint of a program, or "" and 0."""
     for at, step in reversed(list_checkpoints(uri)):
         try:
             manifest = read_checkpoint(at)
@@ -72,7 +72,7 @@ def _pass_over(uri: str, error: UserError) -> None:
 def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
     """Download a published checkpoint into the program's folder; raises `UserError`.
 
-    Other content of the folder is removed, unless `keeps`, for a program that is reading it.
+    Removes other content of the folder, unless `keeps` is set because the program is reading it.
     """
     folder = folders.checkpoints
     with report_errors(f"fill {folder}"):
@@ -134,7 +134,7 @@ class Publisher:
         self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
 
     def begin(self, earlier: Metrics) -> str:
-        """Publish what an earlier attempt left, restore the newest checkpoint, return its URI."""
+        """Publish the last attempt's checkpoint, restore the newest one, and return its URI."""
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         self.last, self.step = find_published(self._job.checkpoints)
         if found and self._digest(found) != self._known:
@@ -316,7 +316,7 @@ class Publisher:
             },
         }
 
-    # Which checkpoint of the folder is published, kept for the next process of this task.
+    # The next process of this task must know which checkpoint of the folder is published.
 
     def _digest(self, found: Stored) -> str:
         return hashlib.sha256(found.signature.encode()).hexdigest()

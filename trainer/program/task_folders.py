@@ -55,14 +55,14 @@ def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str
         "FLOTILLA_MODEL": str(folders.model),
         "FLOTILLA_LOGS": str(folders.logs),
         "FLOTILLA_METRICS": str(folders.metrics),
-        # A printed step has to arrive without delay.
+        # Printed steps must arrive without delay.
         "PYTHONUNBUFFERED": "1",
     }
     return {"attempt": attempt, "command": command, "env": {**given, **own}}
 
 
 def guard_environment(path: str) -> dict[str, str]:
-    """Return the environment of a guard on this machine; commands are first searched in `path`."""
+    """Return the environment of a guard on this machine, with `path` first in `PATH`."""
     inherited = {
         name: value
         for name, value in os.environ.items()

@@ -37,7 +37,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: #: The key of the rule that the model can be compared with the champion.
+#: #: The key of the rule that the model must be comparable with the champion.
 COMPARABLE = "the champion"
 # Maximum number of lost classes that a rule lists.
 _FEW = 4
@@ -203,7 +203,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield label suffix and metrics: of all examples, of one part, or of each part of a slice."""
+    """Yield the metrics of all examples or of parts of a slice, with the suffix of their names."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -225,8 +225,8 @@ def _parts(
 
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the rule that the model is better than the best constant, with confidence."""
-    # An evaluation of an earlier version lacks this value, and so does a metric without constant.
+    """Yield the rule that the model must be significantly better than the best constant."""
+    # An evaluation of an earlier version lacks this value, and so does a metric without a constant.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return

@@ -11,9 +11,8 @@ Published directories below `<root>/registry` are written once and never changed
     models/NAME/promoting/...        marks that a version is being promoted
     models/NAME/claims/...           notes that give each number one owner, see `consensus`
 
-The champion is the version of the newest promotion. A promotion's number follows that of its
-predecessor, and each number is assigned only once. Therefore one of two concurrent promotions
-fails, on any store.
+The champion is the version of the newest promotion. Promotions are numbered consecutively, and each
+number is assigned only once. Therefore one of two concurrent promotions fails, on any store.
 
 A promotion writes its mark and then checks whether the version is being removed. A removal writes
 the lineage and then checks for marks and promotions. Therefore at least one of two concurrent
@@ -346,7 +345,7 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion; raises `UserError` if `after` is not the newest promotion."""
+    """Make a version the champion; raises `UserError` if a promotion newer than `after` exists."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)

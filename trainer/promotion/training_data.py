@@ -54,7 +54,7 @@ def read_champion_data(root: str, name: str) -> TrainedData:
 
 
 def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
-    """Return the training data of the champion from the lineages of champions, newest first."""
+    """Return the champion's training data from the lineages of all champions, newest first."""
     version, spans = "", dict[str, str]()
     for lineage in lineages:
         version = version or str(lineage.get("data_version", ""))
@@ -86,7 +86,7 @@ def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
 
 
 def digest(config: Config) -> str:
-    """Return a digest that is equal for runs that repeat each other; raises `ConfigError`."""
+    """Return a digest that two runs share if one would repeat the other; raises `ConfigError`."""
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])
@@ -110,7 +110,7 @@ def _digest_program(program: ProgramConfig) -> dict[str, str]:
 
 
 def own_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the key and value of each setting that may refer to the user's code."""
+    """Yield the key and value of each setting that may name the user's code."""
     yield "data.map", config.data.map
     yield "model.name", config.model.name
     yield "training.strategy", config.training.strategy

@@ -95,7 +95,7 @@ class Chart:
 
     @property
     def compares(self) -> bool:
-        """Return whether the chart has more than one line, such as training and validation."""
+        """Return whether the chart compares several lines, such as training and validation."""
         return len(self.lines) > 1
 
 
@@ -119,8 +119,7 @@ def line_chart(  # noqa: PLR0913
     values = [value for points in found.values() for _, value in points]
     if not values:
         return None
-    # Include rows without values, so that a series that starts late or ends early is visible as
-    # such.
+    # Include rows without values, so that a series that starts late or ends early stands out.
     x_axis = fit_axis([at for row in table if (at := number(row.get(across))) is not None])
     is_log = logarithmic and min(values) > 0 and max(values) / min(values) > MOST_LINEAR
     y_axis = fit_axis(values, is_log=is_log, is_vertical=True)
@@ -237,7 +236,7 @@ def _multiples(low: float, high: float, count: int) -> list[float]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Return ticks for a log scale: powers of ten, with 2 and 5 times them if there is space."""
+    """Return log-scale ticks: 1, 2 and 5 times powers of ten, or only the powers if too many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(math.ceil((last - first) / _MOST_TICKS), 1)
     fine = [float(f"{n}e{power}") for power in range(first, last + 1) for n in (1, 2, 5)]

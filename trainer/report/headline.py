@@ -44,8 +44,7 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Mask each part separately, because after a run name such as `authorization:` everything would
-    # be masked.
+    # Mask each part separately: a run named `authorization` would otherwise mask the whole text.
     parts = filter(None, map(one_line, [found, _describe_end(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
@@ -110,7 +109,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the values of the model and the constant, if known, with enough digits to differ."""
+    """Return the values of the model and the constant, if known, with enough digits to compare."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 

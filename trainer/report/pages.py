@@ -1,4 +1,4 @@
-"""The template environment of all HTML pages: with autoescaping, without scripts."""
+"""The Jinja environment for all HTML pages, with autoescaping and without scripts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN = Path(__file__).parent
 
 
 def environment(folder: Path = _OWN) -> jinja2.Environment:
-    """Return the template environment for `folder`, which can include templates of this package."""
+    """Return the Jinja environment for `folder`. Its templates may include this package's."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,

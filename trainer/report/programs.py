@@ -57,7 +57,7 @@ def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer(link: Any, name: str) -> str:
-    """Return the Python expression that applies the output's link function or label unit."""
+    """Return the Python expression that applies the link function or the unit of an output."""
     output = f"outputs[{_text(name)}]" if name else "outputs"
     if isinstance(link, list):
         mean, std = map(float, link)

@@ -276,7 +276,7 @@ def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dic
 
 
 def earlier(step: Facts) -> str:
-    """Return the duration of a step's earlier tries, as a suffix of its duration."""
+    """Return the duration of a step's earlier tries, to follow the duration of the last one."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""
@@ -409,7 +409,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def plain(text: object) -> str:
-    """Escape a text for Markdown, and put it on one line."""
+    """Escape a text for Markdown and put it on one line."""
     return _MARKS.sub(r"\\\1", " ".join(one_line(str(text)).split()))
 
 

@@ -190,7 +190,7 @@ def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
 
 
 def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
-    """Return the columns of each metric in a history, with the name of their split."""
+    """Return the columns of each metric in a history, with their splits."""
     columns = dict.fromkeys(name for row in history for name in row)
     names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
     names = [*main_first(dict.fromkeys([LOSS, *names]), main)][:_MOST_PARTS]
@@ -232,10 +232,10 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
-    """Return the steps as bars over the active time of the run, and the idle seconds left out.
+    """Return the steps as bars over the active time of the run, and the seconds left out.
 
-    Each try of a step has its own bar, which holds the events of that time. The tries are numbered
-    if there are several.
+    Each try of a step has its own bar with the events of that time. The tries of a step are
+    numbered if there are several. Idle time between the tries is left out.
     """
     spans = list_spans(tries)
     if not spans:
@@ -301,7 +301,7 @@ def _number_tries(tries: Sequence[Facts]) -> list[str]:
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
     """Return the name of each incident with its position in global steps.
 
-    If the step of an incident is unknown, it is interpolated from the times of the others.
+    An unknown position is interpolated from the time of the incident.
     """
     known = sorted(
         (time, step)
@@ -342,7 +342,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
 
 
 def count_texts(texts: Iterable[str]) -> str:
-    """List the distinct texts, each with its count."""
+    """List the distinct texts, with the number of times that each occurs."""
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + 1
@@ -369,7 +369,7 @@ class Column:
 def worst_table(
     rows: Sequence[Facts], placed: Sequence[str]
 ) -> tuple[list[Column], list[list[object]]]:
-    """Return the table of worst examples: the label and the outputs, then the inputs.
+    """Return the table of worst examples: labels and outputs, then inputs.
 
     `placed` are keys that the table leaves out.
     """

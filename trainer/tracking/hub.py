@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import requests
 
 PATH = "/api/model_registry/v1alpha3"
-# Variable with the path of the token file, as in the registry's Python client. In a pod, the path
-# has a default.
+# Environment variable with the path of the token file, as in the registry's Python client. Without
+# it, a pod's default path is used.
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 # Timeouts for connecting and for each response, in seconds.
@@ -60,10 +60,7 @@ class Hub:
             self._session.headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> str:
-        """Return a line that confirms that the registry answers.
-
-        Raises `UserError` if it does not.
-        """
+        """Return a line that confirms that the registry answers; raises `UserError` if not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
         return f"the model registry answers at {mask(self._home)}"
 

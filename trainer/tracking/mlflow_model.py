@@ -73,7 +73,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     program = _PROGRAM.read_bytes()
     # A unique name, because a process may load models of several versions.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    # The folder exists if the version number was taken and this is a second attempt.
+    # The folder exists if the version number was taken and the files are written again.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
@@ -165,10 +165,7 @@ def _list_outputs(
 
 
 def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output that a column belongs to.
-
-    If several names are prefixes of it, the longest one counts.
-    """
+    """Return the output of a column; if several names are prefixes of it, the longest."""
     return max((each for each in names if key.startswith(f"{each}_")), key=len)
 
 

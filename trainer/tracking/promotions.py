@@ -14,7 +14,7 @@ from flotilla.trainer.tracking.hub import Hub, PromotedModel
 from flotilla.trainer.tracking.mlflow_registry import register_in_mlflow
 from flotilla.trainer.tracking.tracker import MISSING
 
-# Timeout for each registry, including the upload of a local model, in seconds.
+# Timeout for each registry in seconds, including the upload of a local model.
 SECONDS = 120.0
 log = logging.getLogger(__name__)
 

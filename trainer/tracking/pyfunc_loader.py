@@ -173,7 +173,7 @@ def _number(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _seconds(wanted: Mapping[str, Any], value: Any) -> float:
-    """Return a Unix timestamp; a time without a time zone is read as UTC."""
+    """Return a Unix timestamp; a time without a time zone is in UTC."""
     if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in _MISSING):
         return np.nan
     if isinstance(value, int | float | np.number):

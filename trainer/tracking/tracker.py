@@ -65,7 +65,7 @@ class Reader:
     def __init__(self) -> None:
         """Start without events."""
         self._state = RunState()
-        # The global step of the last training point.
+        # The global step of the newest training point.
         self._last = 0
 
     def read(self, event: Event) -> Pending:
@@ -73,7 +73,7 @@ class Reader:
         pending = Pending()
         self._state.take(event)
         if isinstance(event, AttemptBegin):
-            # Points of steps that are repeated are sent again; the tracker ignores them.
+            # Send the points of repeated steps again; the tracker ignores duplicates.
             self._last = min(self._last, event.global_step)
             pending.tags["flotilla.attempt_from"] = str(event.global_step)
         elif isinstance(event, Progress):
@@ -157,7 +157,10 @@ class Tracker:
     """Writes the events that it receives, in a thread that starts with the first value."""
 
     def __init__(self, target: MlflowRun, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
-        """Set the pause after the first failure, in seconds; it doubles after each further one."""
+        """Set the pause after the first failure, in seconds.
+
+        It doubles after each further failure.
+        """
         self._target = target
         self._reader = Reader()
         self._pending = Pending()
