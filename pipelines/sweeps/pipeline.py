@@ -69,7 +69,7 @@ def sweep_pipeline(
 
 
 def _text(sweep: Sweep) -> str:
-    """Return the sweep as JSON, without the fields that other run parameters contain."""
+    """Return the sweep as JSON, without its configuration, search space and run ids."""
     plain = replace(
         sweep,
         sweep_id=f"{sweep.base.name}-sweep",
