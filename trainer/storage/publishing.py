@@ -153,7 +153,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, verified. Raises as `verify`, or `Missing`."""
+    """Return one small published file, verified. Raises the errors of `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -167,7 +167,7 @@ def read_file(uri: str, path: str) -> bytes:
 
 
 def read_json(uri: str, path: str) -> dict[str, Any]:
-    """Return the JSON object in a small file published at `uri`. Raises as `read_file`."""
+    """Return the JSON object in a small published file. Raises the errors of `read_file`."""
     with check_form(f"{path} of {uri}"):
         return parse_mapping(read_file(uri, path))
 
