@@ -1,4 +1,4 @@
-"""Functions for the tests of steps: a run to evaluate, and the one line of an error."""
+"""Helpers that call pipeline steps as plain functions, without Kubeflow Pipelines."""
 
 import json
 import os
@@ -25,7 +25,6 @@ def text_of(run, **gate):
 
 
 def ended(state, words=None):
-    """Return how a run ended, as KFP passes it to the exit step."""
     return dsl.PipelineTaskFinalStatus(
         state=state,
         pipeline_job_resource_name="run",
@@ -36,7 +35,7 @@ def ended(state, words=None):
 
 
 def refused(step, *given, capsys):
-    """Call a step that must end with one line; return its exit code and the line."""
+    """Call a step that must exit with a one-line error; return its exit code and that line."""
     with pytest.raises(SystemExit) as ended:
         step(*given)
     out, err = capsys.readouterr()
@@ -46,12 +45,11 @@ def refused(step, *given, capsys):
 
 
 def artifact_in(folder, kind=dsl.Artifact):
-    """Return a new output artifact of a step, whose file is below the folder."""
     return kind(uri=str(folder / "kfp" / uuid4().hex))
 
 
 def stage(name, work, config, root, run_id=RUN, **given):
-    """Return the result of a stage that is called without its component."""
+    """Return the result of a stage that is called directly, without its KFP component."""
     step = Step(
         at=run_store.find_run(root, run_id), config=config, root=root, run_id=run_id, **given
     )
@@ -59,7 +57,6 @@ def stage(name, work, config, root, run_id=RUN, **given):
 
 
 def to_evaluate(run, folder):
-    """Return the inputs of the first stage of `evaluate_model` from a run."""
     kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
     names = ("evaluation_metrics", "confusion_matrix", "roc_curve")
     artifacts = {name: artifact_in(folder, kind) for name, kind in zip(names, kinds, strict=True)}
@@ -68,14 +65,13 @@ def to_evaluate(run, folder):
 
 
 def evaluated(run, root, folder):
-    """Evaluate a run's checkpoint; return the URI and the three UI artifacts."""
     given = to_evaluate(run, folder)
     uri = stage("evaluate_model", evaluate_model.evaluate, text_of(run), root, **given)
     return uri, given["evaluation_metrics"], given["confusion_matrix"], given["roc_curve"]
 
 
 def gated(run, root, folder, accuracy):
-    """Evaluate a run with this accuracy as the bound; return verdict and decision."""
+    """Evaluate a run with this minimum accuracy; return the gate's output and its decision."""
     path = folder / "decision.txt"
     own = {"decision_uri": str(path), "decision": artifact_in(folder)}
     word = evaluate_model.evaluate_model.python_func(
@@ -86,7 +82,7 @@ def gated(run, root, folder, accuracy):
 
 @contextmanager
 def no_larger_files_than(size):
-    """Limit files to `size` bytes, as on a full disk, and discard events."""
+    """Limit the size of every file to `size` bytes, as on a full disk, and discard events."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mock.patch.dict(os.environ, {events.VARIABLE: os.devnull}):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

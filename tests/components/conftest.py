@@ -1,4 +1,4 @@
-"""The process of a step: its events, its folder, and its inputs."""
+"""Fixtures that prepare this process to run a pipeline step."""
 
 import sys
 
@@ -14,7 +14,7 @@ from tests.trainer.small_run import small_run
 
 @pytest.fixture
 def emitted(tmp_path, monkeypatch):
-    """Turn this process into the process of a step; return the file of its events."""
+    """Set the variables that a step's process has; return a function that reads its events."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / "folder"))
@@ -29,7 +29,7 @@ def _compiled(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fits(monkeypatch):
-    """Replace the trial, which takes seconds; return its configurations."""
+    """Replace the trial of the model, which takes seconds; return the configurations tried."""
     tried = []
     monkeypatch.setattr(fitting, "try_fit", lambda config, _dataset="": tried.append(config) or {})
     return tried

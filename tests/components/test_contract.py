@@ -1,4 +1,4 @@
-"""A compiled pipeline and the code of its image must agree on the steps."""
+"""Tests that a pipeline refuses to run if its steps differ from those of its image."""
 
 import sys
 
@@ -23,7 +23,7 @@ def compiled(monkeypatch, mark):
 
 @pytest.fixture
 def another(monkeypatch):
-    """Return the digest with one changed signature."""
+    """Return a function that computes the digest with one step's signature changed."""
 
     def digest(name, change):
         real = contract._signature
@@ -90,7 +90,7 @@ def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled
 
 
 def older(values):
-    """Return the arguments of a pipeline that was compiled before the batch size existed."""
+    """Return the arguments of a pipeline compiled before the input `batch_size` existed."""
     return {name: value for name, value in values.items() if name != "batch_size"}
 
 
@@ -114,6 +114,6 @@ def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
     assert code != 0
     assert line.startswith("the pipeline was compiled by ")
     assert "their steps differ" in line
-    # The record of the step has the line, which a waiting command prints.
+    # A command that waits for the run prints this line from the step's record.
     records = [path for path in (tmp_path / "root").rglob("*.json") if "resolve" in str(path)]
     assert any("their steps differ" in path.read_text() for path in records)

@@ -1,4 +1,4 @@
-"""The artifacts between steps: small, equal to the URI next to them, and optional."""
+"""Tests the artifacts between steps: each is small, optional and matches the URI next to it."""
 
 import json
 import math
@@ -18,7 +18,7 @@ from tests.components.called_steps import RUN, artifact_in, evaluated, text_of
 
 @pytest.fixture
 def published(tmp_path):
-    """Publish a directory with this content at a URI below the root; return the URI."""
+    """Return a function that publishes a directory below the root and returns its URI."""
 
     def publish(text="one", name="data"):
         folder = tmp_path / f"{name}-{text}"
@@ -117,7 +117,7 @@ def test_the_metrics_describe_the_evaluation(run, root, tmp_path):
 
 @pytest.fixture
 def taking(run, root, tmp_path, described):
-    """Return a function that runs a step with the descriptor of another artifact."""
+    """Return a function that runs a step with the descriptor of the wrong artifact."""
     outputs = [artifact_in(tmp_path) for _ in range(4)]
     evaluate_outputs = (str(tmp_path / "word"), *outputs)
     steps = {
@@ -165,7 +165,7 @@ def test_a_confusion_matrix_has_the_true_classes_as_rows(tmp_path):
     matrix = confusion.metadata["confusionMatrix"]
     assert [each["displayName"] for each in matrix["annotationSpecs"]] == ["cat", "dog"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 2]]
-    # An object exists at the URI that the UI shows.
+    # The matrix is also written to the artifact's file, which the UI opens.
     assert json.loads(Path(confusion.path).read_text(encoding="utf-8")) == confusion.metadata
 
 
@@ -208,7 +208,6 @@ def test_without_a_curve_there_is_none(tmp_path):
 
 
 def viewers_of(tmp_path, logs):
-    """Return the viewers that the UI offers, and the metadata of their artifact."""
     artifact = dsl.Artifact(uri=str(tmp_path / "deep" / "viewers"))
     descriptor.write_viewers(artifact, logs)
     written = json.loads(Path(artifact.path).read_text(encoding="utf-8"))
@@ -238,7 +237,7 @@ def test_the_ui_of_a_profile_learns_of_tensorboard(tmp_path, monkeypatch):
     ],
 )
 def test_a_ui_without_profiles_gets_the_command_alone(tmp_path, monkeypatch, logs, command):
-    # The viewer fails there with "Namespace is required", and breaks the other ones.
+    # Without a namespace, the viewer fails with "Namespace is required" and breaks other viewers.
     monkeypatch.setenv("ML_PIPELINE_SERVICE_HOST", "10.0.0.7")
     [words], metadata = viewers_of(tmp_path, logs)
     assert words == {

@@ -1,4 +1,4 @@
-"""The exit step: the report that it writes, and the deletion of a training cluster of a TFJob."""
+"""Tests that the exit step writes the report and deletes the training cluster of a TFJob."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
     code, line = refused(finish.finish.python_func, *given, capsys=capsys)
     assert code == 1
     assert line.startswith("cannot write ")
-    # The report is written nevertheless.
+    # The local report is still written.
     assert Page((tmp_path / "folder" / "report.html").read_text(encoding="utf-8")).words
 
 

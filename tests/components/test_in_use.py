@@ -1,4 +1,4 @@
-"""The code of a run is kept until the run has recorded its use."""
+"""Tests that the code of a run is kept until the run has recorded that it uses it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The private names of the KFP SDK, which may change: each exists and is used in one file."""
+"""Tests that each private name of the KFP SDK still exists and is used in only one file."""
 
 import ast
 import inspect
@@ -15,9 +15,9 @@ from flotilla.components import kfp_internals
 from flotilla.components.train_model import train_model
 from tests.house_rules.source import python_files, text, tree
 
-# The documented modules are listed at https://kubeflow-pipelines.readthedocs.io.
+# The modules that https://kubeflow-pipelines.readthedocs.io documents.
 PUBLIC = {"kfp", "kfp.client", "kfp.compiler", "kfp.dsl", "kfp.kubernetes", "kfp.local"}
-#: All undocumented names that are used, and what would break without each.
+#: Undocumented names that Flotilla uses, each with the feature that would break without it.
 PRIVATE = {
     "_KFP_RUNTIME": "the quick start of a local run, and the import of components by a step",
     "kfp.dsl.executor_main": "forked steps: how a step is told from another command",
@@ -35,12 +35,11 @@ PRIVATE = {
     "_healthz_api": "the sender of the client's requests",
 }
 FILE = Path("components/kfp_internals.py")
-# The lines of KFP's executor in a log, which are left out of `flotilla logs`.
+# Lists the log lines of KFP's executor that `flotilla logs` hides.
 OF_LOGS = Path("pipelines/runs/run_log/text.py")
 
 
 def used_in(path):
-    """Return the private names in a file."""
     return {name for name in PRIVATE if re.search(rf"(?<![\w-]){re.escape(name)}\b", text(path))}
 
 
@@ -146,5 +145,4 @@ def test_the_client_has_the_methods_that_are_replaced(tmp_path, monkeypatch):
 
 
 def _warns(kfp):
-    """Return whether the client warns about the servers that it supports."""
     return "warnings.warn" in inspect.getsource(kfp.Client.__init__)

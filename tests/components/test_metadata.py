@@ -1,4 +1,4 @@
-"""The metadata of each component, by the rules of Kubeflow's collection of pipeline components."""
+"""Tests that each component's metadata follows the rules of Kubeflow's component collection."""
 
 import re
 from datetime import UTC, datetime
@@ -11,7 +11,7 @@ from flotilla.pipelines.doctor import cluster
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "components" / "metadata"
-# The rules of its `validate_metadata`: these keys in this order, and no others.
+# As in the collection's `validate_metadata`: these keys in this order, and no other keys.
 REQUIRED = ["name", "stability", "dependencies", "lastVerified"]
 OPTIONAL = {"tags", "ci", "links"}
 STABILITY = {"experimental", "alpha", "beta", "stable"}
@@ -20,7 +20,7 @@ DEPENDENCIES = ({"kubeflow"}, {"kubeflow", "external_services"})
 
 
 def faults(metadata):
-    """Yield the violations of the rules; the age of `lastVerified` is checked by the collection."""
+    """Yield the broken rules; only the collection itself checks the age of `lastVerified`."""
     if [key for key in metadata if key not in OPTIONAL] != REQUIRED:
         yield "keys"
     if not isinstance(metadata.get("name"), str):

@@ -1,4 +1,4 @@
-"""The first step: its outputs for KFP, and the trial of the model at the same time on a cluster."""
+"""Tests the first step: its outputs for KFP, and the trial of the model that runs beside it."""
 
 import threading
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.components.called_steps import artifact_in, no_larger_files_than, ref
 
 @pytest.fixture
 def unchanged(tmp_path, monkeypatch):
-    """Return the first step of a run that finds nothing new."""
+    """Return the first step of a run whose data has not changed."""
     found = Resolved(config="{}", root="gs://b/r", run_id="digits-2", is_unchanged=True)
     monkeypatch.setattr(resolve_config, "work", lambda _step: found)
     made = {name: artifact_in(tmp_path) for name in ("dataset", "validation", "page")}
@@ -44,7 +44,7 @@ CONFIG = Config().model_dump_json()
 
 @pytest.fixture
 def step():
-    """Return a step with real stages; a failing stage ends it as the frame of a step does."""
+    """Return a step whose stages really run; an invalid configuration ends the process."""
 
     def stage(name, work):
         stages.append(name)
@@ -68,7 +68,7 @@ def found(monkeypatch, mistake: str) -> None:
 
 def test_a_mistake_ends_a_preparation_that_goes_on(step, monkeypatch):
     found(monkeypatch, "gate.min: no such metric")
-    # The frame of a step does this too.
+    # Setting the event replaces the signal that would end this process.
     monkeypatch.setattr(prepare_data.os, "kill", lambda *_: ended.set())
     ended = threading.Event()
 

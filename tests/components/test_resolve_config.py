@@ -1,4 +1,4 @@
-"""The first stage: reads a form and returns the checked configuration for the other stages."""
+"""Tests that the first stage turns a form into the checked configuration for the other stages."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("emitted")
 
 
 def resolve(values):
-    """Return what the first stage returns for these values, called without its component."""
+    """Return the first stage's result for these values, without its KFP component."""
     step = Step(at="", **{"published": "", **values})
     return step.stage("resolve_config", resolve_config.work)
 
@@ -76,11 +76,11 @@ class TestResolveConfig:
         ],
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
-        # No request is sent to the store of a real bucket.
+        # The bucket does not exist, so this test also shows that no request is sent.
         assert run_store.find_root("", output, values["kfp_run_id"]) == root
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
-        # KFP treats a file URI as a path.
+        # KFP stores local artifacts at a path below the working directory.
         monkeypatch.chdir(tmp_path)
         uri = storage.uri_of(tmp_path / "k/p/123/prepare-data/7/configuration")
         given = {**values, "storage_root": "", "configuration": dsl.Artifact(uri=uri)}
@@ -149,7 +149,7 @@ class TestResolveConfig:
         ({"name": "classification"}, ["churn"], {"": "yes"}, {"name": "classification"}),
         ({"name": "ranking"}, [], {"": "yes"}, {"name": "ranking", "positive": "yes"}),
         ({}, [], {}, {}),
-        # A setting of one output does not apply to other outputs.
+        # A setting of one output does not apply to the other outputs.
         ({}, ["a", "b"], {"": "yes"}, {}),
         ({}, ["a"], {"a": "yes"}, {}),
         (

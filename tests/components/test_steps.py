@@ -1,4 +1,4 @@
-"""The stages between the first one and the exit step, except training."""
+"""Tests the stages between the first stage and the exit step, except training."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
 
 @pytest.fixture
 def offered(monkeypatch):
-    """Make the builder offer another version only."""
+    """Return a function that makes the builder offer only the given version."""
 
     def offer(version):
         monkeypatch.setattr(Digits, "VERSION", tfds.core.Version(version))
@@ -43,7 +43,7 @@ def offered(monkeypatch):
 
 @pytest.fixture
 def prepared(root, emitted, monkeypatch, tmp_path):
-    """Prepare in a run of this name; return the version, and the record of the step."""
+    """Return a function that prepares data in a named run and returns its version."""
 
     said = []
 
@@ -66,13 +66,13 @@ def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, pre
     prepared, said = prepared
     assert prepared("run-1") == ("1.0.0", False)
     offered("1.1.0")
-    # The builder no longer offers the version, but the dataset is published.
+    # The builder no longer offers this version, but its dataset is published.
     assert prepared("run-1") == ("1.0.0", True)
     assert prepared("run-2") == ("1.1.0", False)
     assert prepared("run-2") == ("1.1.0", True)
-    # The given version is used.
+    # A configured version takes precedence over the newest one.
     assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
-    # A search for the newest version reports the version.
+    # The version is reported only when the newest one was looked up.
     assert said == ["1.0.0", "", "1.1.0", "", ""]
 
 
@@ -194,7 +194,6 @@ def test_under_another_policy_the_same_run_is_judged_anew(run, root, tmp_path, e
 
 
 def to_export(run, decision, folder):
-    """Return the inputs of the first stage of `export_model` from a run."""
     inputs = {"dataset": run.dataset, "checkpoint": run.checkpoint, "decision": decision}
     described = {f"{name}_descriptor": None for name in inputs}
     return {**inputs, **described, "model": artifact_in(folder, dsl.Model)}
@@ -260,7 +259,7 @@ def test_a_refused_model_is_not_exported(run, root, tmp_path, capsys):
 
 @pytest.fixture
 def pipeline(run, tmp_path, monkeypatch):
-    """Return a function that runs all steps after training, under a run id."""
+    """Return a function that runs all steps after training under a given run ID."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
     root = storage.uri_of(tmp_path / "root")
@@ -316,7 +315,7 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     assert lineage["metrics"]["accuracy"] > 0.5
 
     again = small_run.publish_checkpoint(tmp_path / "again", run.model)
-    # With so few examples, even two equal models need this margin.
+    # With so few examples, even two equal models need this large a margin.
     second = pipeline.go("second", again, gate={"champion": {"margin": 0.2}})
     assert (second.word, second.metrics.get("version")) == ("promoted", 2), second.metrics
     decided = json.loads(storage.read_file(second.decision, "decision.json"))

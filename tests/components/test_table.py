@@ -1,4 +1,4 @@
-"""The table of steps and stages: one row for each file, and a new step in three edits."""
+"""Tests that the table of steps and stages matches the files of the components."""
 
 import ast
 import inspect
@@ -55,7 +55,6 @@ def counting(place, *values):
 
 
 def files():
-    """Return the names of the files that hold a component."""
     return {
         path.stem
         for path in (ROOT / "components").glob("*.py")
@@ -141,7 +140,7 @@ def test_a_limit_that_is_none_is_refused(limit, line):
 
 
 def named_in(path):
-    """Return the names that a file may have: its own, and of its stages where it is a step."""
+    """Return the names that a file may contain: its own and, for a step, its stages' names."""
     own = {path.stem, path.stem.replace("_", "-")}
     if path.parent == ROOT / "components" and path.stem in files():
         own |= {stage.name for stage in find_step(path.stem).stages}
@@ -156,7 +155,7 @@ def test_no_other_file_names_a_step_or_a_stage():
         if path.name == "table.py":
             continue
         text, own = path.read_text(encoding="utf-8"), named_in(path)
-        # Most files have no such text at all.
+        # Skip parsing a file that contains none of the names.
         if not any(f'"{name}"' in text for name in names - own):
             continue
         offenders += [
@@ -168,7 +167,7 @@ def test_no_other_file_names_a_step_or_a_stage():
 
 
 def test_every_body_can_be_imported_inside_a_running_step():
-    # KFP sets this variable there, and `kfp.dsl` has no `component` then.
+    # KFP sets this variable in a running step, where `kfp.dsl` has no `component`.
     modules = ", ".join(f"flotilla.components.{step.name}" for step in table.STEPS)
     command = [sys.executable, "-c", f"import {modules}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "_KFP_RUNTIME": "true"}, check=True)
@@ -204,7 +203,7 @@ def test_its_body_is_imports_and_one_call(component):
 
 def test_its_stages_read_only_what_they_take(component):
     module = import_module(component.python_func.__module__)
-    # Arguments from the frame, and those that one stage passes to another.
+    # Names that the frame provides, or that one stage passes to another.
     own = {"stage", "output", "at", *Resolved._fields, "dataset_uri", "evaluation", "model_uri"}
     taken = {*inspect.signature(component.python_func).parameters, *own}
     read = {

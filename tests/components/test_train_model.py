@@ -1,4 +1,4 @@
-"""The step that trains, with a fake launcher: its outputs, records and metrics."""
+"""Tests the step that trains, with a fake launcher: its outputs, records and metrics."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.components.called_steps import RUN, artifact_in, refused, text_of
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
-# The run's own image and secret.
+# The image and the secret that the run passes on to its pods.
 PODS = ("registry.example/flotilla:2", "our-store")
 
 
@@ -34,7 +34,7 @@ def outputs(tmp_path):
 class TestTrainModel:
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
-        """Return the jobs that were launched; each publishes two checkpoints."""
+        """Return the jobs that were launched, each of which publishes two checkpoints."""
         jobs = []
 
         def launch(job: Job, defaults: PodDefaults) -> None:
@@ -114,7 +114,7 @@ class TestTrainModel:
         )
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
-        # The trained number of steps is kept.
+        # `global_step` is still the last step that was trained.
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
         assert metrics["handed_on_as"] == "best by validation loss"
         assert metrics["loss"] == 1 / 9
@@ -177,7 +177,7 @@ class TestTrainModel:
             f"task classification: the split 'test' of {run.dataset} has one class",
         )
         assert launched == []
-        # On this machine, the chief detects the mistake.
+        # If the chief runs on this machine, it detects the mistake itself.
         train_model.train_model.python_func(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert len(launched) == 1
 
@@ -219,11 +219,11 @@ class TestTrainModel:
 
 
 class TestProgram:
-    """The end of training by a user's own program."""
+    """Tests how training by a user's own program ends."""
 
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
-        """Return what publishes the checkpoints of a program, by step and whether with a model."""
+        """Return a dict to be filled with the checkpoints to publish: global step to model file."""
         made = {}
 
         def launch(job: Job, _defaults: PodDefaults) -> None:

@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a page, controlled through `--remote-debugging-pipe`."""
+"""Opens a page in headless Chromium, controlled through `--remote-debugging-pipe`."""
 
 import base64
 import json
@@ -33,13 +33,14 @@ class Seen:
     """The rendered page at one width.
 
     Attributes:
-        complaints: console errors, exceptions, and what the page's own policy has blocked.
+        complaints: console errors, exceptions, and what the page's security policy blocked.
         requests: all requests except those for the page and its embedded content.
         outside: elements that overflow the page.
         scrolling: texts of the boxes that scroll horizontally.
-        width: of the whole page, and `inner` that of the window.
-        tones: background and text colour in CSS.
-        picture: PNG.
+        width: width of the whole page, in pixels.
+        inner: width of the window, in pixels.
+        tones: background and text color, as CSS values.
+        picture: screenshot as PNG.
     """
 
     complaints: list[str]
@@ -53,7 +54,7 @@ class Seen:
 
 
 class Browser:
-    """Speaks the DevTools protocol: JSON, each ended by a zero byte."""
+    """Controls Chromium over the DevTools protocol: JSON messages, each ended by a zero byte."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
@@ -70,10 +71,7 @@ class Browser:
     _session = ""
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a DevTools method and return its result.
-
-        Events that arrive in the meantime are stored.
-        """
+        """Call a DevTools method and return its result; events that arrive earlier are stored."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -85,13 +83,13 @@ class Browser:
         return result
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression in the page."""
+        """Evaluate a JavaScript expression in the page and return its value."""
         reply = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")
 
     def look(self, page: Path, *, width: int, height: int, scheme: str) -> Seen:
-        """Open a page in a window of this size, `light` or `dark`."""
+        """Open a page in a window of this size in pixels; `scheme` is `light` or `dark`."""
         self.happened.clear()
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.ask("Emulation.setDeviceMetricsOverride", **size)
@@ -152,16 +150,17 @@ def _replied(message: dict[str, Any]) -> str:
 
 @contextmanager
 def browser(command: str, home: Path) -> Iterator[Browser]:
-    """Run a Chromium with its profile in `home`; it is ended with the block."""
+    """Start Chromium with its profile in `home`, and stop it at the end of the block."""
     to_it, from_it = os.pipe(), os.pipe()
     options = [
         "--headless", "--remote-debugging-pipe", f"--user-data-dir={home}", "--no-first-run",
         "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
         "--disable-component-update", "--hide-scrollbars",
-        # Its sandbox needs privileges that containers rarely have; the pages are our own.
+        # Chromium's sandbox needs privileges that containers rarely have, and the pages are
+        # trusted.
         "--no-sandbox",
     ]  # fmt: skip
-    # Chromium reads commands from descriptor 3 and answers on 4.
+    # Chromium reads commands from file descriptor 3 and writes replies to 4.
     shell = f'exec "$0" "$@" 3<&{to_it[0]} 4>&{from_it[1]}'
     with subprocess.Popen(
         ["/bin/bash", "-c", shell, command, *options],

@@ -1,4 +1,4 @@
-"""A strategy of one process that only counts, and a run of the outer loop with it."""
+"""A single-process strategy that only counts updates, and a training run that uses it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Kind = TypeVar("Kind", bound=events.Event)
 
 
 class Counting(Strategy):
-    """One weight that every update raises by 0.5, so its value shows the number of updates."""
+    """A strategy with one weight, which grows by 0.5 per update and so counts the updates."""
 
     def __init__(self, loss: Callable[[Counting], float] | float = 1.0, *, beyond: int = 0) -> None:
-        """Report `loss` after each stretch; apply `beyond` more updates than requested."""
+        """Report `loss` after each `run`; apply `beyond` more updates than requested."""
         super().__init__(Config(), Cluster(addresses={}), Task(role="chief", index=0))
         self._loss = loss
         self._beyond = beyond
@@ -37,7 +37,6 @@ class Counting(Strategy):
         self.counter = tf.Variable(0, dtype=tf.int64)
 
     def run(self, steps: int) -> Report:
-        """Count the updates, and raise the weight."""
         applied = steps + self._beyond
         self.counter.assign_add(applied)
         self.weight.assign_add(0.5 * applied)
@@ -50,13 +49,12 @@ class Counting(Strategy):
         return {"model/weight": self.weight, "global_step": self.counter}
 
     def learning_rate(self) -> float:
-        """Return the increment of the weight."""
         return 0.5
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, and functions that read it."""
+    """A run's folder, with methods that train in it and read its results."""
 
     folder: Path
 
@@ -94,7 +92,7 @@ class Run:
         path.write_bytes(data)
 
     def train(self, strategy: Strategy | None = None, **named: Any) -> int:
-        """Begin an attempt; `named` are hooks and keys of the training section."""
+        """Start an attempt; `named` contains hooks and keys of the `training` section."""
         own = {each.name: named.pop(each.name) for each in fields(Hooks) if each.name in named}
         config = config_of(**named)
         checkpoints = Checkpoints(
@@ -105,12 +103,12 @@ class Run:
 
 
 def config_of(**training: Any) -> Config:
-    """Return a configuration with a boundary every ten steps."""
+    """Return a configuration that saves a checkpoint and validates every ten steps."""
     return parse_config({"training": {"checkpoint_every": 10, "validate_every": 10, **training}})
 
 
 def nothing(_start: int) -> Problem:
-    """Return a problem without data or model: a strategy that counts needs none."""
+    """Return a problem without data or a model, which a counting strategy does not need."""
 
     def unused() -> Any:
         raise AssertionError("counting needs no model and no data")
@@ -125,6 +123,6 @@ def nothing(_start: int) -> Problem:
 
 
 def stop_after(looks):
-    """A stop request that arrives after some barriers."""
+    """Return a stop request that becomes true after `looks` calls."""
     asked = iter([False] * looks)
     return lambda: next(asked, True)

@@ -1,4 +1,4 @@
-"""The JobSet of a configuration is valid for Kubernetes and JobSet, with one Job per task."""
+"""Tests that the generated JobSet is valid for Kubernetes and JobSet and has one Job per task."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ POLICY = [
 
 
 def fitting(drawn):
-    """Remove the settings that `JobSets.check` refuses, and add an evaluator if asked to."""
+    """Remove the settings that `JobSets.check` rejects, and set `cluster.evaluator` as drawn."""
     tree, evaluator = copy.deepcopy(drawn[0]), drawn[1]
     tree["cluster"] |= {"evaluator": evaluator, "launcher": "jobset"}
     kubernetes = tree["cluster"]["kubernetes"]
@@ -80,7 +80,7 @@ def variables(tree, role):
 
 
 def expanded(tree, role, index):
-    """Return the variables of a task as the kubelet expands them, one after the other."""
+    """Return a task's environment variables, expanded in order as the kubelet does."""
     known: dict[str, str] = {}
 
     def replace(match):
@@ -105,7 +105,7 @@ def schema():
 
 
 def refuse_what_kubernetes_refuses(job):
-    """Raise the error that JobSet's webhook, or the Jobs API, would return for a job."""
+    """Raise the error that JobSet's webhook or the Jobs API would return for a JobSet."""
     held = jobset_webhook.defaulted(copy.deepcopy(job))
     for role in held["spec"]["replicatedJobs"]:
         role.setdefault("groupName", "default")
@@ -205,7 +205,7 @@ def test_the_rule_for_lost_pods_comes_before_that_for_final_codes():
     for role, each in roles_of(job).items():
         spec = each["template"]["spec"]
         if role == "evaluator":
-            # Training does not depend on it, so its failure does not fail the job.
+            # Training does not depend on the evaluator, so its failure does not fail the job.
             assert "podFailurePolicy" not in spec
             assert template(job, role)["spec"]["restartPolicy"] == "OnFailure"
         else:
@@ -237,7 +237,7 @@ def test_the_settings_of_the_job_are_those_of_the_jobset_and_of_its_jobs():
     for each in roles_of(job).values():
         spec = each["template"]["spec"]
         assert (spec["activeDeadlineSeconds"], spec["backoffLimit"]) == (3600, 7)
-    # JobSet's default is 6, and it would count the restarts that Flotilla counts.
+    # JobSet's default of 6 is too low, because it would also count restarts that Flotilla handles.
     assert roles_of(made())["worker"]["template"]["spec"]["backoffLimit"] == 1000
     assert "suspend" not in made()["spec"]
 

@@ -1,4 +1,4 @@
-"""One attempt of a step to train as a TFJob, in a thread of the test or as a process."""
+"""Helpers that run one attempt of `train_model` on Kubernetes, in a thread or in a process."""
 
 import json
 import os
@@ -44,13 +44,13 @@ def job_of(tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs:
 
 
 def settings(max_restarts: int = 3, **deadlines: int) -> dict[str, Any]:
-    """Return a configuration with one task of each role, and with these deadlines."""
+    """Return a configuration with one task per role and the given deadlines in seconds."""
     kubernetes = {"deadlines": deadlines}
     return {"cluster": {"workers": 1, "max_restarts": max_restarts, "kubernetes": kubernetes}}
 
 
 class Attempt(threading.Thread):
-    """A call of `launch` in a thread, which receives no signal."""
+    """A call of `launch` in a thread, where it cannot receive signals."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(daemon=True)
@@ -72,7 +72,7 @@ class Attempt(threading.Thread):
             raise self.error
 
     def failure(self) -> str:
-        """Wait for the end of a launcher that must fail; return its error of one line."""
+        """Wait for a launcher that must fail; return its one-line error."""
         self.join(SECONDS)
         assert not self.is_alive(), "the launcher has not ended"
         assert isinstance(self.error, UserError), repr(self.error)
@@ -87,7 +87,6 @@ def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
 
 
 def wait_read(task: str) -> None:
-    """Wait until the launchers in this process have read the logs of a task to their end."""
     for thread in threading.enumerate():
         if thread.name == f"log {task}":
             thread.join(SECONDS)
@@ -96,7 +95,7 @@ def wait_read(task: str) -> None:
 
 @contextmanager
 def heard(kind: type[events.Event]) -> Iterator[None]:
-    """Wait at the end of the block until a launcher in this process has emitted an event."""
+    """Wait at the end of the block until a launcher in this process has emitted a `kind` event."""
     seen = threading.Event()
 
     def take(event: events.Event) -> None:
@@ -109,7 +108,7 @@ def heard(kind: type[events.Event]) -> Iterator[None]:
 
 
 class Step:
-    """A call of `launch` in a process, as a pipeline step makes it."""
+    """A call of `launch` in a separate process, as a pipeline step makes it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -118,19 +117,18 @@ class Step:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str, str]:
-        """Return the exit code, standard output, and the last line of standard error."""
         out, err = self.process.communicate(timeout=2 * SECONDS)
         return self.process.returncode, out, (err.strip().splitlines() or [""])[-1]
 
 
 def without_beats(requests: list[str]) -> Iterator[str]:
-    """Omit the requests of the heartbeat, which a separate thread sends at any time."""
+    """Omit heartbeat requests, because a separate thread sends them at unpredictable times."""
     return (request for request in requests if "/leases/" not in request)
 
 
 @contextmanager
 def step(kube: Cluster, tree: dict[str, Any], **job: str) -> Iterator[Step]:
-    """Start an attempt as a process; it is killed at the end of the block."""
+    """Start an attempt as a process, and kill it at the end of the block."""
     environment = {**os.environ, "KUBECONFIG": str(kube.kubeconfig), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, json.dumps({"tree": tree, **job})],

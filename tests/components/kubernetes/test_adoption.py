@@ -1,4 +1,4 @@
-"""A retry of the step adopts the existing job or creates a new one."""
+"""Tests that a retry of the step adopts the existing job or creates a new one."""
 
 import pytest
 
@@ -12,7 +12,7 @@ PLACE = Place(namespace=NAMESPACE)
 
 
 def orphan(kube, steps=1500):
-    """Create the job of an earlier attempt, whose launcher has ended."""
+    """Create the job of an earlier attempt whose launcher has exited."""
     tree = settings()
     tree["training"] = {"steps": steps}
     return kube.store.create("tfjobs", NAMESPACE, manifest(job_of(tree), PLACE))
@@ -94,7 +94,7 @@ def test_a_job_in_another_namespace_has_no_owner_reference(kube, monkeypatch):
     attempt = Attempt(job_of(tree))
     kube.store.wait(lambda: kube.store.all("tfjobs", "elsewhere"))
     (job,) = kube.store.all("tfjobs", "elsewhere")
-    # An owner in another namespace does not exist for Kubernetes: it would collect the job.
+    # Kubernetes garbage-collects an object whose owner is in another namespace.
     assert "ownerReferences" not in job["metadata"]
     name = job["metadata"]["name"]
     kube.store.change("tfjobs", "elsewhere", name, lambda each: condition(each, "Succeeded"))

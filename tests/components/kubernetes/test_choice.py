@@ -1,4 +1,4 @@
-"""How `cluster.launcher: auto` is resolved from what the cluster offers."""
+"""Tests how `cluster.launcher: auto` is resolved from what the cluster supports."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_one_that_this_user_may_not_use_is_named_by_the_launcher(kube, job):
 
 
 def test_a_kind_that_is_not_served_is_none_although_permission_for_it_is_refused(kube, job):
-    # Kubernetes checks the permission before the kind.
+    # Kubernetes checks the permission before it checks whether the kind exists.
     kube.server.control.deny(USER, "list jobsets")
     assert launchers.choose(job) == "tfjob"
     tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))

@@ -1,4 +1,4 @@
-"""The reason that a job cannot start is reported in one line, as soon as it is known."""
+"""Tests that the reason why a job cannot start is reported in one line as soon as it is known."""
 
 import logging
 import math
@@ -53,7 +53,7 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     )
     kube.server.go_down()
     before = kube.faults.hits.get("down", 0)
-    # The deadline passes while the API is unavailable, and is reported only afterwards.
+    # The deadline passes during the outage of the API, and is reported only after it.
     attempt.join(3)
     assert attempt.is_alive()
     kube.store.wait(lambda: kube.faults.hits["down"] > before)
@@ -88,8 +88,8 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     message = attempt.failure()
     assert message.startswith("chief-0, ps-0, worker-0 has no node after 4 s (cluster.kubernetes.")
     assert f"deadlines.queueing): {words}" in message
-    # An autoscaler may add such a node, so this is reported at once but ends the job only at its
-    # deadline.
+    # An autoscaler may still add a suitable node, so the message is reported at once, but the job
+    # fails only at its deadline.
     assert f"worker-0 waits: {words}" in caplog.messages
     kube.wait_until_deleted()
 
@@ -146,7 +146,7 @@ def test_a_registry_that_hiccups_is_waited_for():
     assert deadlines.seconds_left() == 800
     now[0] = 110.0
     deadlines.observe([waiting("ImagePullBackOff")])
-    # The reason changes between two tries, and the pod still fails.
+    # The reason alternates between two pulls, but the pod is still failing.
     now[0] = 200.0
     failing = waiting("ErrImagePull")
     deadlines.observe([failing])
@@ -203,7 +203,7 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    # The pods that have taken its capacity determine how long the job waits.
+    # Without its pods the job holds no capacity, so its deadline is not counted.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
     assert deadlines.find_exceeded([]) == ""
@@ -237,7 +237,7 @@ def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     assert deadlines.seconds_left() == 50
     now = 80.0
     deadlines.observe([pod])
-    # It ran for 60 s; the 20 s in which the job was recreated do not count.
+    # The pod ran for 60 s; the 20 s in which the job was recreated do not count.
     assert deadlines.seconds_left() == 40
 
 
@@ -253,7 +253,7 @@ def of_state(task, **state):
 
 
 class TestStart:
-    """These are the reasons why a job does not train yet."""
+    """Why a job has not started training yet."""
 
     @pytest.fixture
     def deadlines(self):
@@ -306,7 +306,7 @@ class TestStart:
         deadlines.observe(pods)
         assert deadlines.start(pods) == (2, "all tasks run, and training has made no step yet")
         assert not deadlines.is_training
-        # A foreign Service of the name of the job.
+        # A Service that belongs to another job may occupy this name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
         assert deadlines.start(pods)[1].endswith(
             "no step yet; these names do not resolve: a-ps-0-0.a"

@@ -1,4 +1,4 @@
-"""Pods that the operator cannot create: only the events of the job give the reason."""
+"""Tests that the job's events are used to explain pods that the operator cannot create."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The selected launcher, and the settings that it rejects before its first request."""
+"""Tests the choice of a launcher and the settings it rejects before its first request."""
 
 import base64
 import json
@@ -250,7 +250,6 @@ def test_the_exit_step_deletes_only_the_jobs_of_its_run(kube):
     assert len(delete_jobs(TFJobs(), KUBERNETES, "run-1")) == 1
     assert delete_jobs(TFJobs(), KUBERNETES, "run-1") == []
     assert [job["metadata"]["labels"]["flotilla/run"] for job in kube.jobs()] == ["run-2"]
-    # Only some roles are ignored: a worker that ends before the end of training has failed.
     pods.finished(kube.store, kube.pod("chief-0"), 0)
     other.succeed()
     kube.wait_until_deleted()
@@ -361,7 +360,7 @@ def test_an_expired_watch_lists_again(kube, monkeypatch):
     kube.run_all()
     kube.store.wait(lambda: sum("watch=" in each for each in kube.server.requests) >= 2)
     with kube.store.changed:
-        # The events of the outage have expired: only the list shows their result.
+        # The events of the outage have expired, so only a new list can show what happened.
         kube.server.drop_streams()
         kube.finish("worker-0", 0)
         kube.finish("chief-0", 0)
@@ -399,7 +398,7 @@ def test_an_expired_token_is_retried(kube):
 def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
     monkeypatch.setattr(client, "FIRST_WAIT", 300)
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
-    # The watch of pods begins after the job, and never reports pods deleted before.
+    # The watch of pods begins after the job is created and never reports pods deleted before.
     kube.faults.add(r"GET .*/pods\?", 503, times=1)
     attempt = Attempt(job_of(settings()))
     kube.store.wait(lambda: kube.faults.hits)
@@ -412,7 +411,7 @@ def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
 def test_a_refused_heartbeat_is_retried(kube):
     attempt = watching_attempt(kube, heartbeat=1)
     kube.run_all()
-    # The first heartbeat must be accepted.
+    # Wait until the first heartbeat has been accepted.
     kube.wait_renewed()
     kube.faults.add("PATCH .*leases", 403, times=2)
     kube.store.wait(lambda: kube.faults.hits.get("PATCH .*leases") == 2)
@@ -429,7 +428,7 @@ def test_without_the_kind_the_message_names_what_to_install(kube):
     assert "tfjobs: Not Found (HTTP 404); this cluster does not serve TFJobs" in message
     assert "its CRD tfjobs.kubeflow.org, is not installed" in message
     assert "permission" not in message
-    # If the cluster does not serve the kind, the run has no job.
+    # If the cluster does not serve the kind, the run cannot have a job.
     assert delete_jobs(TFJobs(), Config().cluster.kubernetes, "run-1") == []
 
 
@@ -470,7 +469,7 @@ def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
 
 @pytest.fixture
 def around(kube, tmp_path, monkeypatch, caplog):
-    """Plant all secrets, the kubeconfig's token among them, and write events to a file."""
+    """Plant all test secrets, including the kubeconfig's token, and write events to a file."""
     caplog.set_level(logging.DEBUG)
     plant(tmp_path / "home", monkeypatch)
     token = SECRETS["kube"]

@@ -1,4 +1,4 @@
-"""A run as a JobSet: a lost pod is replaced alone, a cancel suspends first, errors are one line."""
+"""Tests the JobSet launcher: lost pods are replaced alone, and a cancel suspends the job first."""
 
 import signal
 import threading
@@ -71,7 +71,6 @@ def uids(kube):
 
 
 def fail(kube, attempt):
-    """End the pods of a deleted job; return the error of its launcher."""
     kube.store.wait(lambda: not kube.jobsets())
     kube.end_deleted()
     message = attempt.failure()
@@ -94,7 +93,7 @@ def delete_by_force(kube, task):
 
 
 def kill(kube, task):
-    # The guard is also killed, as by the kernel if memory runs out.
+    # The whole pod is killed, including the guard, as when the node runs out of memory.
     kube.finish(task, 137)
 
 
@@ -116,7 +115,7 @@ def test_a_run_succeeds_and_nothing_is_left(kube):
     ],
 )
 def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):
-    # Without the launcher, the Job controller would wait this long.
+    # Without the launcher's help, the Job controller would wait 1000 s.
     kube.job_controller.backoff_seconds = 1000.0
     attempt = start(kube, workers=2)
     jobset, before = kube.jobset()["metadata"]["uid"], uids(kube)
@@ -244,7 +243,7 @@ def test_a_job_that_loses_its_room_waits_and_goes_on(kube, run_events):
 
 
 class TestCancelled:
-    """The actions of a launcher or the exit step when the run is cancelled."""
+    """Tests what a launcher or the exit step does when the run is cancelled."""
 
     pytestmark = pytest.mark.cluster
 
@@ -262,7 +261,7 @@ class TestCancelled:
         kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
         asked = without_beats(kube.server.requests[before:])
         writes = [request for request in asked if not request.startswith("GET")]
-        # This is the first action of the handler.
+        # The signal handler must suspend the job before it does anything else.
         assert writes[0].startswith("PATCH /apis/jobset")
         kube.store.wait(
             lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
@@ -359,7 +358,7 @@ def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube):
 
 
 class TestRefused:
-    """A job that cannot be launched produces one line and leaves no object."""
+    """Tests that a job that cannot be launched is reported in one line and leaves no object."""
 
     def test_without_jobset_the_message_names_what_to_install(self, kube):
         kube.server.control.kinds.clear()
@@ -444,7 +443,7 @@ class TestRefused:
 
 
 def test_a_job_past_its_deadline_names_the_setting(kube):
-    # The suspension is undone at once: a short one may end before all pods exist.
+    # A long deadline is needed, because a short one may pass before all pods exist.
     attempt = start(kube, job={"active_deadline_seconds": 600})
 
     def began_long_ago(tree):
@@ -452,7 +451,7 @@ def test_a_job_past_its_deadline_names_the_setting(kube):
 
     for job in kube.store.all("jobs", NAMESPACE):
         kube.store.change("jobs", NAMESPACE, job["metadata"]["name"], began_long_ago)
-    # The Job fails when its pods have ended, so none of them counts as lost.
+    # The Job fails only after its pods have ended, so none of them counts as lost.
     kube.store.wait(
         lambda: all(pod["metadata"].get("deletionTimestamp") for pod in kube.pods().values())
     )
@@ -474,7 +473,6 @@ def test_a_failed_job_says_which_child_failed_it(kube):
 
 
 def kill_launcher(kube):
-    """Create a running job whose launcher was killed."""
     with step(kube, tree_of()) as process:
         kube.wait_renewed()
         kube.run_all()
@@ -535,7 +533,7 @@ def test_pods_of_a_suspended_job_are_no_loss_where_jobs_may_not_be_listed(kube, 
     before = uids(kube)
     name = kube.jobset()["metadata"]["name"]
     kube.wait_followed("worker-0")
-    # The watch of pods is ahead of that of the JobSet.
+    # The watch of pods reports the deletion before the watch of the JobSet reports the suspension.
     kube.faults.add("GET .*jobsets.*watch=", 503)
     kube.server.drop_streams()
     kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": True}})
@@ -553,7 +551,7 @@ def test_pods_of_a_suspended_job_are_no_loss_where_jobs_may_not_be_listed(kube, 
 
 
 class TestCancelledLauncherRaces:
-    """The run is cancelled while something else happens: no checkpoint is lost."""
+    """Tests that no checkpoint is lost if the run is cancelled while something else happens."""
 
     pytestmark = pytest.mark.cluster
 

@@ -1,4 +1,4 @@
-"""Deleted pods: the operator fails the job, and the launcher creates it again."""
+"""Tests that the launcher recreates a job that the operator failed because a pod was deleted."""
 
 import signal
 
@@ -46,7 +46,7 @@ def uid(kube):
 
 
 def made_again(kube, before):
-    """End the pods of the deleted job, and run those of the next job."""
+    """End the pods of the deleted job, and run the pods of the next job."""
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()
     kube.store.wait(lambda: uid(kube) not in ("", before))
@@ -54,14 +54,13 @@ def made_again(kube, before):
 
 
 def failure(kube, attempt):
-    """End the pods of a job that has failed; return the error of its launcher."""
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()
     return attempt.failure()
 
 
 def published(kube, global_step):
-    """Write the chief's log line about a published checkpoint, which the launcher reads."""
+    """Write the chief's log line about a published checkpoint; wait until the launcher reads it."""
     event = CheckpointPublished(uri=f"gs://b/step-{global_step}", global_step=global_step)
     kube.write_event("chief-0", event)
     kube.wait_followed("chief-0")
@@ -73,7 +72,7 @@ def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
     first = kube.job()
     kube.take_away(task)
     kube.store.wait(lambda: not kube.jobs())
-    # Its pods still have their grace period: no second job trains next to them.
+    # The pods are still in their grace period, so no second job may train next to them.
     assert kube.pods()
     made_again(kube, first["metadata"]["uid"])
     second = kube.job()
@@ -118,7 +117,7 @@ def test_an_evicted_pod_whose_task_ended_with_a_low_code_is_a_loss(kube, restart
     attempt = start(kube)
     before = uid(kube)
     with kube.store.changed:
-        # The kubelet has ended the task with SIGTERM, and the operator treats the code as a
+        # The kubelet ended the task with SIGTERM, and the operator counts its exit code as a
         # failure.
         worker = kube.finish("worker-1", 1)
         pods.evicted(kube.store, worker, "The node was low on resource: memory.", code=1)
@@ -191,7 +190,7 @@ def test_a_pod_that_is_gone_when_the_failure_is_seen_is_a_loss(kube, restarts):
 
 def test_an_exceeded_deadline_is_no_loss(kube):
     tree = settings()
-    # The suspension is reset without waiting, since a short one may end before all pods exist.
+    # A long deadline is needed, because a short one may pass before all pods exist.
     tree["cluster"]["kubernetes"]["job"] = {"active_deadline_seconds": 600}
     attempt = Attempt(job_of(tree))
     kube.run_all()
@@ -222,7 +221,7 @@ def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
     kube.faults.add("POST .*tfjobs", 500, late=True, times=1)
     kube.take_away("worker-1")
     made_again(kube, before)
-    # The response to the creation was lost, so the launcher adopts the job.
+    # The response to the creation was lost, so the launcher must adopt the job.
     kube.wait_renewed()
     complete(kube, attempt)
     assert len(restarts()) == 1

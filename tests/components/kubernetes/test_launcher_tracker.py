@@ -1,4 +1,4 @@
-"""The pods of a job get the tracker of the step, and never its credentials as values."""
+"""Tests that a job's pods get the step's tracker, but never its credentials as plain values."""
 
 import json
 
@@ -14,7 +14,7 @@ from flotilla.components.tfjob.engine import TFJobs
 from flotilla.trainer.tracking import addresses
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 
-# The variables that KFP's plugin for MLflow sets in the container of a step.
+# Environment variables that KFP's MLflow plugin sets in a step's container.
 OF_KFP = {
     "MLFLOW_TRACKING_URI": "https://mlflow.kubeflow:5000",
     "MLFLOW_RUN_ID": "0123abcd",
@@ -111,7 +111,7 @@ def test_a_retried_step_with_another_run_of_mlflow_adopts_its_job(kube, monkeypa
     before = kube.job()["metadata"]["uid"]
     monkeypatch.setenv("MLFLOW_RUN_ID", "of-the-retry")
     second = Attempt(job_of(settings()))
-    # A launcher deletes a job that has ended, so the other one must watch the job before that.
+    # A launcher deletes a finished job, so the other launcher must watch the job before it ends.
     kube.wait_watched(times=2)
     assert [each["metadata"]["uid"] for each in kube.jobs()] == [before]
     kube.finish("chief-0", 0)

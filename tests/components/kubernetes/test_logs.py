@@ -1,4 +1,4 @@
-"""Every line of every task is read once, whatever its timestamp and wherever a stream breaks."""
+"""Tests that each log line is read exactly once, even if timestamps repeat or a stream breaks."""
 
 import pytest
 from hypothesis import given
@@ -54,7 +54,7 @@ def test_times_without_trailing_zeros_are_compared_as_times():
 
 @pytest.fixture
 def read(kube, monkeypatch):
-    """A job with running pods, and the lines that its log followers read."""
+    """Create a job with running pods; return the lines that its log followers read."""
     monkeypatch.setattr(logs, "_RETRY_SECONDS", 0.05)
     kube.store.create("tfjobs", NAMESPACE, manifest(job_of(settings()), Place(namespace=NAMESPACE)))
     kube.run_all()

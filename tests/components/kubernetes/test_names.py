@@ -1,4 +1,4 @@
-"""Generated names do not collide, and Kubernetes accepts them."""
+"""Tests that generated names do not collide and that Kubernetes accepts them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The stop of a cancelled job: the requested task, its answer, and the fallback."""
+"""Tests how a cancelled job is stopped: by a request to one task, or else by deleting the job."""
 
 import signal
 import threading
@@ -18,13 +18,12 @@ MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
 
 
 def asked_to_stop(kube):
-    """Wait until the lease of the job has the annotation of a stop."""
     kube.store.wait(kube.stop_is_asked)
 
 
 @pytest.fixture
 def training(kube):
-    """A step whose job runs, and pods that end with a grace period."""
+    """Start a step whose job is running and whose pods end with a grace period."""
     kube.store.graceful.add("pods")
     with step(kube, settings()) as process:
         kube.wait_watched()
@@ -34,7 +33,7 @@ def training(kube):
 
 
 def save(kube):
-    """End the chief like its guard: with a last checkpoint and a failing exit code."""
+    """End the chief as its guard does, with a last checkpoint and a failing exit code."""
     kube.finish("chief-0", 1, MESSAGE)
 
 
@@ -42,7 +41,7 @@ def test_the_chief_saves_before_the_job_is_deleted(kube, training):
     before = len(kube.server.requests)
     training.signal()
     asked_to_stop(kube)
-    # This is the first action of the handler.
+    # The signal handler must request the stop before it does anything else.
     writes = [r for r in kube.server.requests[before:] if not r.startswith("GET")]
     assert writes[0].startswith("PATCH")
     assert kube.jobs()
@@ -88,7 +87,6 @@ def test_without_an_answer_the_job_is_not_waited_for(kube, monkeypatch):
 
 
 def running_job(kube):
-    """Return a job with running pods and without a launcher."""
     with step(kube, settings()) as process:
         kube.all_pods()
         kube.wait_renewed()
@@ -151,7 +149,7 @@ def test_a_job_that_is_being_stopped_is_not_adopted(kube):
 def test_a_job_that_was_adopted_a_moment_ago_is_stopped_and_not_deleted(kube):
     job = running_job(kube)
     earlier = kube.wait_renewed()
-    # The launcher that adopts it sees no pods before it is cancelled.
+    # The launcher that adopts the job is cancelled before it sees any pods.
     kube.faults.add(r"GET .*/pods\?(?!.*component)", 503)
     before = len(kube.server.requests)
     with step(kube, settings()) as process:

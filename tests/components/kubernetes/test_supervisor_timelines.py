@@ -1,4 +1,4 @@
-"""Timelines of a job: each ends with the right result and message, and leaves no job behind."""
+"""Tests that each timeline of a job ends with the right result and leaves no job behind."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     kube.write_log(
         "chief-0", '{"event": "step_end", "step": "train_model"}', '{"event": "progress"}'
     )
-    # A model may print a text from the data like this one.
+    # A model may print text from its data that looks like an event.
     kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(progress(7)))}")
     fifth, _ = kube.write_event("chief-0", progress(5)), kube.write_event("chief-0", progress(10))
     kube.finish("worker-0", 0)
@@ -54,7 +54,7 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {fifth}"):
         assert out.count(line) == 1
     assert [each.global_step for each in run_events(Progress)] == [5, 10]
-    # An event that a model prints is not an event of the step.
+    # An event that a model prints does not become an event of the step.
     assert not run_events(StepEnd)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run is made from the records that exist, and never changes the outcome."""
+"""Tests that a run's report is made from the records that exist and never changes its outcome."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ ROWS = [{"global_step": 20 * i, "loss": 1 / i, "seconds": i} for i in range(1, 4
 
 
 class Run:
-    """A run as its steps leave it: published directories, events, a configuration."""
+    """The files that a run's steps leave: published directories, events and a configuration."""
 
     def __init__(self, folder):
         self.folder = folder / RUN
@@ -115,7 +115,7 @@ def test_a_blessed_run(run):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
-    # The first attempt is not an incident.
+    # The start of the first attempt is not listed as an incident.
     assert page.words.count("attempt 2 begins") == 1
 
 
@@ -151,7 +151,7 @@ def test_the_record_of_a_step_may_have_the_traceback_itself(run):
 
 
 class TestResumed:
-    """A run that was interrupted after 60 s and resumed an hour later, for 30 s more."""
+    """Tests of a run that was interrupted after 60 s and resumed an hour later for another 30 s."""
 
     @pytest.fixture
     def resumed(self, run):
@@ -283,7 +283,7 @@ def test_a_run_that_was_interrupted_after_the_last_stage_of_a_step(run):
     page = run.report("FAILED")
     assert verdict(page) == "interrupted"
     assert "left no record" not in page.text
-    # A cancel of an earlier start no longer counts.
+    # An interruption before the last start of the run no longer matters.
     run.events(
         begun("train_model"), ended("train_model"), Interrupted(), RunBegin(run_id="r", number=2),
         begun("train_model"), ended("train_model"),
@@ -313,7 +313,7 @@ def test_on_a_cluster_the_state_tells_what_events_do_not(run):
     run.evaluated()
     run.decided("blessed")
     assert verdict(run.report("FAILED")) == "failed"
-    # Versions of KFP report this differently or do not support it yet.
+    # KFP versions differ in the state that they report for a succeeded run.
     for state in ("SUCCEEDED", "COMPLETE", "RUNNING"):
         assert verdict(run.report(state)) == "blessed"
 
@@ -421,7 +421,7 @@ def config(**sections):
     [
         ("async_parameter_server", 2, {"tasks": {"ps": 1, "worker": 3, "chief": 1}, "gpus": 6}),
         ("multi_worker_mirrored", 1, {"tasks": {"worker": 3}, "gpus": 3}),
-        # A single process has the GPUs of one worker.
+        # The single process gets the GPUs of one worker.
         ("single", 4, {"tasks": {"chief": 1}, "gpus": 4}),
     ],
 )

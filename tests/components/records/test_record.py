@@ -1,4 +1,4 @@
-"""The records of a step: its events, the one line of an error, and its exit code."""
+"""Tests the records of a step: its events, its one-line errors and its exit codes."""
 
 import errno
 import json
@@ -136,7 +136,7 @@ def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, sta
             OSError(errno.ENOSPC, "No space left on device", "/kfp/page"),
             "cannot write /kfp/page: No space left on device; free some space, or set TMPDIR",
         ),
-        # A file that is open has no name.
+        # An error about an already open file contains no file name.
         (
             OSError(errno.EDQUOT, "Disk quota exceeded"),
             "cannot write below /t: Disk quota exceeded; free some space, or set TMPDIR",
@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkey
         raise error
 
     monkeypatch.setattr(record.tempfile, "gettempdir", lambda: "/t")
-    # No frame of the error is in a file of the user.
+    # This test file would otherwise count as user code.
     monkeypatch.setattr(record, "find_traceback", lambda _error: "")
     with pytest.raises(SystemExit) as ended:
         run_stage("check_gate", "", work)
@@ -160,11 +160,11 @@ def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkey
 def test_a_bug_is_recorded_and_raised(emitted, capsys):
     step, bug = record_stage("check_gate"), ZeroDivisionError("by\nzero")
     step.__enter__()
-    # No frame of the error is in a file of the user.
+    # Without a traceback, no frame of this test file can count as user code.
     assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
-    # The error is one line, whatever text a library adds.
+    # The error is reported in one line, even if a library's message contains line breaks.
     assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
@@ -189,7 +189,7 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
 def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsys, given):
     with pytest.raises(SystemExit) as ended, record_stage("export_model"):
         sys.exit(given)
-    # Its own exit code does not count: nothing was exported.
+    # The given exit code is ignored, because nothing was exported.
     assert ended.value.code == 1
     end = emitted()[-1]
     assert (end.status, end.exit_code) == ("failed", 1)
@@ -200,7 +200,7 @@ def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsy
 def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
     step = record_stage("check_gate")
     step.__enter__()
-    # No frame of the error is in a file of the user.
+    # Without a traceback, no frame of this test file can count as user code.
     with pytest.raises(SystemExit) as ended:
         step.__exit__(SystemExit, SystemExit(0), None)
     assert ended.value.code == 1
@@ -218,7 +218,7 @@ def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp
         process = subprocess.run(
             [sys.executable, "-c", body, at], cwd=ROOT, stderr=full, check=False
         )
-    # The code is 1, not that of a traceback or of a failed flush.
+    # The code must come neither from a traceback nor from a failed flush.
     assert process.returncode == 1
     (found,) = read(at, well=False)
     assert (found.status, found.error) == ("failed", "no space")
@@ -353,7 +353,7 @@ def at(tmp_path):
 
 
 class Work:
-    """Fails with each of these errors in turn, and then succeeds."""
+    """A function that raises each of the given errors in turn and then succeeds."""
 
     def __init__(self, *errors):
         self._errors, self.count = list(errors), 0
@@ -476,7 +476,7 @@ def test_after_a_request_to_end_there_is_no_further_try(at):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 10)
         except BaseException:
-            # This class imitates a library that replaces all messages.
+            # Imitate a library that replaces every exception with its own.
             raise TransientError("the connection was closed") from None
 
     with pytest.raises(SystemExit):
@@ -527,7 +527,7 @@ NO_SPACE = "no space is left on the node"
 
 
 class Run:
-    """A run with a pod per step: its failure and its retry."""
+    """A run in which every step has its own pod; a step fails and is retried."""
 
     def __init__(self, trained, root, folder):
         self.trained, self.root, self._folder = trained, root, folder
@@ -551,7 +551,7 @@ class Run:
         return export_model.export_model.python_func(*self.given(), *inputs, *outputs)
 
     def finished(self):
-        """Run the exit step as KFP does, once, after the first failure."""
+        """Run the exit step once, after the first failure, as KFP does."""
         artifacts = [
             SimpleNamespace(uri=storage.uri_of(self._folder / name), path=str(self._folder / name))
             for name in ("report", "summary")
@@ -560,7 +560,7 @@ class Run:
 
     def page(self):
         published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
-        # The file that the UI shows.
+        # The UI shows a copy of the published report.
         assert (self._folder / "report").read_bytes() == published
         page = Page(published.decode())
         assert f"{RUN}: {page.verdict}" in (self._folder / "summary").read_text(encoding="utf-8")
@@ -569,7 +569,7 @@ class Run:
 
 @pytest.fixture
 def failed(run, root, tmp_path, monkeypatch):
-    """Return a run whose evaluation failed, which its report states."""
+    """Return a run whose evaluation failed and whose report says so."""
     for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     made = Run(run, root, tmp_path)
@@ -593,7 +593,7 @@ def failed(run, root, tmp_path, monkeypatch):
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
     assert word == "blessed"
-    # The stage continues to run.
+    # The run is not finished yet.
     assert failed.page().verdict == "running"
     assert failed.exported(decision) == "promoted"
     page = failed.page()
@@ -609,7 +609,7 @@ def test_both_tries_are_on_the_time_line(failed):
     assert [each for each in page.words if each.startswith("evaluate_model, try")] == [
         "evaluate_model, try 1", "evaluate_model, try 2",
     ]  # fmt: skip
-    # The page has only the first bar.
+    # Only the first of the two bars is marked as failed.
     assert page.attributes.count(("class", "bad")) == 1
 
 

@@ -1,4 +1,4 @@
-"""A running stage writes its progress to its record."""
+"""Tests that a running stage writes its progress to its record."""
 
 import json
 import threading
@@ -33,5 +33,5 @@ def test_a_stage_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
     assert found["metrics"] == {
         "progress": "reading: 75 %  3/4 rows", "share": 0.75, "seconds_left": -1.0,
     }  # fmt: skip
-    # The end of the stage replaces it.
+    # The final metrics replace the progress when the stage ends.
     assert written(at)["metrics"] == {"train": 4}

@@ -1,4 +1,4 @@
-"""The pinned inputs of a run: the champion at its start, and the version of its dataset."""
+"""Tests the pinned inputs of a run: the champion at its start and the version of its dataset."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     (event,) = emitted(tmp_path)
     assert isinstance(event, FromScratch)
     assert event.reason == f"digits has no champion yet below {root}"
-    # A file that arrives later belongs to later runs.
+    # A champion that is promoted after the run has started does not change the run.
     crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == ""
 
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder):
 
 
 class Nights:
-    """Files arrive, and a run each night becomes the champion at once."""
+    """Data files that arrive over time, and a nightly run whose model may become the champion."""
 
     def __init__(self, tmp_path, root, monkeypatch):
         self.files, self.root, self._set = tmp_path / "in", root, monkeypatch.setenv
@@ -176,7 +176,7 @@ class Nights:
         return parse_config({"name": NAME, "data": data})
 
     def begin(self):
-        """Begin the run of the next night; return its spans and its messages."""
+        """Start the next night's run; return its spans and the earlier run with the same data."""
         self._number += 1
         self._set(run_store.RUN_FOLDER, str(self._made / f"run-{self._number}"))
         return self.resume()
@@ -209,19 +209,19 @@ def test_each_night_trains_on_what_is_new(nights):
     nights.come(1, 2)
     assert nights.begin() == (["1", "2"], "")
     nights.finish()
-    # There is no new file, since the files equal the champion's.
+    # No file has changed since the champion was trained.
     assert nights.begin() == (["1", "2"], "run-1")
     nights.come(4)
     assert nights.begin() == (["4"], "")
     nights.finish("refused")
     assert nights.begin() == (["4"], "run-3")
-    # The new files are a late file and a rewritten file.
+    # Add a late file, and rewrite an existing one.
     nights.come(3)
     nights.come(1, text="other rows")
     assert nights.begin() == (["1", "3", "4"], "")
     nights.finish()
     assert nights.begin() == (["1", "3", "4"], "run-5")
-    # The removal of old spans is also not new data.
+    # Removing an old span does not count as new data.
     (nights.files / "s-3.csv").unlink()
     assert nights.begin() == (["1", "3", "4"], "run-5")
 
@@ -237,7 +237,7 @@ def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
 
 def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.come(1)
-    # A location without files has an empty list.
+    # A location without files is rejected.
     with pytest.raises(UserError, match=r"no file|nothing at"):
         resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()

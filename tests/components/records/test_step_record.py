@@ -1,6 +1,6 @@
-"""The records of steps without a shared folder: written, replaced and read.
+"""Tests the records of steps that share no folder: how they are written, replaced and read.
 
-Failures stop no step.
+A failure to write a record must not stop a step.
 """
 
 import json
@@ -65,7 +65,6 @@ def written(at, step):
 
 
 def put(at, step, **fields):
-    """Write a record as a step does, with the given times."""
     whole = {"step": step, "status": "running", **fields}
     if "ended" in whole:
         end = {"status": "done", "error": "", "uri": "", "metrics": {}, "held": {}}
@@ -174,7 +173,7 @@ def test_the_last_one_without_an_end_was_killed(disk):
     put(disk, "prepare_data", began=10.0)
     put(disk, "train_model", began=time.time() - 60)
     prepared, trained = read(disk, well=False)
-    # A later step exists, so the step had ended, and only the write of its end failed.
+    # A later step has started, so this step had ended and only the write of its end failed.
     assert (prepared.status, prepared.error) == ("done", "")
     assert trained.status == "failed"
     assert "its pod was killed" in trained.error
@@ -319,7 +318,7 @@ POD_RUN = "0b7c0000-1111-2222-3333-444455556666"
 REASON = "worker-0 ended with exit code 137 | <killed>"
 
 
-# A program that trains in a separate pod, which is killed or asked to end.
+# A training program for a separate process, which a test kills or asks to end.
 POD = """
 import sys, types
 from flotilla.components import launchers, prepare_data, resolve_config
@@ -349,7 +348,7 @@ def resolved_only(step):
 
 
 class Pods:
-    """A run whose steps each have a separate disk."""
+    """A run in which every step has its own disk."""
 
     def __init__(self, root, dataset, folder, monkeypatch):
         self.root, self.dataset, self._folder, self._monkeypatch = (
@@ -368,7 +367,7 @@ class Pods:
         return folder
 
     def output(self, kind, step, name):
-        """Return an output as KFP's launcher passes it: its URI names the run."""
+        """Return an output as KFP's launcher passes it, with a URI that contains the run's ID."""
         disk = self.disk()
         artifact = kind(uri=f"gs://bucket/v2/flotilla-training/{POD_RUN}/{step}/77/{name}")
         self._monkeypatch.setattr(kind, "path", property(lambda each: str(disk / each.name)))
@@ -376,7 +375,6 @@ class Pods:
         return artifact
 
     def resolved(self, **asked):
-        """Run only the first stage of the first step."""
         return self._first(resolved_only, **asked)
 
     def prepared(self, **asked):
@@ -398,7 +396,6 @@ class Pods:
         return train_model.python_func(*given, checkpoint, viewers)
 
     def finished(self, state="FAILED", words=None):
-        """Return the report and the summary that the exit step shows."""
         report = self.output(dsl.HTML, "finish", "report")
         summary = self.output(dsl.Markdown, "finish", "summary")
         finish.python_func(ended(state, words), self.root, {}, POD_RUN, report, summary)
@@ -416,15 +413,13 @@ def dataset(tmp_path_factory):
 def pods(pod_place, dataset, tmp_path, monkeypatch):
     for name in (run_store.RUN_FOLDER, run_store.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    # The run publishes this; before that, not even the bucket exists.
+    # The run creates the bucket by publishing this file.
     storage.write_bytes(storage.join(pod_place.root, "there"), b"")
     return Pods(pod_place.root, dataset, tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def broken(monkeypatch):
-    """Let training fail."""
-
     def launch(_job, _defaults):
         raise UserError(REASON)
 
@@ -433,7 +428,7 @@ def broken(monkeypatch):
 
 @pytest.fixture
 def pod(pods, dataset, tmp_path):
-    """Begin to train in a separate process."""
+    """Return a function that starts training in a separate process."""
     started = []
 
     def begin():
@@ -480,7 +475,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     page, summary = pods.finished(words="Task run failed.")
     assert page.verdict == "failed"
     assert f"train_model: {REASON}" in page.text
-    # The message of the step is more precise.
+    # The step's own message is more precise than KFP's.
     assert "KFP says" not in page.text + summary
     assert "train\\_model: worker-0 ended with exit code 137 \\| \\<killed\\>" in summary
     for step, status in (
@@ -543,7 +538,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     process.communicate()
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.verdict == "failed"
-    # A cancel with a failed store leaves no other trace.
+    # A step that was cancelled while the store was unavailable leaves the same records.
     said = "train_model: it began and recorded no end: it was stopped with the run, or its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text

@@ -1,4 +1,4 @@
-"""The steps of a sweep: trials are separate runs, the best is chosen, the exit step reports."""
+"""Tests the steps of a sweep: separate runs as trials, the choice of the best, and the report."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ RUN = "digits-1"
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replace training by a function that records its calls and ends each as given in `ends`."""
+    """Replace training by a function that records its calls and ends each as `ends` says."""
     calls, ends = [], {}
 
     def train(step):

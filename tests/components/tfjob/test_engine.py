@@ -1,4 +1,4 @@
-"""The TFJob of a configuration: valid for Kubernetes and the operator, and with all settings."""
+"""Tests that the generated TFJob is valid for Kubernetes and the operator and has all settings."""
 
 import inspect
 import json
@@ -66,7 +66,7 @@ def schema():
 
 
 def pruned(tree, schema, path="job"):
-    """Return the keys outside of the schema, which an API server would silently drop."""
+    """Return the keys missing from the schema, which an API server would silently drop."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return []
     if isinstance(tree, list):
@@ -83,7 +83,7 @@ def pruned(tree, schema, path="job"):
 
 
 def without_template_metadata(tree):
-    """Remove the `metadata` of templates, for which the schema has no keys."""
+    """Remove the `metadata` of the pod templates, which the schema does not describe."""
     copy = json.loads(json.dumps(tree))
     for replica in copy["spec"]["tfReplicaSpecs"].values():
         replica["template"].pop("metadata")
@@ -91,7 +91,7 @@ def without_template_metadata(tree):
 
 
 def typed(job):
-    """Return a TFJob in the operator's own model classes."""
+    """Convert a TFJob to the client's typed model and back; unknown keys are dropped."""
     client = training.ApiClient()
     held = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
     return client.sanitize_for_serialization(held)
@@ -168,7 +168,7 @@ def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
 
 
 def expanded(text):
-    """Expand like the kubelet if no variable NAME exists: only `$$` changes."""
+    """Expand text as the kubelet does if none of its variables is defined: only `$$` changes."""
     return text.replace("$$", "$")
 
 
@@ -268,7 +268,7 @@ def test_secrets_are_optional_references():
 
 
 def test_a_document_names_a_namespace_only_where_the_configuration_does():
-    # `kubectl apply --namespace` refuses a document with a different namespace.
+    # `kubectl apply --namespace` rejects a document with a different namespace.
     assert "namespace" not in document(TFJobs(), parse_config({}))["metadata"]
     named = document(TFJobs(), parse_config({"cluster": {"kubernetes": {"namespace": "models"}}}))
     assert named["metadata"]["namespace"] == "models"
@@ -311,7 +311,7 @@ def test_without_a_chief_worker_0_leads():
     assert replicas(config) == {"ps": 1, "worker": 2}
     assert str(leading(config)) == "worker-0"
     job = manifest(job_of(config), PLACE)
-    # The leading task needs Keras 3.
+    # Worker 0 leads the cluster and needs Keras 3.
     assert "TF_USE_LEGACY_KERAS" not in variables(job, "Worker")
     assert variables(job, "PS")["TF_USE_LEGACY_KERAS"] == "1"
 
@@ -324,7 +324,7 @@ def test_the_evaluator_requests_no_gpu_and_does_not_fail_the_job():
 
 
 def test_a_job_of_one_task_has_a_tf_config_of_its_own():
-    # The operator sets TF_CONFIG only if there are several tasks.
+    # For a job with a single task, the operator does not set TF_CONFIG.
     job = made({"training": {"strategy": "single"}})
     assert list(job["spec"]["tfReplicaSpecs"]) == ["Chief"]
     assert json.loads(variables(job, "Chief")["TF_CONFIG"]) == {

@@ -1,4 +1,4 @@
-"""A bundle is named after its content and published once."""
+"""Tests that a code bundle is named after its content and published only once."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_two_at_once_publish_one(folder, root):
 
 def test_a_file_that_changes_meanwhile_is_refused(folder, root, monkeypatch):
     place = folder / "blocks.py"
-    # The file had this size when the folder was listed.
+    # The file had a different size when the folder was listed.
     listed = Found(path="blocks.py", file=place, bytes=2)
     monkeypatch.setattr(bundle, "collect", lambda _folder: Collected(files=[listed]))
     with pytest.raises(UserError, match=r"--code: blocks.py changed while it was read"):
@@ -136,12 +136,12 @@ def made(tmp_path):
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path, monkeypatch):
-    """A separate temporary folder; the test restores the environment of this process."""
+    """Give the test its own temporary folder."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    # The variables are restored, whether they were set before or not.
+    # Set both variables, so that monkeypatch restores them even if they were not set before.
     monkeypatch.setenv(user_code.BUNDLE_VARIABLE, "")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     return folder
@@ -155,7 +155,7 @@ def child(uri, cwd):
 
 
 def test_processes_at_once_import_it_and_what_is_pythons_own_stays(made, tmp_path, scratch):
-    # Neither is the working directory of the process.
+    # A module of the same name in the working directory must not be imported.
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "blocks.py").write_text("A = 2\n")
     running = [child(made, tmp_path / "elsewhere") for _ in range(2)]
@@ -184,7 +184,7 @@ def test_a_project_may_have_folders_of_the_names_of_our_rooms(tmp_path):
     (home / "pipelines" / "__init__.py").write_text("size = 7\n")
     made = bundle.publish(home, storage.uri_of(tmp_path / "root"))
     assert made.remarks == ()
-    # In the image, too, the working directory is not in the import path.
+    # The image also starts Python with `-P`, without the working directory in the import path.
     command = [sys.executable, "-P", "-c", PROJECT, made.uri]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.stdout == "7 False\n", ended.stderr
@@ -235,7 +235,7 @@ def test_a_changed_manifest_does_not_help(made):
     ):
         bundle.enter(made)
     assert user_code.bundle() == ""
-    # No file of it remains for the next process.
+    # The rejected files must not be reused by the next process.
     (place / "blocks.py").write_text(whole[0])
     (place / "MANIFEST.json").write_bytes(whole[1])
     bundle.enter(made)

@@ -1,4 +1,4 @@
-"""References to a bundle: runs, resumed ones included, and schedules."""
+"""Tests the references to a bundle from runs, including resumed ones, and from schedules."""
 
 import pytest
 

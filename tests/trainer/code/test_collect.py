@@ -1,4 +1,4 @@
-"""Which files of a folder are bundled, left out, or rejected in one line."""
+"""Tests which files of a folder are bundled, left out or rejected."""
 
 import os
 

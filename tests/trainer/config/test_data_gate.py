@@ -1,4 +1,4 @@
-"""The key `data.gate`: each rule has an action, each limit a default within its bounds."""
+"""Tests `data.gate`: each rule has an action, and each limit a default within its bounds."""
 
 from flotilla.trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
 

@@ -1,4 +1,4 @@
-"""The form of a run: its fields, and the same configuration after a round trip."""
+"""Tests the form of a run: its fields, and that a configuration survives a round trip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 BY_NAME = {each.name: each for each in FIELDS}
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-# Python's repr of an empty text in braces starts like a KFP placeholder.
+# Braces are excluded, because the repr of a dict with an empty key starts like a KFP placeholder.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}"), max_size=12)
 free = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.just(0.25) | texts,
@@ -72,7 +72,7 @@ def refused(config=None, /, **values):
 
 
 def as_kfp_passes(values):
-    """Return values as the API stores them: every number of a mapping is a double."""
+    """Return the values as KFP's API stores them, with every number in a mapping as a double."""
 
     def doubled(value):
         if isinstance(value, dict):
@@ -98,7 +98,7 @@ def test_a_field_has_a_default_of_its_type_and_says_what_it_is():
         assert type(field.default) is field.type, field
         assert field.description == " ".join(field.description.split())
         assert len(field.description.split()) > 2, field
-        # KFP's server rejects every other value, even the default.
+        # KFP's server rejects a default that is not among the choices.
         assert not field.choices or field.default in field.choices, field
 
 
@@ -118,7 +118,7 @@ def test_each_configuration_comes_back(path, monkeypatch):
     config = load_config(path)
     assert from_form(as_kfp_passes(to_form(config))) == config
     local = to_local_form(config)
-    # KFP's local runner turns integers in a mapping into floats.
+    # Inside a mapping, KFP's local runner would turn integers into floats.
     assert set(local[SETTINGS]) == {WHOLE}
     assert from_form(local) == config
 

@@ -1,4 +1,4 @@
-"""Invalid values of `cluster.kubernetes` are rejected in one line that names the key."""
+"""Tests that an invalid value of `cluster.kubernetes` is rejected with the name of its key."""
 
 from __future__ import annotations
 

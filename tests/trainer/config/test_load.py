@@ -1,6 +1,6 @@
-"""A YAML file and `--set` assignments become a configuration, or one line that says what is wrong.
+"""Tests that a YAML file and `--set` assignments give a configuration or a one-line error.
 
-Whatever a person writes: hypothesis looks for a text that ends in anything else.
+Hypothesis searches for input that gives neither.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def test_a_relative_path_is_relative_to_the_file_that_names_it(tmp_path, monkeyp
     found = load_config(path, rebases=True).data
     assert (found.source, found.manual_dir) == ("b/*.csv", "dir ü/c")
     assert load_config(path, ["data.source=b.csv"], rebases=True).data.source == "b.csv"
-    # A recorded value stays.
+    # Without `rebases`, a relative path is left unchanged.
     assert load_config(path).data.manual_dir == "c"
 
 

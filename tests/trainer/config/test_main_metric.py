@@ -1,4 +1,4 @@
-"""The metric that compares models is read from the records."""
+"""Tests how the metric that compares models is read from evaluations and registered models."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ ERROR = MainMetric(name="error", better="lower")
     [
         ({"main_metric": "auc", "directions": {"auc": "higher", "loss": "lower"}}, AUC),
         ({"main_metric": "error", "directions": {"error": "lower"}}, ERROR),
-        # A model that was registered before directions existed.
+        # Models registered before directions were recorded.
         ({"main_metric": "auc"}, AUC),
         ({"main_metric": "error"}, ERROR),
         ({"main_metric": "loss", "metrics": {"accuracy": 0.5}}, MainMetric()),
-        # An evaluation of an earlier version: a classifier's.
+        # Evaluations of earlier versions, which name no main metric.
         ({"metrics": {"loss": 0.5, "accuracy": 0.9}}, MainMetric(name="accuracy", better="higher")),
         ({"metrics": {"loss": 0.5}}, MainMetric()),
         ({}, MainMetric()),
-        # Damaged.
+        # Damaged records.
         ({"main_metric": "auc", "directions": ["auc"], "metrics": None}, AUC),
         ({"main_metric": "auc", "directions": {"auc": {}}}, AUC),
     ],

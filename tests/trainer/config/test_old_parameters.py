@@ -1,4 +1,4 @@
-"""Run parameters from before the form: their meaning, and the present spelling of each."""
+"""Tests how run parameters from before the form are converted to the current ones."""
 
 import json
 
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 
 def flat(config):
-    """Return the parameters as an earlier version sent them."""
+    """Return the run parameters as an earlier version sent them."""
     found = {}
     for name, (key, field) in keys().items():
         value = config
@@ -41,7 +41,7 @@ def test_each_configuration_comes_back(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(path)
     values = flat(config)
-    # The instance may store an integer as a double.
+    # The API server may store an integer as a double.
     kept = {name: float(each) if type(each) is int else each for name, each in values.items()}
     for each in (values, kept):
         assert convert_parameters({**each, "image": "a/b:1", "step_memory": "8Gi"}) == config

@@ -1,4 +1,4 @@
-"""Valid pod fields are accepted; each invalid one gives one line with a remedy."""
+"""Tests that valid pod fields are accepted and each invalid one is reported with a fix."""
 
 import re
 
@@ -88,7 +88,7 @@ def test_labels_that_no_node_can_have(tree, words):
         {"operator": "Exists"},
         {"key": "pool", "value": "spot"},
         {"key": "pool", "operator": "Equal", "value": ""},
-        # A number as KFP passes it.
+        # KFP passes numbers as floats.
         {"key": "k", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300.0},
     ],
 )

@@ -1,4 +1,4 @@
-"""The section of a user's own program: what it accepts, and what it refuses next to it."""
+"""Tests the `program` section: what it accepts, and which other settings it excludes."""
 
 import pytest
 

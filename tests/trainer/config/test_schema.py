@@ -1,4 +1,4 @@
-"""Which values each key of the configuration accepts and rejects."""
+"""Tests which values each configuration key accepts and rejects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of the gate's rules: bounds, and the margin by which a model may lose."""
+"""Tests the gate's thresholds: bounds on metrics and non-inferiority margins."""
 
 from __future__ import annotations
 

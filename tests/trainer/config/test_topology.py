@@ -1,4 +1,4 @@
-"""Which tasks each strategy needs, and which of them runs the outer loop."""
+"""Tests which tasks each strategy needs and which task runs the outer loop."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ PS = Task(role="ps", index=0)
 def test_only_the_roles_that_a_strategy_uses_are_started(strategy):
     tasks = find_topology(strategy).tasks(servers=2, workers=3)
     assert tasks == TASKS[strategy]
-    # The task that leads is started when the others are there.
+    # The chief must be started last.
     assert "chief" not in tasks or list(tasks)[-1] == "chief"
 
 

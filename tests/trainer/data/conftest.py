@@ -1,4 +1,4 @@
-"""Datasets for several tests."""
+"""Fixtures that prepare small datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ Prepare = Callable[..., PreparedDataset]
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
-    """Prepare the `digits` dataset once for all tests, which may only read it."""
     folder = tmp_path_factory.mktemp("digits")
     return prepare(DataConfig(), storage.uri_of(folder / "root"), folder / "scratch")
 
@@ -41,7 +40,7 @@ def scratch(tmp_path):
 
 @pytest.fixture
 def prepared(root, scratch) -> Prepare:
-    """Prepare a builder of `made_builders.py`, with two shards unless asked otherwise."""
+    """Return a function that prepares a builder of `made_builders.py` with two shards."""
 
     def make(name, **options):
         dataset = f"tests.trainer.data.made_builders:{name}"
@@ -52,7 +51,7 @@ def prepared(root, scratch) -> Prepare:
 
 @pytest.fixture
 def contents() -> Callable[..., dict[str, np.ndarray]]:
-    """Read all examples of a split of a prepared dataset, with every feature that is stored."""
+    """Return a function that reads all stored features of a split's examples."""
 
     def read(dataset, split):
         spec = DatasetSpec.from_manifest(dataset.manifest)
@@ -67,7 +66,7 @@ def contents() -> Callable[..., dict[str, np.ndarray]]:
 
 @pytest.fixture
 def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
-    """Write shards whose examples are numbered from 0, without TFDS."""
+    """Return a function that writes shards of examples numbered from 0, without TFDS."""
 
     def write(examples, shards=3, rows=2):
         features = {

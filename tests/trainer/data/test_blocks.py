@@ -1,4 +1,4 @@
-"""Rows that are written in blocks are read back unchanged, for every type and block size."""
+"""Tests that rows written in blocks are read back unchanged, for every type and block size."""
 
 import ml_dtypes
 import numpy as np
@@ -55,7 +55,7 @@ def kind(dtype):
 
 
 def draw_numbers(draw, dtype, shape):
-    """Return random bytes as values of every bit pattern; a bool has two."""
+    """Return values with random bits, so that every bit pattern can occur; a bool is 0 or 1."""
     size = int(np.prod(shape))
     data = np.random.RandomState(draw(st.integers(0, 1 << 30))).bytes(
         size * np.dtype(kind(dtype)).itemsize
@@ -72,7 +72,7 @@ def numbers(draw):
 
 
 def as_bytes(values):
-    """Return the bits of values, with a single pattern for NaN."""
+    """Return the values' bits, with a single bit pattern for all NaNs."""
     if values.dtype.kind in "fV":
         with np.errstate(invalid="ignore"):
             wide = values.astype(np.float64)
@@ -221,6 +221,6 @@ def test_the_rows_of_a_block():
     assert choose_rows(10**6, 60 * 10**6, 100) == BLOCK_ROWS
     assert choose_rows(1000, 1000 * BYTES // 10, BYTES) == 10
     assert choose_rows(10, 10 * 2 * BYTES, 2 * BYTES) == 1
-    # The table has one row of 60 MB among a million small rows.
+    # One row of 60 MB among a million small ones.
     assert choose_rows(10**6, 10**8, 60 << 20) == 1
     assert choose_rows(1, 0, 0) == BLOCK_ROWS

@@ -1,4 +1,4 @@
-"""The data in the package: its contents are equal on every machine and have planted patterns."""
+"""Tests that the generated datasets are equal on every machine and contain their patterns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.data.read import evaluation_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks import registry
 
-# The number of training and test examples, and the expected task.
+# Numbers of training and test examples, and the inferred task, by dataset.
 CONTENT = {
     "brackets": (4000, 1000, "binary_classification"),
     "breast_cancer": (455, 114, "binary_classification"),
@@ -31,7 +31,7 @@ CONTENT = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """Publish the dataset of each name, and return its folder."""
+    """Return a function that publishes a dataset by name and returns its folder."""
     known = {}
 
     def make(name):
@@ -95,7 +95,7 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
 
 
 def rate_by(column, count):
-    """Return the click rate of each user or item in the training examples."""
+    """Return each user's or item's click rate in the training examples."""
     _, _, labels = generated.draw()
     train = slice(0, generated.TRAINING)
     seen = np.bincount(column[train], minlength=count)

@@ -1,4 +1,4 @@
-"""Tests which features are kept, which is the label, and which are rejected at once."""
+"""Tests which features are kept, which is the label, and which are rejected."""
 
 import logging
 
@@ -23,7 +23,7 @@ def selected(tmp_path):
 
 
 def of(features, keys, tmp_path, **section):
-    """Select from features that no test builder has."""
+    """Select from a builder that has exactly these features."""
 
     class Made(builders.Small, skip_registration=True):
         def features(self):

@@ -1,4 +1,4 @@
-"""Files as a source: reading, inference, splits, omitted columns and errors."""
+"""Tests files as a source: reading, type inference, splits, omitted columns and errors."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_a_folder_by_class(tmp_path: Path) -> None:
     assert sorted(values.tolist()) == sorted(i * 3 for i in range(60))
     assert (values // 3 % 2 == found["label"]).all()
     assert len(sizes(found)) == 3
-    # The classes are shuffled, not in sequence.
+    # The rows are shuffled and not sorted by class.
     assert 0 < found["label"][:30].sum() < 30
 
 

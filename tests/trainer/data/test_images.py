@@ -1,4 +1,4 @@
-"""Encoded images: which ones keep their bytes, are converted, or cannot be decoded."""
+"""Tests which encoded images keep their bytes, are converted, or cannot be decoded."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 def picture(mode="RGB"):
-    """Return smooth colours, which JPEG changes only slightly."""
+    """Return an image with smooth colors, which JPEG changes only slightly."""
     rows, columns = np.mgrid[:HEIGHT, :WIDTH]
     pixels = np.stack([rows * 15, columns * 10, 255 - rows * 7 - columns * 4], -1).astype(np.uint8)
     return Image.fromarray(pixels).convert(mode)
@@ -33,7 +33,7 @@ def saved(image, form, **options):
 
 def sixteen(form):
     grey = np.asarray(picture("L")).astype(np.uint16)
-    # The lower bits differ from the upper ones, so the test shows which bits are read.
+    # Upper and lower bytes differ, so the test shows which of them is read.
     return saved(Image.fromarray(grey * 256 + 37), form)
 
 
@@ -75,7 +75,7 @@ NEAR = {
 @pytest.mark.parametrize("name", EXACT)
 def test_pixels_that_no_format_changes(name, channels):
     data, image = EXACT[name]()
-    # Decoders round the weights of the conversion to grayscale differently.
+    # Decoders round differently when they convert to grayscale.
     found = pixels_of(data, channels).astype(int)
     np.testing.assert_allclose(found, expected(image, channels), atol=channels == 1)
 
@@ -105,7 +105,7 @@ def test_the_orientation_of_a_camera_is_followed(form, orientation):
         6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_270,
     }  # fmt: skip
-    # With this camera orientation, the file stores the image rotated.
+    # For a given orientation tag, the file stores the image transposed in this way.
     held = picture().transpose(turned[orientation]) if orientation > 1 else picture()
     data = saved(held, form, exif=exif, **({"quality": 95} if form == "JPEG" else {}))
     assert abs(pixels_of(data, 3).astype(int) - expected(picture(), 3)).mean() < 6
@@ -170,7 +170,7 @@ def test_an_image_that_would_fill_the_memory(monkeypatch):
 
 
 def test_what_is_stored_always_decodes():
-    """An image that is damaged at any place is either refused or readable in training."""
+    """A file damaged at any position is either rejected or can be decoded in training."""
     draw = np.random.RandomState(0)
     stored = []
     for form in ("PNG", "JPEG", "GIF", "BMP"):

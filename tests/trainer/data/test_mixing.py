@@ -1,4 +1,4 @@
-"""The order of an epoch against the order of the files, which may be sorted."""
+"""Tests that an epoch's order is independent of the files' order, which may be sorted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flotilla.trainer.data.shards.block_index import TOGETHER
 from flotilla.trainer.data.shards.windows import MIXED
 
 ROWS, BATCH = 4, 32
-# The number of windows of a split with a few million rows, but with shorter blocks.
+# As many windows as a split with a few million rows has, but with shorter blocks.
 EXAMPLES = 16 * MIXED * ROWS
 PLACES = EXAMPLES // ROWS // TOGETHER
 
 
 @pytest.fixture(params=["all", "little"])
 def epochs(numbered, request):
-    """Return the numbers of the examples in two epochs, drawn from all or 1/16 of the blocks."""
+    """Return the example numbers of two epochs, with a buffer for all or 1/16 of the examples."""
     spec, files = numbered(EXAMPLES, shards=4, rows=ROWS)
     held = {"all": EXAMPLES - 1, "little": EXAMPLES // 16}[request.param]
     batches = training_batches(spec, files, batch_size=BATCH, seed=5, shuffle_buffer=held)
@@ -26,7 +26,7 @@ def epochs(numbered, request):
 
 
 def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
-    # The rank correlation of two random orders of n places is about 1 / sqrt(n).
+    # Two random orders of n positions have a rank correlation of about 1 / sqrt(n).
     bound = 4 / np.sqrt(PLACES)
     ranks = np.argsort(epochs, axis=1)
     in_order = np.arange(EXAMPLES)
@@ -37,17 +37,17 @@ def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
 def test_neighbours_in_a_file_are_no_neighbours_in_an_epoch(epochs):
     for epoch in epochs:
         next_to = np.abs(np.diff(epoch)) == 1
-        # In a window of n rows, a row has two neighbours among n - 1 rows.
+        # By chance, a row has two neighbors among the other n - 1 rows of its window.
         assert next_to.mean() < 3 / (MIXED * ROWS) * 2
-        # The number of rows from its block is also as expected by chance.
+        # Rows of the same block also follow each other only as often as by chance.
         assert (epoch[1:] // ROWS == epoch[:-1] // ROWS).mean() < 2 / MIXED
 
 
 def test_a_batch_of_sorted_examples_is_a_sample_of_all(epochs):
     means = epochs.reshape(-1, BATCH).mean(axis=1)
-    # This is the standard deviation of the mean of 32 numbers drawn from all.
+    # Standard deviation of the mean of 32 uniformly drawn numbers.
     chance = EXAMPLES / np.sqrt(12 * BATCH)
     assert means.std() < 1.5 * chance
-    # No eighth of an epoch comes from one part of the files.
+    # Each eighth of an epoch must contain rows from all parts of the files.
     parts = epochs.reshape(16, -1).mean(axis=1) / EXAMPLES
     assert np.abs(parts - 0.5).max() < 0.12

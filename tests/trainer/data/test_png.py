@@ -1,4 +1,4 @@
-"""The fast PNG encoder writes the same pixels, and is used only where it is safe."""
+"""Tests that the fast PNG encoder keeps all pixels and is used only where it is safe."""
 
 import io
 
@@ -45,7 +45,7 @@ def test_an_image_that_is_no_copy_of_its_own():
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Count the calls of the fast encoder."""
+    """Return the images that the fast encoder was called with."""
     images = []
     encode = png.encode
     monkeypatch.setattr(png, "encode", lambda image: images.append(image) or encode(image))

@@ -1,4 +1,4 @@
-"""Datasets end to end: the key, the published directory, reuse, repair, MNIST, progress."""
+"""Tests datasets end to end: key, publication, reuse, repair, MNIST and progress."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.trainer.works import works
 
 @pytest.fixture
 def own_digits(digits, tmp_path):
-    """Return a copy of the prepared digits that a test may damage, and a function to repair it."""
+    """Return a copy of the digits that a test may damage, and a function to prepare it again."""
     root = tmp_path / "root"
     shutil.copytree(storage.local_path(digits.uri).parents[1], root)
     (published,) = (root / "datasets").iterdir()
@@ -87,7 +87,7 @@ def test_the_splits_are_disjoint_and_complete(digits, contents):
     source = np.round(load_digits().images * 255 / 16).astype(np.uint8)
     found = list(itertools.chain(*splits.values()))
     assert sorted(found) == sorted(image.tobytes() for image in source)
-    # All digits differ, so that an example in two splits is detected.
+    # All digits differ, so that an example in two splits would be noticed.
     assert len(set(found)) == 1797
 
 
@@ -346,7 +346,7 @@ def mnist(mnist_dir, tmp_path_factory):
 
 
 def official(folder, part):
-    """Read the images and labels from the files in their format (LeCun, Cortes, Burges)."""
+    """Read images and labels in the format of the official MNIST files (LeCun, Cortes, Burges)."""
     with gzip.open(folder / f"{part}-images-idx3-ubyte.gz") as file:
         images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28, 1)
     with gzip.open(folder / f"{part}-labels-idx1-ubyte.gz") as file:
@@ -355,7 +355,7 @@ def official(folder, part):
 
 
 def counted(images, labels):
-    """Count each pair of image and label; two people may have written the same image."""
+    """Count each pair of image and label, because two images may be equal."""
     return collections.Counter(
         (image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)
     )
@@ -462,7 +462,7 @@ def test_each_pass_over_a_table_counts_its_rows(tmp_path, name, write):
     config = DataConfig(source=str(tmp_path / name))
     with works() as (last, made):
         prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
-    # Progress counts bytes of the file, since the number of rows is not known in advance.
+    # Progress is measured in bytes, because the number of rows is not known in advance.
     reading = next(each for each in made if each._what == "reading the files")
     assert reading._sized == pytest.approx(reading._size, rel=0.01)
     assert (last["reading the files"].done, last["reading the files"].total) == (ROWS, 0)

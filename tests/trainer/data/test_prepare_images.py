@@ -1,4 +1,4 @@
-"""Prepared datasets with the original bytes of images and with examples of `data.map`."""
+"""Tests prepared datasets that keep the original bytes of images, also with `data.map`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SIZE = {"size": [4, 5]}
 
 
 class Photographs(builders.Small):
-    """Camera files of several sizes in a nested feature."""
+    """A dataset of camera images of several sizes in a nested feature."""
 
     keys = ("photo", "label")
     sizes = {"train": 12, "test": 4}  # noqa: RUF012
@@ -100,8 +100,6 @@ class Torn(Photographs):
 
 
 class PictureOfLabels(builders.Small):
-    """A dataset whose label is a mask."""
-
     keys = ("x", "mask")
 
     def features(self):
@@ -150,7 +148,7 @@ def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
 
 
 def builder_bytes(number):
-    # The class is used, since TFDS needs a folder for an instance of the builder.
+    # Call the method on the class, because an instance of a TFDS builder needs a folder.
     return Photographs.example(Photographs, number)["photo"]["picture"].getvalue()
 
 

@@ -1,4 +1,4 @@
-"""The key of a published dataset, which is computed without loading TensorFlow."""
+"""Tests the key of a published dataset, which is computed without importing TensorFlow."""
 
 import json
 import subprocess

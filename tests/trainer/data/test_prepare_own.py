@@ -1,4 +1,4 @@
-"""Builders of users: every kind of feature, unusual splits and unusual labels."""
+"""Tests users' builders: every kind of feature, unusual splits and unusual labels."""
 
 import itertools
 import json
@@ -25,7 +25,6 @@ READS_AGAIN = pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:Deprec
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Prepare all kinds of features once; tests may only read them."""
     folder = tmp_path_factory.mktemp("everything")
     config = DataConfig(dataset="tests.trainer.data.made_builders:Everything", shards=2)
     return prepare(config, storage.uri_of(folder / "root"), folder / "scratch")
@@ -44,7 +43,7 @@ def numbers_of(contents, dataset, split):
 
 
 def plain(value):
-    """Return the value as read from a stored record."""
+    """Return a value as it is read from a stored record."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, list) and isinstance(value[0], str):
@@ -156,7 +155,7 @@ def test_a_builder_without_training_split(prepared):
 
 
 def test_each_shard_has_some_of_everything(prepared):
-    # A builder whose order is preserved, such as one sorted by class.
+    # This builder's examples keep their order, which may be sorted by class.
     dataset = prepared("InOrder", shards=3, validation=0)
     spec = DatasetSpec.from_manifest(dataset.manifest)
     folder = storage.local_path(dataset.uri)
@@ -210,7 +209,7 @@ def test_a_version_that_can_no_longer_be_made(prepared):
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """Return a folder for the prepared data of TFDS."""
+    """Return the folder in which TFDS keeps prepared data."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "kept"))
     return tmp_path / "kept"
 

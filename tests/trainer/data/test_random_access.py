@@ -1,4 +1,4 @@
-"""Examples by index are in the order of the files in every storage mode."""
+"""Tests that examples by index are in the order of the files in every storage mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla.trainer.data.read import evaluation_batches
 
 @pytest.fixture
 def in_place(numbered, monkeypatch):
-    """Return the examples of a split in order, and the way in which the graph reads its files."""
+    """Return a function that gives a split's examples in order, and the random access to them."""
 
     def read(examples, *, in_memory, rows=4):
         spec, files = numbered(examples, rows=rows)

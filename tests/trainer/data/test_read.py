@@ -1,4 +1,4 @@
-"""Batches of records: shuffled, staged, by the roles of features."""
+"""Tests batches of records: shuffled, staged and divided into inputs and labels."""
 
 import itertools
 import shutil
@@ -22,7 +22,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
 
-# The modes: whole split in memory; streamed through a small buffer.
+# Shuffle buffer by mode: the whole split in memory, or streamed through a small buffer.
 BUFFERS = {"memory": None, "stream": 7}
 
 
@@ -36,20 +36,19 @@ def train(spec, files, *, batch_size=4, seed=0, buffer=None):
 
 
 def numbers(batches, count):
-    """Return the numbers of the first `count` examples."""
     taken = itertools.chain.from_iterable(
         values.numpy().tolist() for values, _ in batches.take(-(-count // 4))
     )
     return list(itertools.islice(taken, count))
 
 
-# A buffer of one shuffles nothing.
+# A buffer of one example does not shuffle.
 @pytest.mark.parametrize("buffer", [None, 7, 1])
 @pytest.mark.parametrize("examples", [23, 3])
 def test_every_epoch_has_each_example_once(numbered, buffer, examples):
     spec, files = numbered(examples)
     found = numbers(train(spec, files, buffer=buffer), 5 * examples)
-    # 23 is not a multiple of the batch size: no example is skipped between epochs.
+    # 23 is not a multiple of the batch size, so batches span two epochs.
     epochs = [found[start : start + examples] for start in range(0, 5 * examples, examples)]
     assert [sorted(each) for each in epochs] == [[*range(examples)]] * 5
     if examples > 3 and buffer != 1:
@@ -59,7 +58,7 @@ def test_every_epoch_has_each_example_once(numbered, buffer, examples):
 def test_batches_are_full(numbered, buffer):
     spec, files = numbered(10)
     batches = train(spec, files, buffer=buffer)
-    # The graph knows the batch size.
+    # The batch size must also be known when the graph is built.
     for values, label in [batches.element_spec, *batches.take(7)]:
         assert values.shape == label.shape == (4,)
 
@@ -80,7 +79,7 @@ def test_it_never_ends(numbered, buffer):
 
 def test_the_seed_gives_the_order(numbered, buffer):
     spec, files = numbered(60)
-    # These are the least and the greatest of the configuration.
+    # The smallest and the largest seed that the configuration allows.
     first, same, other = (
         numbers(train(spec, files, seed=seed, buffer=buffer), 150) for seed in (0, 0, 2**31 - 1)
     )
@@ -94,7 +93,7 @@ def test_the_seed_gives_the_order(numbered, buffer):
 def test_the_order_in_memory_goes_on_where_it_was(numbered, taken):
     spec, files = numbered(23)
     resumed = numbers(training_batches(spec, files, batch_size=4, seed=3, taken=taken), 46)
-    # Epochs are numbered, so earlier ones need not be read.
+    # The order depends on the epoch's number, so earlier epochs need not be read.
     epochs = [
         numbers(training_batches(spec, files, batch_size=4, seed=3, taken=epoch * 23), 23)
         for epoch in range(taken // 23, taken // 23 + 4)
@@ -134,7 +133,7 @@ def test_an_example_stays_together(numbered, buffer):
 def test_one_input_is_a_tensor(numbered, buffer):
     spec, files = numbered(12)
     values, label = train(replace(spec, inputs=("image",)), files, buffer=buffer).element_spec
-    # Bytes go to the model unchanged: this is a quarter of the data, and the model scales it.
+    # The model scales the bytes itself, which avoids four times as much data in float32.
     assert values == tf.TensorSpec((4, 2, 2), tf.uint8)
     assert label == tf.TensorSpec((4,), tf.int64)
 
@@ -175,13 +174,13 @@ def test_a_pattern_that_finds_nothing(numbered, buffer, tmp_path):
 
 def test_a_part_of_the_shards(numbered, buffer):
     spec, files = numbered(12, shards=3)
-    # The spec describes the whole split, of which a worker reads a part.
+    # The spec describes the whole split, of which this worker reads only one shard.
     found = numbers(train(spec, files[1:2], buffer=buffer), 12)
     assert sorted(found) == sorted([4, 5, 6, 7] * 3)
 
 
 def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
-    """The graph does not call Python code of this project."""
+    """The graph must not call Python code, and must find its files when it runs."""
     spec, files = numbered(12)
     monkeypatch.chdir(files[0].parents[1])
 
@@ -194,14 +193,13 @@ def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
     kinds = {node.op for node in nodes}
     assert not {kind for kind in kinds if "PyFunc" in kind}
     assert kinds & {"MatchingFilesDataset", "ListFilesDataset", "MatchingFiles"}
-    # No operation searches for files while the graph is built.
     values, _ = first()
     assert values.shape == (4,)
 
 
 def test_how_much_is_held_follows_the_size_of_an_example(numbered, monkeypatch):
     spec, _ = numbered(100)
-    # One int64 feature is an input, and another one is a label.
+    # An example has one int64 input and one int64 label, 16 bytes in all.
     monkeypatch.setattr(read, "SHUFFLE_BYTES", 16 * 99)
     assert read._fitting(spec) == 99
     assert read._fitting(replace(spec, inputs=("image",))) == 16 * 99 // 12
@@ -271,7 +269,7 @@ def test_a_damaged_record_is_an_error(numbered):
 
 @pytest.mark.parametrize("of_graph", [0, 5])
 def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
-    """With a seed of 0, a graph compared the tensor with 0 and failed."""
+    """Regression test: with a graph seed of 0, the tensor was compared with 0 and failed."""
     spec, files = numbered(30)
 
     @tf.function
@@ -286,7 +284,7 @@ def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
 
 @pytest.fixture
 def batches(prepared):
-    """Return all training examples of a builder as one batch, read in both ways."""
+    """Return a function that reads a builder's training examples as one batch, in both ways."""
 
     def read(name, **section):
         dataset = prepared(name, validation=0, **section)
@@ -295,7 +293,7 @@ def batches(prepared):
         files = [folder / each for each in spec.files("train")]
         trained = training_batches(spec, files, batch_size=40, seed=0)
         evaluated = evaluation_batches(spec, files, batch_size=40)
-        # With drop_remainder the size of a batch is known.
+        # The shapes must be equal except for the batch size, which only training fixes.
         known = tf.nest.map_structure(lambda each: each.shape[1:], trained.element_spec)
         assert known == tf.nest.map_structure(lambda each: each.shape[1:], evaluated.element_spec)
         return [next(iter(each.as_numpy_iterator())) for each in (trained, evaluated)]
@@ -419,7 +417,7 @@ def test_a_damaged_source_is_refused(digits, tmp_path):
     uri = storage.uri_of(copy)
     with pytest.raises(storage.Corrupt, match="train-00002-of-00008"):
         stage_shards(uri, tmp_path / "shards", "train", 2, 4)
-    # Readers of other shards are not affected.
+    # A worker that reads only other shards is not affected.
     assert stage_shards(uri, tmp_path / "shards", "train", 1, 4)
 
 

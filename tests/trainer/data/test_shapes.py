@@ -1,4 +1,4 @@
-"""One shape for examples of several shapes: configured, rejected, padded and cropped."""
+"""Tests examples of varying shape: a configured shape, padding, cropping and rejection."""
 
 import logging
 
@@ -14,7 +14,7 @@ from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 
-# The shapes of all features of `Ragged`; a set of tags becomes one bool per class.
+# Shapes of all features of `Ragged`; a set of tags becomes one bool per class.
 SHAPES = {
     "picture": (4, 2, 3),
     "mask": (4, 2, 1),
@@ -158,7 +158,7 @@ def test_a_sequence_of_labels_can_hold_what_is_no_label(dtype, stored, tmp_path)
 
 @pytest.mark.slow
 def test_of_every_kind_it_is_what_is_expected(prepared, contents):
-    """All records of a dataset equal what NumPy computes from its examples."""
+    """Every stored record equals what NumPy computes from the example."""
     section = {"shapes": SHAPES, "label": ("kinds", "tags"), "validation": 0}
     values = contents(prepared("Ragged", **section), "train")
     order = values["sound"].argsort(axis=0)[:, 0]
@@ -169,7 +169,7 @@ def test_of_every_kind_it_is_what_is_expected(prepared, contents):
         assert found == sorted(each[name] for each in expected), name
     assert values["picture"].shape == (40, 4, 2, 3)
     assert values["picture"].dtype == np.uint8
-    # Resizing a mask creates no new value.
+    # Resizing a mask must not create new values.
     assert set(np.unique(values["mask"])) == {0, 1, 2}
 
 

@@ -1,4 +1,4 @@
-"""Splits are disjoint, complete, balanced, and the same for the same seed."""
+"""Tests that splits are disjoint, complete, balanced and reproducible from the seed."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,7 @@ def test_the_draw_is_spread_over_the_source():
 
 
 def test_the_draw_never_changes():
-    # The same configuration must produce the same data with every version of the libraries.
+    # The same seed must select the same examples with every version of the libraries.
     chosen = drawn({"train": 20, "test": 5}, validation=4, seed=7)["train"]
     assert np.flatnonzero(chosen == VALIDATION).tolist() == [1, 2, 5, 17]
 
@@ -168,6 +168,6 @@ def test_every_example_goes_to_one_place(train, test, validation, shards, seed):
     assert sum(counts.values()) == train + test
     assert counts["train"] >= shards
     assert counts["test"] == test or (not test and counts["test"] == counts["validation"])
-    # No shard may be empty, since its reader would wait forever.
+    # No shard may be empty, because its reader would wait forever.
     assert all(1 <= written[name] <= counts[name] for name in written)
     assert set(written) == {name for name in counts if counts[name]}

@@ -1,4 +1,4 @@
-"""The targets in the manifest agree with NumPy; values that cannot be trained on are rejected."""
+"""Tests that target statistics equal NumPy's and that values unfit for training are rejected."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def test_moments_are_those_of_all_training_examples():
 
 
 def test_a_large_mean_hides_no_deviation():
-    """The values are seconds since 1970; their squares leave no digits for a deviation of one."""
+    """The values are seconds since 1970, whose squares are too large to show a deviation of one."""
     values = 1.7e9 + np.random.default_rng(0).normal(0, 1, 5000)
     found = target("float64")
     for part in np.array_split(values, 5):

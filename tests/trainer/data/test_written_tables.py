@@ -1,4 +1,4 @@
-"""Random tables that four programs write are read as they were written."""
+"""Tests that random tables in the styles of four programs are read as they were written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.data.files.sources import opened
 
 Column = tuple[str, list[Any]]
 Table = dict[str, Column]
-# The bytes by file name, and the keys of `data` that the table needs.
+# Bytes of each file, and the keys of the `data` section that the table needs.
 Written = tuple[dict[str, bytes], dict[str, Any]]
 
 TEXTS = (
@@ -65,7 +65,7 @@ def lines(columns: Table, cell: Callable[[str, Any], str]) -> list[list[str]]:
 
 
 def as_pandas(columns: Table, chance: random.Random) -> Written:
-    """DataFrame.to_csv: mostly with an index that has no name, True and False."""
+    """Write as DataFrame.to_csv does: usually with an unnamed index, and with True and False."""
     mark, delimiter = chance.choice(["", "NaN"]), chance.choice([",", ";", "\t"])
 
     def cell(kind: str, given: Any) -> str:
@@ -83,7 +83,7 @@ def as_pandas(columns: Table, chance: random.Random) -> Written:
 
 
 def as_r(columns: Table, chance: random.Random) -> Written:
-    """write.csv and write.csv2: texts and names of rows in quotes, NA, 15 digits, TRUE."""
+    """Write as write.csv and write.csv2 do: quoted text and row names, NA, TRUE, 15 digits."""
     comma = chance.random() < 0.3
     delimiter = ";" if comma else ","
 
@@ -111,7 +111,7 @@ def as_r(columns: Table, chance: random.Random) -> Written:
 
 
 def as_excel(columns: Table, chance: random.Random) -> Written:
-    """CSV UTF-8 of Excel: BOM, CRLF, sep=, rows of empty cells at the end, errors of formulas."""
+    """Write as Excel's CSV UTF-8: a BOM, CRLF, `sep=`, trailing empty rows, formula errors."""
     comma = chance.random() < 0.4
     delimiter = ";" if comma else ","
 
@@ -137,7 +137,7 @@ def as_excel(columns: Table, chance: random.Random) -> Written:
 
 
 def as_spark(columns: Table, chance: random.Random) -> Written:
-    """DataFrame.write.csv: parts, a backslash before quotes in quotes, times with a zone."""
+    """Write as Spark's DataFrame.write.csv: part files, escaped quotes, times with a time zone."""
 
     def cell(kind: str, given: Any) -> str:
         if given is None:
@@ -187,7 +187,7 @@ def same(expected: Sequence[Any], found: Any) -> bool:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("write", [as_pandas, as_r, as_excel, as_spark])
 def test_values_are_those_that_were_written(write: Any, seed: int, tmp_path: Path) -> None:
-    # Spark's backslashes outside quotes are refused.
+    # Unquoted backslashes, as Spark writes them, are rejected.
     texts = [each for each in TEXTS if write is not as_spark or "\\" not in each]
     columns = table(random.Random(seed), texts)
     files, keys = write(columns, random.Random(seed))

@@ -1,6 +1,6 @@
-"""Thirty kinds of errors in delivered data, each with the rules that detect it.
+"""Thirty kinds of errors in data, each with the rules that detect it.
 
-A skew takes a generator and the splits of a clean dataset, and returns the skewed splits.
+A skew takes a random generator and the splits of a clean dataset, and returns changed splits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SHARES = np.array([0.3, 0.25, 0.2, 0.15, 0.07, 0.03])
 
 
 def table(rng, size, width=5):
-    """Return clean rows: two categories, numbers of several shapes, a label of two classes."""
+    """Return clean rows: two categorical features, several numeric ones, and a binary label."""
     common = rng.normal(size=size)
     columns = {
         "city": rng.choice(CITIES, size, p=SHARES),
@@ -23,7 +23,7 @@ def table(rng, size, width=5):
     }
     columns["income"][rng.random(size) < 0.02] = np.nan
     for place in range(width - len(columns)):
-        # Columns of one delivery depend on each other.
+        # A common factor correlates these columns.
         columns[f"x{place}"] = 0.5 * common + rng.normal(size=size)
     rise = (columns["height"] - 170) / 9 + 0.05 * (columns["age"] - 45) + common * (width > 5)
     rise += np.where(columns["city"] == "Bonn", 1.0, 0.0) - 0.6
@@ -32,7 +32,7 @@ def table(rng, size, width=5):
 
 
 def _on(name, change):
-    """Return a skew that changes a column in every split."""
+    """Return a skew that changes one column in every split."""
 
     def skew(rng, splits):
         for columns in splits.values():
@@ -84,7 +84,7 @@ def _fewer_yes(share):
 
 
 def _copied(into, source, share):
-    """Return a skew that replaces a share of a split by examples of `source`."""
+    """Return a skew that replaces a share of one split with examples of another."""
 
     def skew(rng, splits):
         target, origin = splits[into], splits[source]

@@ -1,4 +1,4 @@
-"""Datasets of arrays, and their statistics."""
+"""Builds dataset profiles from arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ CLASSES = ("no", "yes")
 
 
 def question(dataset, champion=None, gate=None, **config):
-    """Return the `Question` for a dataset and the champion's dataset."""
     return Question(
         dataset=dataset,
         champion=champion,
@@ -27,12 +26,12 @@ def question(dataset, champion=None, gate=None, **config):
 
 
 def rules_of(dataset, champion=None, **config):
-    """Return the rules that have findings."""
+    """Return the names of the rules with findings."""
     return {each.rule for each in find_all(question(dataset, champion, **config))}
 
 
 def split_of(columns):
-    """Split the rows into train, validation and test, in this order."""
+    """Divide the rows into train, validation and test, in this order."""
     size = len(columns["label"])
     ends = np.cumsum([round(share * size) for _, share in SHARES])[:-1]
     parts = {name: np.split(np.asarray(column), ends) for name, column in columns.items()}
@@ -43,7 +42,7 @@ def split_of(columns):
 
 
 def profile(splits, label="label", classes=CLASSES):
-    """Return the profile of columns by split."""
+    """Return the profile of a dataset with these columns by split."""
     train = splits["train"]
     inputs = tuple(name for name in train if name != label)
     specs = {

@@ -1,4 +1,4 @@
-"""The schema file: which datasets it rejects, and which schema files are invalid."""
+"""Tests which datasets a schema file rejects, and which schema files are invalid."""
 
 import numpy as np
 import pytest

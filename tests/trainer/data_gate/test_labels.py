@@ -1,4 +1,4 @@
-"""Label rules ignore a class that is missing by chance and an association that is weaker."""
+"""Tests that label rules ignore classes missing by chance and associations that only weaken."""
 
 from dataclasses import replace
 
@@ -86,5 +86,5 @@ def test_it_is_gone_where_little_is_left_of_it():
     assert gone(0.02, 0.6)
     assert not gone(0.5, 0.6)
     assert not gone(0.0, 0.1)
-    # Such a small number of rows is not evidence.
+    # With so few rows, the difference may be chance.
     assert not gone(0.1, 0.3, size=100)

@@ -1,4 +1,4 @@
-"""An input that determines the label is reported; an informative input is not."""
+"""Tests that an input that determines the label is reported and an informative one is not."""
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ LEAKS = {
 @pytest.mark.parametrize("rows", [250, 4000])
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_feature_that_decides_a_class_is_named(name, rows):
-    # In such a small class, one example is no evidence, but one wrong example is a contradiction.
+    # With 250 rows, these two leaks cannot be detected with certainty.
     if rows > 250 or name not in ("rare", "with few errors"):
         (said,) = found(with_label(LEAKS[name], rows=rows))
         assert said.feature == "days"

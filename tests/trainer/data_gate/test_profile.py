@@ -1,4 +1,4 @@
-"""The profile of a published dataset equals its statistics."""
+"""Tests that the profile of a published dataset equals its statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The differences that rules of structure, values, examples and drift report or ignore."""
+"""Tests which differences the rules of structure, values, examples and drift report."""
 
 from dataclasses import replace
 
@@ -162,7 +162,7 @@ def test_a_share_is_compared_by_the_exact_test():
 
 
 def ordinary(seed):
-    """Return a table without errors: columns of many kinds that are independent of the label."""
+    """Return a table without errors, with columns of many kinds independent of the label."""
     rng = np.random.default_rng(seed)
     size = int(rng.choice([150, 400, 1500]))
     kinds = [

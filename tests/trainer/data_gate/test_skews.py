@@ -1,4 +1,4 @@
-"""Planted skews are reported; clean resamples are not."""
+"""Tests that planted skews are reported and clean resamples are not."""
 
 import sys
 from collections import Counter
@@ -29,13 +29,13 @@ def test_a_skew_is_named(name):
     assert named(skew, 3000, width) & rules
 
 
-# The number of rows, of features other than the label, and of resamples.
+# Numbers of rows, of features without the label, and of resamples.
 RESAMPLES = ((200, 5, 60), (200, 100, 40), (3000, 8, 60), (3000, 100, 20), (50_000, 8, 5))
 IMAGES = 30
 
 
 def images(seed, size=400):
-    """Return pictures of two classes; the pictures of the second class are brighter."""
+    """Return images of two classes, of which the second is brighter."""
     rng = np.random.default_rng(seed)
     label = (rng.random(size) < 0.5).astype(int)
     pictures = rng.integers(0, 200, (size, 6, 6), dtype=np.uint8)
@@ -53,7 +53,7 @@ def alarms(make, count):
 
 
 def write_table(record_property, rows):
-    """Write the table to the report of the tests, and print it with `pytest -s`."""
+    """Add the table to the test report, and print it with `pytest -s`."""
     for row in rows:
         record_property(str(row[0]), str(row[1:]))
         sys.stdout.write(f"{row}\n")

@@ -1,4 +1,4 @@
-"""The configuration decides between refusal and warning; the page escapes all text."""
+"""Tests that the configuration selects failure or warning, and that the page escapes text."""
 
 import json
 
@@ -23,7 +23,7 @@ def clean(seed=0, size=1000):
 def test_every_rule_is_one_of_the_configuration():
     said = {rule for _, rules in SKEWS.values() for rule in rules}
     assert said <= set(RULES)
-    # The schema rule is the only rule that needs a file.
+    # No skew triggers these two rules, which have their own tests.
     assert set(RULES) - said == {"schema", "new_class"}
 
 
@@ -123,7 +123,7 @@ def test_histograms_stand_next_to_those_of_the_champion():
 
 
 def labelled(columns):
-    """Return the columns with a label."""
+    """Return the columns with a constant label."""
     return {**columns, "label": np.zeros(len(next(iter(columns.values()))), int)}
 
 

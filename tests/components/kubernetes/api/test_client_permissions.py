@@ -1,4 +1,4 @@
-"""deploy/base/rbac.yaml allows exactly the requests that are sent to the API."""
+"""Tests that deploy/base/rbac.yaml allows exactly the API requests that Flotilla sends."""
 
 import re
 
@@ -13,13 +13,12 @@ from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
 
-# Requests that every user may make about their identity and permissions.
+# Every authenticated user may send these requests, which ask about their own permissions.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
 GET_LEASE = re.compile(r"GET .*/leases/")
 
 
 def permission(request):
-    """Return the verb and the resource of a request, as Kubernetes authorizes it."""
     method, _, address = request.partition(" ")
     found = PATH.fullmatch(address.partition("?")[0])
     assert found, request
@@ -38,7 +37,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
-    # These requests belong to a heartbeat.
+    # Wait for the first requests of the heartbeat.
     kube.store.wait(lambda: any(GET_LEASE.match(each) for each in kube.server.requests))
     worker = kube.finish("worker-0", 137)["metadata"]["uid"]
     kube.pod("worker-0", but=worker)
@@ -52,7 +51,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     delete_jobs(engines.engine(engine), Config().cluster.kubernetes, "run-1")
     asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
     granted = {(each.verb, each.resource) for each in required_rules(LAUNCHER, kind)}
-    # The request of a stop is a patch of the job, or of its lease.
+    # A stop is requested by patching the job or its lease.
     assert asked | {("patch", kind.resource.plural)} == granted
 
 

@@ -1,4 +1,4 @@
-"""A launcher without a required permission reports this at once and leaves no job."""
+"""Tests that a launcher without a required permission fails at once and leaves no job."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The first process of a pod: the task it starts, the signals it forwards, how it ends orphans."""
+"""Tests that the guard, a pod's first process, starts the task, forwards signals, ends orphans."""
 
 import json
 import os
@@ -45,7 +45,6 @@ def tf_config(role):
 
 
 def configuration(**cluster):
-    """Return the variable that contains a configuration with these cluster settings."""
     return {"FLOTILLA_CONFIG": json.dumps({"cluster": cluster})}
 
 
@@ -80,7 +79,7 @@ def exit_code_of(process):
     [
         ("chief", {"max_restarts": 1}, 137, 2),
         ("chief", {"kubernetes": {"pod": {"restart_policy": "Never"}}}, 137, 1),
-        # Training does not depend on it.
+        # Training does not depend on the evaluator, so its restarts are not limited.
         ("evaluator", {"max_restarts": 0}, 0, 3),
     ],
 )
@@ -191,7 +190,7 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-# The signal arrives just after the task has started.
+# Send the signal immediately after the task has started.
 ASKED_AT_ONCE = """
 import os, signal, subprocess, sys
 from flotilla.components.kubernetes.pods import guard, task_process
@@ -223,10 +222,10 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
     connection = ShutdownConnection("127.0.0.1", port)
     waited = threading.Thread(target=connection.wait, args=(60, 60))
     waited.start()
-    # The leader has not ended yet.
+    # The leader has announced its shutdown, but its process has not exited yet.
     waited.join(0.2)
     assert waited.is_alive()
-    # The end of the leader's process has the same effect.
+    # When the leader's process exits, its connections are closed, as here.
     for accepted in server._connections:
         accepted.close()
     waited.join(60)
@@ -235,7 +234,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
 
 @pytest.fixture
 def watched(kube, port):
-    """The variables of the leading pod of a job with a heartbeat."""
+    """Return the environment variables of the leading pod of a job with a heartbeat."""
     job = {"metadata": {"name": "job"}, "spec": {"runPolicy": {}, "tfReplicaSpecs": {}}}
     uid = kube.store.create("tfjobs", NAMESPACE, job)["metadata"]["uid"]
     owner = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "name": "job", "uid": uid}
@@ -251,7 +250,7 @@ def watched(kube, port):
 
 
 def limit(seconds):
-    """Return the variable that names the limit of the heartbeat."""
+    """Return the variable that sets the heartbeat's limit, in seconds."""
     kind = ["tfjobs", "kubeflow.org", "v1"]
     place = {"namespace": NAMESPACE, "job": "job", "kind": kind, "seconds": str(seconds)}
     return {"FLOTILLA_LAUNCHER": json.dumps(place)}
@@ -268,7 +267,7 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
     if not allowed:
         kube.faults.add("DELETE", 403)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        # After exit code 1 the operator does not restart the leader, and the job fails.
+        # The operator does not restart a task that exits with code 1, so the job fails.
         assert exit_code_of(process) == 1
     message = termination.read(tmp_path)
     assert message == "no heartbeat of the launcher for 1 s; interrupted at global step 7"
@@ -278,7 +277,7 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
 def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, tmp_path):
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         kube.store.wait(lambda: len(kube.server.requests) >= 3)
-        # More than one limit long, with few reads of each: a machine may be slow to read it.
+        # Renew the heartbeat for longer than its limit, but with few reads, which may be slow.
         for number in range(2, 18):
             renewed = {"spec": {"renewTime": str(number)}}
             kube.store.patch("leases", NAMESPACE, "job", renewed)
@@ -295,7 +294,7 @@ def test_a_stop_ends_the_task_with_a_checkpoint_and_then_the_job(kube, watched, 
     with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
         ask_to_stop(kube)
         out, _ = process.communicate(timeout=300)
-    # The operator would restart the task for codes from 128 on.
+    # The operator would restart the task if the code were 128 or higher.
     assert process.returncode == 1
     assert names.STOPPING in out
     assert termination.read(tmp_path) == "interrupted at global step 7"
@@ -354,7 +353,7 @@ def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(kube, wa
 def test_without_a_lease_training_goes_on(kube, watched, tmp_path):
     kube.store.delete("tfjobs", NAMESPACE, "job")
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        # The wait is three limits long.
+        # Wait for about three heartbeat limits.
         reads = "GET /apis/coordination.k8s.io/v1/namespaces/models/leases/job"
         kube.store.wait(lambda: kube.server.requests.count(reads) >= 30)
         assert process.poll() is None

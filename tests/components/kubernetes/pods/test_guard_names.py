@@ -1,4 +1,4 @@
-"""The guard reports the names of other tasks that do not resolve, and only these."""
+"""Tests that the guard reports exactly the names of other tasks that do not resolve."""
 
 import pytest
 
@@ -13,7 +13,7 @@ CLUSTER = Cluster(
 
 
 class Resolver:
-    """A resolver that knows these names; `at` is the time of its clock in seconds."""
+    """A resolver that knows only the given names; `at` is the current time in seconds."""
 
     def __init__(self, *known: str) -> None:
         self.known, self.asked, self.at = set(known), [], 0.0
@@ -44,7 +44,7 @@ def test_names_that_never_resolve_are_said_once_by_name(resolver, peers, caplog)
     for _ in range(3):
         assert peers.look()
     assert caplog.messages == [f"{names.UNRESOLVED}a-ps-0-0.a, a-ps-1-0.a"]
-    # Names that resolved are not queried again.
+    # A name that has resolved is not looked up again.
     assert resolver.asked.count("a-chief-0-0.a") == 1
 
 

@@ -1,4 +1,4 @@
-"""Tests which pod was deleted, why, and which of several was deleted first."""
+"""Tests which pod was lost, why, and which of several pods was lost first."""
 
 import pytest
 
@@ -9,7 +9,7 @@ TEN, ELEVEN = "2026-01-01T00:00:10Z", "2026-01-01T00:00:11Z"
 
 
 def pod(index=0, version=1, code=None, finished=TEN, **more):
-    """Return a pod of a worker, deleted at `deleted` with no grace."""
+    """Return the pod of a worker, deleted at `deleted` without a grace period."""
     labels = {**NAMES, "training.kubeflow.org/replica-index": str(index)}
     metadata = {"name": f"job-worker-{index}", "uid": f"u{index}", "labels": labels}
     metadata["resourceVersion"] = str(version)
@@ -43,9 +43,9 @@ def test_the_request_came_before_the_grace_period_whose_end_is_the_time_stamp():
     ("losses", "expected"),
     [
         ([pod(0, deleted=ELEVEN), pod(1, deleted=TEN)], "worker-1"),
-        # Pods of a failed job are deleted without a reason.
+        # Pods that are deleted because the job failed have no reason.
         ([pod(0, deleted=TEN), pod(1, deleted=ELEVEN, reasons=["X"])], "worker-1"),
-        # Within a second, the versions give the order.
+        # Deletion times have a resolution of one second; resource versions break the tie.
         ([pod(0, 9, deleted=TEN), pod(1, 8, deleted=TEN)], "worker-1"),
     ],
 )

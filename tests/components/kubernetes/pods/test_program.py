@@ -1,4 +1,4 @@
-"""The pods of a user's program: its container, the agent next to it, and what they are told."""
+"""Tests the pods of a user's program: its container, the agent's container, and their variables."""
 
 import json
 
@@ -20,7 +20,7 @@ from tests.kubernetes.containers import expanded
 
 ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
 WORDS = ["python", "/var/tf_mnist/mnist_test.py", "--epochs=$(N)"]
-# A TFJob of a program as its authors write it, here by a configuration.
+# A configuration equal to a TFJob that the authors of a program wrote by hand.
 SEED = """
 name: mnist
 program:
@@ -70,7 +70,7 @@ def test_the_manifest_is_the_tfjob_of_its_authors(python):
         assert container["image"] == "registry.example.com/tf-dist-mnist-test:1.0"
         assert container["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
         words = ["python", "/var/tf_mnist/mnist_test.py"]
-        # With a Python in the image the guard starts the same words.
+        # If the image contains Python, the guard starts the same command.
         assert container["args" if python else "command"] == words
         assert bool(python) == (container["command"][:2] == [python, "/flotilla/exchange/guard.py"])
 
@@ -107,7 +107,7 @@ def test_a_pod_of_a_program_is_admitted_by_restricted_pod_security(engine):
         assert not refusal(pod, {ENFORCE: "restricted"})
         every = [*spec["initContainers"], *spec["containers"]]
         assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in every)
-    # Without a user of the pod, each container has that of its image.
+    # If the pod sets no user, each container runs as the user of its image.
     user = {"runAsUser": 1001, "fsGroup": 1001}
     spec = made(engine, kubernetes={"pod": {"security_context": user}})["worker"]
     assert spec["securityContext"].items() >= user.items()
@@ -149,7 +149,7 @@ def test_without_python_the_program_is_the_command_itself(engine):
     assert servers.startswith("--ps=digits-")
     assert servers.endswith(":2222")
     assert given["N"] == "2"
-    # The operator gives TF_CONFIG to this container.
+    # For a TFJob, the training operator itself sets TF_CONFIG in this container.
     assert ("TF_CONFIG" in given) == isinstance(engine, JobSets)
 
 

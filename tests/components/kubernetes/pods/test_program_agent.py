@@ -1,4 +1,4 @@
-"""The sidecar of a program: what it does when a container, a job or the pod has to end."""
+"""Tests what the agent next to a user's program does when a container, job or pod must end."""
 
 import json
 import subprocess
@@ -66,7 +66,7 @@ def test_a_job_that_is_asked_to_end_fails_so_that_no_pod_comes_again(agent):
     reaction.agent = agent
     reaction.end_job("no heartbeat")
     agent.stop.assert_called_once_with("no heartbeat", code=FAILED)
-    # It has the job to delete after the container of the program has ended.
+    # The agent must delete the job after the program's container has ended.
     assert reaction.ends_job
 
 

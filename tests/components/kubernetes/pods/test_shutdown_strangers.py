@@ -1,4 +1,4 @@
-"""The shutdown port under attack: it limits foreign connections and keeps its own."""
+"""Tests that the shutdown port limits unknown clients and keeps the connections of its servers."""
 
 import socket
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ def leader():
     port = free_port()
     server = ShutdownServer(SERVERS, port)
     yield port, server
-    # Its thread waits for connections as long as the process lives.
+    # The server's thread accepts connections for as long as the process runs.
     for connection in list(server._connections):
         connection.close()
 
@@ -43,7 +43,7 @@ def test_a_stranger_has_few_connections_and_takes_none_from_a_server(leader, con
     _, server = leader
     servers = [connect(f"127.0.0.{10 + index}") for index in range(SERVERS)]
     strangers = [connect("127.0.0.99") for _ in range(5 * LIMIT)]
-    # Each new connection of a stranger replaces its oldest one.
+    # Each new connection from an unknown client replaces that client's oldest connection.
     assert all(map(is_closed, strangers[: -(LIMIT - SERVERS)]))
     late = connect("127.0.0.12")
     assert is_closed(strangers[-(LIMIT - SERVERS)])

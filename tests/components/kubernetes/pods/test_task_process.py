@@ -1,4 +1,4 @@
-"""The attempts of a task in its pod: which exit is final, and what remains for the next attempt."""
+"""Tests the attempts of a task in its pod: which exits are final, and what the next one finds."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from tests.components.kubernetes.attempts import ROOT
 
-# A guard that only runs the process of its task, with pauses for tests.
+# A guard that only runs its task's process; pauses are shortened for tests.
 GUARD = """
 import os, signal, sys, threading
 from flotilla.components.kubernetes.pods import task_process
@@ -43,7 +43,7 @@ SERVES = f"{COUNTS}print('ready', flush=True); signal.pause()"
 
 @contextmanager
 def guarded(folder, code, *, pause=0.001, short=60.0, also=""):
-    """Run a guard of a task; its standard output has the lines of both."""
+    """Run a guard with a task; its standard output contains the lines of both."""
     program = GUARD.replace("{also}", also)
     process = subprocess.Popen(
         [sys.executable, "-c", program, str(pause), str(short), code],
@@ -61,7 +61,6 @@ def guarded(folder, code, *, pause=0.001, short=60.0, also=""):
 
 
 def ended(process):
-    """Return the exit code of a guard and the events in its log."""
     out, _ = process.communicate(timeout=300)
     return process.returncode, list(filter(None, map(events.parse, out.splitlines())))
 
@@ -97,7 +96,7 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
         return [rule.next_attempt(137, seconds).pause for _ in range(count)]
 
     assert pauses(6, 0.0) == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    # The time between two starts is measured.
+    # The pause is shortened by the time that the task has already run.
     assert pauses(1, 7.0) == [3.0]
     assert pauses(1, 59.0) == [1.0]
     assert pauses(2, 60.0) == [1.0, 1.0]
@@ -108,11 +107,11 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
 def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_minutes():
     rule = RestartRule(1)
     assert rule.next_attempt(138, 1000.0).is_counted
-    # The pauses are 1 s long.
+    # Each of these attempts takes 20 s, and each pause 1 s.
     settling = [rule.next_attempt(138, 20.0) for _ in range(6)]
     assert settling == [NextAttempt(1.0, False)] * 5 + [None]
     assert rule.restarts == 1
-    # The cluster was complete in between.
+    # After an attempt of 60 s, the two minutes begin again.
     assert rule.next_attempt(137, 60.0) is None
     assert rule.next_attempt(138, 59.0) == NextAttempt(1.0, False)
     assert rule.next_attempt(137, 1.0) is None
@@ -129,7 +128,7 @@ def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_mi
 def test_each_restart_is_an_event_and_past_the_limit_the_code_is_that_of_the_task(
     tmp_path, end, code, cause
 ):
-    # No attempt is short, so a lost cluster also counts.
+    # With `short=0`, no attempt is short, so a lost cluster (exit code 138) counts as a restart.
     with guarded(tmp_path, f"{COUNTS}{end}", short=0.0) as process:
         assert ended(process) == (code, [restart(code, cause, 1), restart(code, cause, 2)])
     assert starts(tmp_path) == 3
@@ -171,7 +170,7 @@ def test_a_task_that_is_asked_to_end_does_not_begin_again(tmp_path, number):
     assert starts(tmp_path) == 1
 
 
-# SIGUSR1 stands for the SIGTERM of a server whose leader has not ended.
+# SIGUSR1 replaces the SIGTERM that a server receives before its leader has ended.
 ACKNOWLEDGES = (
     "signal.signal(signal.SIGUSR1, lambda *_: (process.begin_no_more(), print('signalled', "
     "flush=True)))\nprint('handles', flush=True)"
@@ -192,7 +191,7 @@ def test_the_termination_message_of_the_attempt_before_is_removed(tmp_path):
 
 @pytest.mark.cluster
 def test_no_child_of_an_attempt_is_left_when_the_next_one_begins(tmp_path, port):
-    # The process would hold the port; it does not end itself, and its parent has ended.
+    # This child keeps the port open, ignores SIGTERM, and outlives its parent.
     child = (
         "import signal, socket, sys, os; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"server = socket.create_server(('127.0.0.1', {port})); os.write(1, b'bound')\n"
@@ -225,7 +224,7 @@ def test_orphans_of_the_task_are_reaped_while_it_runs(tmp_path):
 
 @pytest.mark.cluster
 def test_a_child_of_the_guard_itself_is_left_to_the_thread_that_waits_for_it(tmp_path):
-    # An example is a program that the API client runs for its credentials.
+    # For example, the API client may run a program to obtain credentials.
     also = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(7)'])\n"
@@ -260,5 +259,5 @@ def test_a_task_does_not_outlive_a_guard_that_is_killed(tmp_path):
     with guarded(tmp_path, code) as process:
         line_of(process, "ready")
         process.kill()
-        # The task has the other end of the pipe.
+        # The read returns only after the task, which holds the other end of the pipe, has exited.
         assert process.stdout.read() == ""

@@ -1,4 +1,4 @@
-"""The metrics port of a job's pods, and which clients can reach it."""
+"""Tests the metrics port of a job's pods and which clients can reach it."""
 
 import json
 
@@ -21,7 +21,6 @@ ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob",
 
 
 def made(engine, port, strategy="async_parameter_server", **kubernetes):
-    """Return a job with its pod templates, by role."""
     cluster = {"metrics_port": port, "evaluator": True, "kubernetes": kubernetes}
     job = job_of({"training": {"strategy": strategy}, "cluster": cluster})
     tree = engine.manifest(job, Place(namespace="team"))

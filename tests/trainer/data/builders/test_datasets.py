@@ -1,4 +1,4 @@
-"""The builder that a name selects, and the files that identify its folder."""
+"""Tests which builder a dataset name selects, and that a changed image folder is a new dataset."""
 
 import sys
 import textwrap
@@ -162,7 +162,7 @@ SIZES = {"train": 20, "test": 5}
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Return a folder `<split>/<class>/<number>.png` of 25 grey pictures of 2 classes."""
+    """Return a folder `<split>/<class>/<number>.png` with 25 gray images of 2 classes."""
     folder = tmp_path / "pictures"
     number = 0
     for split, size in SIZES.items():

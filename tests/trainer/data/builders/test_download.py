@@ -1,4 +1,4 @@
-"""Downloads, and the one-line error of a failed one."""
+"""Tests downloads and the one-line error of a download that fails."""
 
 import gzip
 import http.server
@@ -35,7 +35,7 @@ def data_dir(tmp_path):
 
 @pytest.fixture
 def unreachable(monkeypatch):
-    """Make every host unreachable; yield the requested URLs."""
+    """Make every host unreachable; return the URLs that are requested."""
     asked = []
 
     def refuse(url):
@@ -72,7 +72,7 @@ def test_what_is_prepared_is_left_alone(data_dir, monkeypatch):
 
 def test_nothing_is_printed(data_dir, capsys):
     download("small", builders.Small(data_dir=data_dir), "")
-    # Standard output is reserved for the results.
+    # Standard output is reserved for results.
     assert capsys.readouterr().out == ""
 
 
@@ -84,7 +84,7 @@ def test_a_real_dataset_without_files_and_without_network(data_dir, outside_atte
     assert "is out of reach (" in message
     assert "set data.manual_dir to it: " in message
     assert not [name for name in MNIST if name not in message]
-    # The test expects one request to the first host and no retry.
+    # One request is sent to the first host, without a retry.
     assert len(outside_attempts) == 1
     outside_attempts.clear()
 
@@ -119,7 +119,7 @@ def test_a_host_is_asked_once(data_dir, tmp_path, monkeypatch):
 def test_no_network_is_asked_for_files_that_are_there(
     data_dir, mnist_dir, unreachable, monkeypatch
 ):
-    # There are many official files, and this test does not cover the generation of examples.
+    # Skip the generation of examples, which is slow and not tested here.
     builder = tfds.builder("mnist", data_dir=data_dir)
     monkeypatch.setattr(type(builder), "_generate_examples", lambda *_, **__: iter(TWO_DIGITS))
     download("mnist", builder, str(mnist_dir))
@@ -260,7 +260,7 @@ def test_standard_output_is_given_back(data_dir):
 
 
 class Answer(http.server.BaseHTTPRequestHandler):
-    """Answers each HEAD request with one status, and records the requests."""
+    """Replies to every HEAD request with the same status, and records the requests."""
 
     def __init__(self, status, asked, *args):
         self.status, self.asked = status, asked
@@ -277,7 +277,7 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def answering():
-    """Start a server on loopback that answers with a status; yield its URL and its requests."""
+    """Return a function that starts a server; it returns the server's URL and its requests."""
     servers = []
 
     def start(status):
@@ -368,7 +368,7 @@ def test_a_silent_host_is_given_up_at_the_deadline(monkeypatch):
         (waiting,) = [
             each for each in threading.enumerate() if each.name == "reach" and each not in before
         ]
-        # Otherwise the process would wait for the thread at its end.
+        # Without a daemon thread, the process could not exit before the host answers.
         assert waiting.daemon
         assert asked.wait(60)
     finally:
@@ -408,7 +408,7 @@ def test_a_proxy_that_is_down(closed_port, monkeypatch):
 
 
 def test_a_host_whose_certificate_is_not_trusted_is_out_of_reach(answering):
-    # The server does not use TLS.
+    # The server does not support TLS.
     url, _ = answering(200)
     with pytest.raises(UnreachableError) as caught:
         reach(url.replace("http:", "https:"))

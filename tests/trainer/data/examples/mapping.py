@@ -1,4 +1,4 @@
-"""Map functions of a user for `data.map`."""
+"""Example functions for `data.map`."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Sequences of any length: stored unpadded, padded to the longest of a batch."""
+"""Tests sequences of varying length: stored unpadded, padded to the longest in a batch."""
 
 import itertools
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_the_shape_in_a_graph(dtype):
 
 
 class Sentences(builders.Small):
-    """Sentence `number` has `number % 7` words, and a class for each of them."""
+    """Sentence `number` has `number % 7` words, with one tag per word."""
 
     keys = ("tokens", "tags")
     sizes = {"train": 60, "test": 9}  # noqa: RUF012
@@ -116,7 +116,6 @@ SHAPES = {"tokens": (0,), "tags": (0,), "words": (0,), "points": (0, 2)}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Prepare the sentences once; tests may only read them."""
     folder = tmp_path_factory.mktemp("sentences")
     config = DataConfig(dataset=f"{__name__}:Sentences", shards=2, shapes=SHAPES)
     return prepare(config, storage.uri_of(folder / "root"), folder / "scratch")
@@ -177,7 +176,7 @@ def test_buckets_hold_examples_of_like_lengths(sentences):
         assert len(found) == 4
         assert len(set(np.digitize(found, [3, 5]))) == 1
         seen += inputs.numpy().max(1).tolist()
-    # Over four epochs, incomplete batches are carried over, and no example is skipped.
+    # At the end, each of the three buckets may still hold back up to three examples.
     times = np.bincount(np.array(seen, int))[1:]
     held_back = 3 * 3
     assert abs(times[times > 0] - 4).sum() <= held_back

@@ -1,4 +1,4 @@
-"""Examples from a user's map function, and results that cannot be stored."""
+"""Tests examples from a user's map function, and results that cannot be stored."""
 
 import pickle
 import sys
@@ -37,8 +37,6 @@ HERE = "tests.trainer.data.examples.mapping"
 
 
 class Numbers(Source):
-    """A source of texts, numbers and images in two parts."""
-
     def __init__(self, examples=EXAMPLES):
         self.name = "data.source: numbers.csv"
         self.identity = {"listing": "abc"}
@@ -78,9 +76,9 @@ def mapped(function, examples=EXAMPLES, **options):
 
 
 def everything(source):
-    """Return the selection, and all examples as read from records, with their splits."""
+    """Return the selection and all examples, as read from records, with their splits."""
     selection = source.select()
-    # The class is loaded as in another process.
+    # Load the source as another process would.
     source = pickle.loads(pickle.dumps(source))
     found, splits = [], []
     for part in source.parts():
@@ -253,7 +251,7 @@ def test_types_of_neither():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Create the user's folder with a module that imports another one."""
+    """Return the user's folder, with a module that imports two others."""
     monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
     (tmp_path / "mine_a.py").write_text("import json\nimport mine_b\nfrom mine_c import f\n")
     (tmp_path / "mine_b.py").write_text("N = 1\n")
@@ -302,7 +300,7 @@ def test_an_error_names_the_file(tmp_path):
 
 
 def test_examples_of_tfds(tmp_path):
-    """TFDS examples are nested, have varying shapes, and contain images."""
+    """TFDS examples are nested, vary in shape and contain images."""
     config = DataConfig(
         dataset="tests.trainer.data.made_builders:VariableImage", map=f"{HERE}:sides"
     )

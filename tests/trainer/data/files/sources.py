@@ -1,4 +1,4 @@
-"""Sources over the files of a test, and the examples that they read."""
+"""Helpers that open test files as a source and read its examples."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source(folder: Path, **keys: Any) -> FileSource:
 
 
 def read(made: FileSource, selection: Selection) -> dict[str, Any]:
-    """Return all columns, with the split name of each example as `split`."""
+    """Return all columns, with each example's split in the column `split`."""
     batches = [each for part in made.parts() for each in made.read(part, selection)]
     columns = {
         name: np.concatenate([each.columns[name] for each in batches]) for name in selection.specs

@@ -1,4 +1,4 @@
-"""The scan parses each distinct text once, and all plain numbers in one pass."""
+"""Tests that a column scan parses each distinct text once and plain numbers in one pass."""
 
 import dataclasses
 import random
@@ -28,7 +28,7 @@ def scanned(cells, size, *, parsed=True, first=0):
             pa.array(cells[start : start + size], pa.string()), "a", first + rows, parsed=parsed
         )
         found.merge(one)
-    # A whole number is exact only in rows without fractions.
+    # Compare as floats, because integers are kept exactly only in blocks without fractions.
     lowest, highest = float(found.lowest), float(found.highest)
     return dataclasses.asdict(dataclasses.replace(found, lowest=lowest, highest=highest))
 

@@ -1,4 +1,4 @@
-"""Column values are converted row by row, without lost digits, alike in every format."""
+"""Tests that column values are converted without losing digits, and equally in every format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = 2**53 + 1
 
 
 def values(kind: str, array: pa.Array, **keys: object) -> list[object]:
-    """Return the values of a column, and None where the row is broken."""
+    """Return a column's values, with None for an invalid row."""
     found = convert_rows(Column(name="c", type=kind, why="", **keys), array, required=False)  # type: ignore[arg-type]
     return [
         None if bad else each for each, bad in zip(found.values.tolist(), found.bad, strict=True)

@@ -1,4 +1,4 @@
-"""A file is read only if it has not changed since it was listed."""
+"""Tests that a file is read only if it has not changed since it was listed."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def table(flip=0, rows=400):
 
 
 def later(path, seconds=5):
-    """Set the time of a file, since the clock of a file system may be coarse."""
+    """Set the file's time explicitly, because the file system's clock may be coarse."""
     now = path.stat().st_mtime + seconds
     os.utime(path, (now, now))
 
@@ -59,7 +59,7 @@ def test_a_copy_is_what_was_listed(place, tmp_path):
 
 
 def test_an_object_that_is_replaced_while_it_is_copied(s3, tmp_path):
-    """The connection drops halfway, and the resumed download is from another object."""
+    """The connection drops halfway, and the download resumes from a different object."""
     place = BucketPlace(s3, f"s3://{bucket_name()}")
     uri = storage.join(place.root, "a.csv")
     place.put(uri, table(rows=20_000))
@@ -87,7 +87,7 @@ def test_a_file_that_changes_while_it_is_read_in_place(tmp_path):
     def read_and_change():
         with local(file, tmp_path):
             path.write_bytes(table(flip=1))
-            # This also holds if its modification time is reset.
+            # The change must be noticed even if the modification time is reset.
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     with pytest.raises(UserError, match=CHANGED):

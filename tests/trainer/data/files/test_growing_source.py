@@ -1,4 +1,4 @@
-"""A growing source keeps each example in its split, so test examples stay test examples."""
+"""Tests that each example stays in its split when a source grows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def splits_of(folder: Path, **keys: Any) -> dict[str, str]:
-    """Return the split of each example by its id; None if it is in two splits."""
+    """Return each example's split by its ID; fail if an example is in two splits."""
     _, found = opened(folder, **{"label": "churned", "types": {"id": "text"}, **KEYS, **keys})
     pairs = {*zip([each.decode() for each in found["id"]], found["split"], strict=True)}
     assert len(dict(pairs)) == len(pairs)

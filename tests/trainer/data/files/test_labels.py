@@ -1,4 +1,4 @@
-"""The label of a row, over all files and spellings; the same in every format."""
+"""Tests how labels are read across files, spellings and formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_csv(folder: Path, labels: list[str], name: str = "a.csv") -> None:
 
 
 def labels_of(folder: Path, **keys: Any) -> tuple[tuple[str, ...], list[str], list[str]]:
-    """Return the classes, the class of each row by `x`, and the notes."""
+    """Return the classes, each row's class in the order of `x`, and the notes."""
     made = source(folder, label="y", seed=1, **keys)
     selection = made.select()
     found = read(made, selection)

@@ -1,4 +1,4 @@
-"""Images whose paths are in the cells of a table."""
+"""Tests images whose paths are stored in a table's cells."""
 
 import os
 from io import BytesIO
@@ -22,7 +22,7 @@ OUTSIDE = "outside the folder of its table"
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """Create the folder of a table with images, and a secret file next to it."""
+    """Create a table's folder with images, and a secret file outside of it."""
     folder = tmp_path / "tables"
     for path in (folder / "photos" / "ä b" / "1.png", tmp_path / "secret.png"):
         path.parent.mkdir(parents=True, exist_ok=True)

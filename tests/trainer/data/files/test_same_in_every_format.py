@@ -1,4 +1,4 @@
-"""A row means the same in each file format, in training, `predict` and serving."""
+"""Tests that a row means the same in every file format, in training, `predict` and serving."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TYPES = {
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[Row]:
-    """Draw rows with columns of every type; each column has missing values or none."""
+    """Draw rows with columns of every type, some of them with missing values."""
     first = draw(st.sampled_from([0, 10**9, 2**53, 2**62]))
     values = {
         "count": st.integers(-1000, 1000) | st.integers(2**24, 2**25),
@@ -109,7 +109,7 @@ FILES = {
 
 
 def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
-    """Write rows in each format, each file into a separate folder."""
+    """Write the rows in each format, every file into its own folder."""
     found = {name: folder / name.replace(".", "-") / name for name in FILES}
     for name, path in found.items():
         path.parent.mkdir(parents=True)
@@ -118,7 +118,7 @@ def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
 
 
 def expected(name: str, value: Any, spec: Any) -> Any:
-    """Return the value as it is in a record with that spec."""
+    """Return a value as a record with this spec stores it."""
     if spec.dtype == "string":
         return as_text(value).strip().encode()
     if value is None:
@@ -133,7 +133,7 @@ def expected(name: str, value: Any, spec: Any) -> Any:
 
 
 def predicted_inputs(path: Path, selection: Any, columns: Any, size: int) -> Mapping[str, Any]:
-    """Return a file as `predict` reads it for a model of these features, `size` rows at a time."""
+    """Read a file as `predict` does for a model with these features, `size` rows at a time."""
     types = {each["name"]: each["type"] for each in columns}
     reads = [
         {"feature": name, "type": types[name], **selection.specs[name].to_json()}
@@ -168,7 +168,7 @@ def test_a_row_is_read_the_same_from_every_format_in_training_and_in_prediction(
 
 
 def assert_kept(rows: Sequence[Row], selection: Any) -> None:
-    """Assert that different ids and times are different in records."""
+    """Assert that the stored types keep different IDs and times distinct."""
     gaps = any(row["user"] is None for row in rows)
     largest = max(row["user"] or 0 for row in rows)
     wanted = "int64" if not gaps else ("string" if largest > 2**53 else None)
@@ -186,7 +186,7 @@ def opened_in_order(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def people(count: int) -> list[Row]:
-    """Return rows with spaces and with numbers that may lose digits."""
+    """Return rows with surrounding spaces and with numbers that could lose digits."""
     random, start = np.random.default_rng(0), datetime(2026, 5, 1)
     return [
         {
@@ -202,7 +202,7 @@ def people(count: int) -> list[Row]:
 
 
 def exported(folder: Path, path: Path) -> tuple[str, Path]:
-    """Publish a tabular model after a few steps on a file; return its URI and the SavedModel."""
+    """Train a tabular model on a file; return the published model's URI and its SavedModel."""
     config = parse_config(
         {"name": "m", "data": {"source": str(path), "shards": 2}, "model": {"name": "tabular"}}
     )
@@ -255,7 +255,7 @@ def test_a_model_answers_the_same_from_every_format_and_when_it_is_served(tmp_pa
     assert len(set(answers["t.csv"])) > 60
     for found in answers.values():
         assert found == answers["t.csv"]
-    # Some of the rows, with different spaces around the texts.
+    # Predict some of the rows again, with different spaces around their text.
     few = [{**row, "city": f" {row['city'].strip()}\u3000"} for row in rows[2:4]]
     alone = probabilities(uri, written(tmp_path / "few", few)["t.jsonl"])
     np.testing.assert_allclose(alone, answers["t.csv"][2:4], rtol=1e-5)
@@ -270,6 +270,6 @@ def test_a_model_answers_the_same_from_every_format_and_when_it_is_served(tmp_pa
     }
     names = argument_names(list(columns))
     asked = signature(**{names[name]: each for name, each in columns.items()})
-    # The probabilities by class, or the `probability` of the second class.
+    # A binary classifier returns only the probability of the second class.
     first = asked["probabilities"][:, 0] if "probabilities" in asked else 1 - asked["probability"]
     np.testing.assert_allclose(first, answers["t.csv"], rtol=1e-5)

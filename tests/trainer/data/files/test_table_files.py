@@ -1,4 +1,4 @@
-"""Folders of files: which files form the table, and how their names are read."""
+"""Tests folders of files: which files form the table, and how their names are interpreted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
     _, found = opened(tmp_path)
     assert len(found["x"]) == 40
     assert any("5 of 6 files are left out" in each for each in notes(tmp_path))
-    # A single file is a table.
+    # A file that is the only one is read, whatever its name.
     write(tmp_path / "alone", readme_dot_txt=rows())
     assert len(opened(tmp_path / "alone")[1]["x"]) == 40
 
@@ -102,7 +102,7 @@ def test_names_of_splits_are_splits(tmp_path: Path, names: tuple[str, ...]) -> N
     assert "data.splits: by the names of the files" in notes(tmp_path)[0]
     _, drawn = opened(tmp_path, splits={"test": 0.3})
     assert sizes(drawn)["test"] > 5
-    # A file without a split makes all splits random.
+    # If one file names no split, the splits are drawn at random.
     write(tmp_path, more_dot_csv=rows(30, 9000))
     assert sizes(opened(tmp_path)[1])["train"] > 30
 
@@ -130,7 +130,7 @@ def test_folders_of_values_are_columns(tmp_path: Path, form: str) -> None:
     selection, found = opened(tmp_path, label="kind", drop=["label"], bad_rows=0.5)
     assert selection.specs["kind"].labels == ("a b", "c/d")
     assert len(found["x"]) == 80
-    # Folders with only partitions are also read.
+    # Columns may come only from the names of the folders.
     selection, found = opened(tmp_path, label="kind", inputs=["year"], bad_rows=0.5)
     assert len(found["year"]) == 80
 

@@ -1,4 +1,4 @@
-"""Lists of numbers in text: of one length or several, padded where configured."""
+"""Tests lists of numbers in text, of equal or varying length."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Number notations: the values that each accepts, and the notation that a column needs."""
+"""Tests number notations: the values that each accepts, and the one that a column needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared source of numbers."""
+"""Fixtures that prepare a source of numbers."""
 
 import pytest
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tests.trainer.data.preparation.numbers import Numbers
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """Prepare a source below the root, with two shards."""
+    """Return a function that prepares a source with two shards."""
 
     def make(source, processes=1, **options):
         monkeypatch.setattr(module, "open_source", lambda *_: source)
@@ -31,7 +31,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def numbers_of():
-    """Return the numbers in each shard of a split."""
+    """Return a function that reads the numbers in each shard of a split."""
 
     def read(dataset, split):
         spec = DatasetSpec.from_manifest(dataset.manifest)

@@ -1,4 +1,4 @@
-"""Prepares tables with two processes, for a test that kills it: `killed.py SOURCE ROOT`."""
+"""Prepares tables with two processes until a test kills it: `killed.py SOURCE ROOT`."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ FEW_BYTES = 10_000
 
 
 def main(source: str, root: str) -> None:
-    """Print a line when a part is done."""
+    """Prepare the tables, and print a line after each part."""
     file_pieces.PART_BYTES = FEW_BYTES
     publish = storage.publish
 

@@ -1,4 +1,4 @@
-"""A source of numbered examples, which other processes import from this module."""
+"""A source of numbered examples in a module that other processes can import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 @dataclass
 class Numbers(Source):
-    """A source of `count` parts with `size` examples; reading a part writes a file into `seen`."""
+    """A source of `count` parts with `size` examples each; reading a part adds a file to `seen`."""
 
     seen: Path
     count: int = 5

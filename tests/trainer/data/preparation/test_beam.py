@@ -1,7 +1,4 @@
-"""Parts that Apache Beam maps produce the same dataset; a failed part gives one line.
-
-Invalid options of a Beam pipeline are refused in one line before any work.
-"""
+"""Tests parts that Apache Beam maps: the same dataset, and one-line errors."""
 
 import pickle
 import sys
@@ -50,14 +47,14 @@ def test_a_worker_publishes_its_part_or_why_it_has_none(source, tmp_path):
     assert [m.fields for _, m in storage.list_published(uri, "failed part")] == [
         {"message": "part 3 is broken"}
     ]
-    # A runner retries failed parts.
+    # A Beam runner retries failed parts.
     with pytest.raises(UserError, match="part 3 is broken"):
         mapper(source.parts()[3])
     assert mapper(source.parts()[1]) == 1
 
 
 @pytest.mark.slow
-# This is a protobuf warning when TFDS reads its prepared data.
+# TFDS reads a dataset's description with a method that protobuf has deprecated.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 def test_a_builder_that_uses_beam_is_run_by_it(root, scratch, contents):
     config = DataConfig(dataset="tests.trainer.data.made_builders:ByBeam", shards=2, runner=BEAM)

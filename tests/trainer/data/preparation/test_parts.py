@@ -1,4 +1,4 @@
-"""Mapped parts, the shards that are made from them, and reading the shards in TensorFlow."""
+"""Tests mapped parts, the shards assembled from them, and how TensorFlow reads the shards."""
 
 import google_crc32c
 import numpy as np
@@ -119,7 +119,7 @@ def test_every_example_is_in_its_split_once(prepared, source, numbers_of):
 def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source, numbers_of):
     shards = numbers_of(prepared(source), "train")
     assert [len(each) for each in shards] == [40, 40]
-    # Sorted files would give sorted shards.
+    # The rows of each shard must be shuffled and not in the order of the source.
     assert all((np.diff(each) < 0).sum() > 10 for each in shards)
     assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
 
@@ -160,16 +160,15 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
         rows = assembly.shuffle_rows(chunks, size, (seed, 0))
         order = np.concatenate([each["number"].to_numpy() for each in rows])
         assert sorted(order.tolist()) == [n for n in range(100) if n % 10 > 1]
-        # The place of each row in the source, in the order of the shards.
+        # For each position in the shards, the rank of its row in the source.
         places.append(np.argsort(np.argsort(order)))
-    # The rank correlation of a row's place with its place in the source, and of neighbours.
+    # The order must correlate neither with the source nor between neighboring rows.
     drawn = np.array(places)
     straight = np.arange(drawn.shape[1])
     correlations = [np.corrcoef(each, straight)[0, 1] for each in drawn]
     neighbours = [np.corrcoef(each[:-1], each[1:])[0, 1] for each in drawn]
     for found in (correlations, neighbours):
-        # The mean of 200 draws with a standard deviation of 1 / sqrt(79) is within 4 standard
-        # errors.
+        # Allow 4 standard errors of the mean, and the bias of about -1 / 79 that neighbors have.
         assert abs(np.mean(found)) < 4 / np.sqrt(79 * 200) + 1 / 79
         assert np.std(found) == pytest.approx(1 / np.sqrt(79), rel=0.25)
 
@@ -234,7 +233,7 @@ def test_the_bytes_do_not_depend_on_how_rows_come(write):
 
 
 def test_a_thousand_shards_are_no_matter(write):
-    # This is more than the default limit of open files of a process.
+    # More shards than a process may usually have open files.
     _, paths = write(1500, 1500)
     assert len(paths) == 1500
     assert read(paths[1499]) == [1499]

@@ -1,4 +1,4 @@
-"""Parts are mapped in parallel; the finished work of a killed process is kept."""
+"""Tests that parts are mapped in parallel and that a killed process loses no finished part."""
 
 import itertools
 import random
@@ -115,7 +115,7 @@ def test_kills_at_random_change_nothing(tables, tmp_path):
     draw = random.Random(5)
     for _ in range(KILLS):
         with begun(tables, tmp_path / "killed") as process:
-            # This many parts are done, and the next ones are in progress.
+            # Wait until some parts are done and others are in progress.
             list(itertools.islice(process.stdout, draw.randint(1, FILES // KILLS - 1)))
             process.kill()
     (kept,) = (tmp_path / "killed" / "preparing").iterdir()

@@ -1,4 +1,4 @@
-"""Numbered examples, and the feed of a worker that has room for some of the shards."""
+"""Fixtures for a worker's shard feed, whose disk holds only some of the shards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC, STARTED
 
 @pytest.fixture(scope="module")
 def numbered(tmp_path_factory):
-    """Publish a dataset whose examples are numbered through each split."""
+    """Publish a dataset whose examples are numbered consecutively in each split."""
     folder = tmp_path_factory.mktemp("published")
     source = folder / "source"
     source.mkdir()
@@ -42,7 +42,7 @@ def numbered(tmp_path_factory):
 
 @pytest.fixture
 def peaks(monkeypatch, tmp_path):
-    """Record the bytes of shards on disk after each download."""
+    """Return a list of the bytes of shards on disk after each download."""
     found, download = [], FileStore.download
 
     def measured(self, uri, target):
@@ -56,7 +56,7 @@ def peaks(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """Set a folder for graphs that end after their test; restore the previous folder at the end."""
+    """Return a folder for graphs that outlive a test; restore the working directory at the end."""
     before = Path.cwd()
     yield tmp_path_factory.mktemp("elsewhere")
     os.chdir(before)
@@ -64,7 +64,7 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture
 def feed(numbered, tmp_path, elsewhere):
-    """Feed the graphs of this process, with room for this number of shards."""
+    """Return a function that starts a feed with disk space for the given number of shards."""
     os.chdir(tmp_path)
     largest = max(entry.bytes for entry in storage.read_manifest(numbered).files)
     made = []
@@ -87,6 +87,6 @@ def feed(numbered, tmp_path, elsewhere):
     for each in made:
         each.close()
     STARTED.clear()
-    # This ends graphs that wait or are about to request a shard, since they know only this folder.
+    # Graphs find this folder by a relative path, so leaving it ends those that still wait.
     gc.collect()
     os.chdir(elsewhere)

@@ -1,4 +1,4 @@
-"""A dataset whose examples are numbered through each split."""
+"""A dataset whose examples are numbered consecutively in each split."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ SPEC = DatasetSpec(
     shards={"train": EXAMPLES, "validation": MEASURED},
     block_rows=3,
 )
-# The iterators of a test. Python deletes one under its lock, and that waits for its reads, which
-# wait for the thread of the feed: they are deleted when the feed is closed.
+# Keeps a test's iterators alive until the feed is closed. Python holds the lock of an iterator
+# while it deletes it and waits for its reads, which in turn wait for the feed's thread.
 STARTED: list[Any] = []
 
 
 def start_reading(streaming, **options):
-    """Return an iterator over batches of the streamed examples."""
     batches = training_batches(SPEC, streaming, batch_size=BATCH, **options)
     STARTED.append(batches.as_numpy_iterator())
     return STARTED[-1]

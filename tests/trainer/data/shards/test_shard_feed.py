@@ -1,4 +1,4 @@
-"""Graphs receive the requested shards, each record once, and never wait forever."""
+"""Tests that graphs receive the requested shards with each record once, and never hang."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_a_killed_attempt_has_left_is_removed(feed, tmp_path):
 def test_an_epoch_is_every_example_once_within_the_disk(feed, peaks, shards, at_once):
     begun, streaming = feed(shards, at_once=at_once)
     total = sum(EXAMPLES)
-    # Five epochs are a whole number of batches, which cross the epoch boundaries.
+    # Five epochs fill a whole number of batches, some of which span two epochs.
     seen = drawn(streaming, 5 * total // BATCH)
     epochs = [seen[index * total : (index + 1) * total] for index in range(5)]
     for epoch in epochs:
@@ -121,7 +121,7 @@ def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
             found = tf.concat([found, x], axis=0)
         return found
 
-    # Another worker may take the part of a lost worker, in any order and more than once.
+    # After a worker is lost, other workers repeat its parts, in any order.
     for _ in range(2):
         whole = [measured(tf.constant(part)).numpy() for part in reversed(range(parts))]
         assert np.concatenate(whole[::-1]).tolist() == list(range(sum(MEASURED)))

@@ -29,7 +29,6 @@ NAMES = [f"s{index}.tfrecord" for index in range(6)]
 
 
 def hold(store, reader, name):
-    """Wait until a reader holds a shard, and return its path."""
     with store._lock:
         while not store.try_hold(reader, name):
             store._lock.wait()
@@ -48,7 +47,7 @@ def uri(tmp_path):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """Return the names of the downloaded shards in order."""
+    """Return the names of the downloaded shards, in order."""
     names, download = [], FileStore.download
 
     def noted(self, uri, target):
@@ -61,7 +60,7 @@ def fetched(monkeypatch):
 
 @pytest.fixture
 def stores(uri, tmp_path):
-    """Create stores that are closed at the end of the test."""
+    """Return a function that creates stores, which are closed at the end of the test."""
     made = []
 
     def store(shards, **options):
@@ -72,7 +71,7 @@ def stores(uri, tmp_path):
     yield store
     for each in made:
         each.close()
-    # A started fetch must not affect the next test.
+    # A download that is still running must not affect the next test.
     for thread in threading.enumerate():
         if thread.name == "shards":
             thread.join(timeout=60)
@@ -196,7 +195,7 @@ MB = 10**6
 
 
 def manifest_of(train, validation=()):
-    """Return the manifest of a dataset whose shards have these sizes in megabytes."""
+    """Return the manifest of a dataset with shards of these sizes, in megabytes."""
     splits = {"train": train, "validation": validation}
     return Manifest(
         kind=KIND,

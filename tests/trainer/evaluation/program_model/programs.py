@@ -1,4 +1,4 @@
-"""Checkpoints of user's own programs, made by hand."""
+"""Checkpoints as users' own programs would save them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Write = Callable[[Path], object]
 
 
 def publish(folder: Path, write: Write, **fields: Any) -> str:
-    """Publish what `write` puts into a program's model folder as its checkpoint."""
+    """Publish a program's checkpoint; `write` fills its model folder."""
     source = folder.with_name(f"{folder.name}-source")
     (source / "model").mkdir(parents=True)
     write(source / "model")
@@ -29,14 +29,14 @@ def publish(folder: Path, write: Write, **fields: Any) -> str:
 
 
 def trained_by(run: SmallRun, write: Write, folder: Path) -> SmallRun:
-    """Return the run with the checkpoint of a program instead of our own."""
+    """Return the run with a program's checkpoint in place of its own."""
     root = folder / "program"
     root.mkdir(parents=True)
     return dataclasses.replace(run, root=root, checkpoint=publish(root / "checkpoint", write))
 
 
 def save(function: Callable[..., Any], takes: Mapping[str, tf.TensorSpec], **held: Any) -> Write:
-    """Return what saves a function of named tensors under the serving signature."""
+    """Return a function that saves `function` with named inputs under the serving signature."""
     module = tf.Module()
     for name, value in held.items():
         setattr(module, name, value)
@@ -50,13 +50,13 @@ def save(function: Callable[..., Any], takes: Mapping[str, tf.TensorSpec], **hel
 
 
 def softmax_weights(run: SmallRun) -> tuple[tf.Variable, tf.Variable]:
-    """Return kernel and bias of the run's own model."""
+    """Return copies of the kernel and the bias of the run's model."""
     kernel, bias = (variable.numpy() for variable in run.model.variables)
     return tf.Variable(kernel), tf.Variable(bias)
 
 
 def saved_softmax(run: SmallRun, *, activate: bool = True) -> Write:
-    """Return what saves the run's model with flat pixels as its single argument `x`."""
+    """Return a function that saves the run's model with flattened pixels as its only input `x`."""
     kernel, bias = softmax_weights(run)
 
     def answer(x: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def saved_softmax(run: SmallRun, *, activate: bool = True) -> Write:
 
 
 def keras_softmax(run: SmallRun) -> keras.Model:
-    """Return the run's model as a program makes it with Keras."""
+    """Return the run's model as a program would build it with Keras."""
     given = keras.Input((8, 8, 1))
     flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(given))
     model = keras.Model(given, keras.layers.Dense(10, activation="softmax")(flat))
@@ -76,7 +76,7 @@ def keras_softmax(run: SmallRun) -> keras.Model:
 
 
 def saved_by_tensorflow_1(run: SmallRun) -> Write:
-    """Return what saves a graph with variables on a server, in the old way."""
+    """Return a function that saves a TensorFlow 1 graph with variables on a parameter server."""
     v1 = tf.compat.v1
     values = [each.numpy() for each in run.model.variables]
 

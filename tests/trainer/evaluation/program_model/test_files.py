@@ -1,4 +1,4 @@
-"""Which model of a program's folder is read."""
+"""Tests which model in a program's folder is used."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from flotilla.trainer.runtime.errors import UserError
         (["1/saved_model.pb", "12/saved_model.pb", "9/saved_model.pb"], ("saved_model", "12")),
         (["export/saved_model.pb", "notes.txt"], ("saved_model", "export")),
         (["best.keras", "notes.txt"], ("keras", "best.keras")),
-        # The signature says more than the file.
+        # A SavedModel is preferred, because its signature describes the inputs.
         (["saved_model.pb", "best.keras"], ("saved_model", "")),
     ],
 )

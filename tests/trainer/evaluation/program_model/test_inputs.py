@@ -1,4 +1,4 @@
-"""Features of a dataset as the arguments of a program's model."""
+"""Tests how features of a dataset are matched with the inputs of a program's model."""
 
 import numpy as np
 import pytest

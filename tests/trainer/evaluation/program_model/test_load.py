@@ -1,4 +1,4 @@
-"""A program's model is evaluated and exported like our own, or refused in one line."""
+"""Tests that a program's model is evaluated and exported, or rejected in one line."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ def keras_export(run):
 def numbered(run):
     def write(folder):
         programs.saved_softmax(run)(folder / "10")
-        # An older one, as TensorFlow Serving would keep it.
+        # Add an older version, as in a folder for TensorFlow Serving.
         (folder / "9").mkdir()
         (folder / "9" / "saved_model.pb").write_bytes(b"")
 
@@ -54,7 +54,7 @@ MADE = {
 
 
 def judge(run, name, folder):
-    """Evaluate a model as a run does; return the run, and the decision."""
+    """Evaluate a model and pass it to the gate; return the run and the decision."""
     make, layout, taken = MADE[name]
     own = programs.trained_by(run, make(run), folder)
     decision = small_run.decide(own, own.root, accuracy=0.8)

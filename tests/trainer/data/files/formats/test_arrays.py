@@ -1,4 +1,4 @@
-"""Files of `numpy.savez` as tables: kinds of arrays, blocks, and files that are refused."""
+"""Tests `numpy.savez` files as tables: array types, blocks and rejected files."""
 
 import io
 import pickle

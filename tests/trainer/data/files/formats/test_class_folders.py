@@ -1,4 +1,4 @@
-"""Folders of images: the files that are read, and the splits and classes of the folders."""
+"""Tests folders of images: which files are read, and which folders are splits or classes."""
 
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def test_folders_above_those_of_classes_are_splits(
     value = found["image"][:, 3, 3, 0].astype(int)
     want = ["train" if each < 40 else "validation" if each < 48 else "test" for each in value]
     assert found["split"] == want
-    # The classes are shuffled, not in sequence.
+    # The rows are shuffled and not sorted by class.
     assert 0 < found["label"][:20].sum() < 20
 
 

@@ -1,4 +1,4 @@
-"""Parquet files that need far more memory than their size are read in small blocks or rejected."""
+"""Tests that Parquet files that need far more memory than disk are read in blocks or rejected."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ LONG = "x" * 100_000
 
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
-    """Return the rows and the largest size of a block of a table, with a limit of about 1 MB."""
+    """Return a function that gives the number of blocks of a table and the largest in bytes."""
     monkeypatch.setattr(columnar, "BLOCK_BYTES", 1 << 20)
 
     def written(values, **how):

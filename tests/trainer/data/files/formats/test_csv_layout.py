@@ -1,4 +1,4 @@
-"""The parts of a CSV around its rows: titles, comments, quotes, columns without a name."""
+"""Tests CSV files with titles, comments, unusual quotes or unnamed columns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READER = CsvReader()
 
 
 def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the rows of a file, and which of them are invalid."""
+    """Return the rows of a file and the invalid ones among them."""
     path = folder / "t.csv"
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     broken: list[str] = []
@@ -208,7 +208,7 @@ def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
     assert not broken
     assert found[int(next(iter(rows))[3:])]["title"] == next(iter(rows.values())).split(",")[1]
     assert detect_layout(tmp_path / "t.csv").notes[0].startswith(where)
-    # A quoted value contradicts that interpretation.
+    # A quoted value elsewhere contradicts reading the stray quote as an ordinary character.
     line = refusal(tmp_path, titles(**rows, row5='5,"a, b",a'))
     assert line.startswith(f"data.source: FILE, {where}")
     assert "close it, remove it, or write" in line
@@ -230,7 +230,7 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     rows, _ = table(tmp_path, titles(row3=r'3,"say \"a, b\" \\ twice\"",a', row4='4,"x\ny",b'))
     assert len(rows) == 300
     assert rows[3]["title"] == r'say "a, b" \ twice"'
-    # Another backslash would be lost.
+    # If backslashes escape quotes, the one in this path would be lost.
     with pytest.raises(UserError, match="row 6 one outside quotes"):
         table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
 

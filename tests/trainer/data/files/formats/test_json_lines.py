@@ -1,4 +1,4 @@
-"""Layouts of JSON: one object per line, lists, objects over several lines, and invalid text."""
+"""Tests JSON layouts: one object per line, lists, objects over several lines, invalid text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINES = [json.dumps(row) for row in ROWS]
 
 
 def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the records of a file, and which of them are invalid."""
+    """Return the records of a file and the invalid ones among them."""
     path = folder / "t.json"
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     broken: list[str] = []
@@ -131,10 +131,7 @@ def test_a_list_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_key_for_each_record_is_one_line_before_a_table_is_made(tmp_path):
-    """The first records have the same keys.
-
-    The size of a table of the others would be quadratic.
-    """
+    """A table with a column for every key would need quadratic memory."""
     lines = [{"x": 1, "label": "a"}] * 1500 + [{"x": 1, f"k{i}": 1} for i in range(3000)]
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
