@@ -1,4 +1,4 @@
-"""The objective of a classifier, for tests with their own problem."""
+"""The objective of a classifier, for tests that define their own problem."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.objective import Objective
 
-#: The manifest's fields for roles that no feature has.
+#: Manifest fields of a dataset without weights, groups or target statistics.
 NO_ROLES = {"weight": "", "group": "", "target_counts": {}, "target_moments": {}}
 
 

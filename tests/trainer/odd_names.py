@@ -1,8 +1,8 @@
-"""Unusual names of columns, as people and spreadsheets write them."""
+"""Unusual column names, as people and spreadsheets write them."""
 
 from hypothesis import strategies as st
 
-#: Signs, alphabets, words of Python, of Keras and of our own layers, and names that look alike.
+#: Punctuation, other alphabets, names reserved by Python, Keras or Flotilla, and similar names.
 ODD = (
     "", " ", "a b", "a_b", "a-b", "a.b", "a  b", "A_B", "Sepal Length (cm)", "größe", "grösse",
     "年齢", "😀",
@@ -19,8 +19,8 @@ ODD = (
 
 
 def names() -> st.SearchStrategy[str]:
-    """Return any name: an odd one, a random text, or one of several similar names."""
+    """Return a strategy for any column name: odd names, random text, or very similar names."""
     alike = st.text(alphabet="aA_ -./b1", min_size=1, max_size=4)
-    # A lone surrogate occurs in no readable file.
+    # A readable file cannot contain a lone surrogate.
     texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
     return st.sampled_from(ODD) | texts | alike

@@ -1,14 +1,14 @@
-"""An HTML page, parsed for tests."""
+"""Parses an HTML page for tests."""
 
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
-# SVG elements may be self-closing.
+# SVG elements that may be self-closing.
 OWN_END = {"line", "polyline", "circle", "rect"}
 
 
 class Page(HTMLParser):
-    """Checks that tags match, and collects the parts of the page that tests query."""
+    """Checks that tags match, and collects the parts of a page that tests query."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ class Page(HTMLParser):
         return "\n".join(self.words)
 
     def links(self) -> list[str]:
-        """Return the addresses of the links that leave the page."""
+        """Return the URLs of all links to other pages."""
         found = [value for name, value in self.attributes if name == "href"]
         return [each for each in found if not each.startswith("#")]
 
     def heads(self) -> list[str]:
-        """Return the main sections; the table of contents has to list all, in their order."""
+        """Return the main headings; the table of contents must list all of them in order."""
         assert [self._listed[at] for at in sorted(self._listed)] == self._heads
         known = ("Test metrics", "Rules of the gate", "Training", "Incidents", "Steps and lineage",
                  "Configuration")  # fmt: skip
@@ -66,6 +66,6 @@ class Page(HTMLParser):
 
     @property
     def verdict(self) -> str:
-        """The word for the end of the run that colours the head of the page."""
+        """Return the run's verdict, which determines the color of the page's header."""
         found = (value.split() for name, value in self.attributes if name == "class")
         return next(words[1] for words in found if words[0] == "verdict")

@@ -1,4 +1,4 @@
-"""A strategy of one process that trains a Keras model, and a problem for it."""
+"""A single-process strategy that trains a Keras model, and a problem for it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +28,7 @@ CHIEF = Task(role="chief", index=0)
 
 
 class Plain(Strategy):
-    """The whole interface of a strategy, without a cluster."""
+    """Implements the whole strategy interface without a cluster."""
 
     def __init__(
         self, config: Config | None = None, cluster: Cluster = NOBODY, task: Task = CHIEF
@@ -36,7 +36,6 @@ class Plain(Strategy):
         super().__init__(config or Config(), cluster, task)
 
     def build(self, problem: Problem) -> None:
-        """Make model, optimizer and input in this process."""
         self.model = problem.build_model()
         self.optimizer = problem.build_optimizer()
         self.optimizer.build(self.model.trainable_variables)
@@ -45,7 +44,6 @@ class Plain(Strategy):
         self._batches = iter(problem.batches())
 
     def run(self, steps: int) -> Report:
-        """Apply the updates one after the other."""
         losses = [float(self._step(next(self._batches))) for _ in range(steps)]
         return Report(loss=sum(losses) / steps)
 
@@ -56,24 +54,23 @@ class Plain(Strategy):
         return checkpoint_variables(self.model, self.optimizer)
 
     def learning_rate(self) -> float:
-        """Return the current learning rate of the optimizer."""
         return float(self.optimizer.learning_rate)
 
 
 def examples() -> tuple[tf.Tensor, tf.Tensor]:
-    """Return points of the plane and the one of three directions in which each lies."""
+    """Return points in the plane, and for each the closest of three directions."""
     points = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
     directions = np.array([[1, 0], [-1, 1], [-1, -1]], np.float32)
     return tf.constant(points), tf.argmax(points @ directions.T, axis=1)
 
 
 def whole(_start: int = 0) -> tf.data.Dataset:
-    """Return all examples as one batch, endlessly: every attempt sees the same."""
+    """Return an endless dataset with all examples in one batch, so that all attempts are alike."""
     return tf.data.Dataset.from_tensors(examples()).repeat()
 
 
 def dense(dropout: float = 0.0, name: str = "hidden") -> keras.Model:
-    """Return a small model with state: moving averages, and seeds if it has dropout."""
+    """Return a small model with moving averages and, if it has dropout, a seed generator state."""
     reset_uids()
     keras.utils.set_random_seed(0)
     layers = [
@@ -88,7 +85,7 @@ def dense(dropout: float = 0.0, name: str = "hidden") -> keras.Model:
 def problem_of(
     model: Callable[[], keras.Model] = dense, optimizer: str = "adam", rate: float = 0.01
 ) -> Callable[[int], Problem]:
-    """Return a function from the first step of an attempt to its problem."""
+    """Return a function that makes the problem of an attempt from the attempt's first step."""
 
     def problem(start: int) -> Problem:
         objective = of_classes(CLASSES)

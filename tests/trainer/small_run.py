@@ -1,4 +1,4 @@
-"""A small published dataset and a checkpoint of a model on it, made by the real modules."""
+"""A small published dataset and a checkpoint of a model for it, made with the real modules."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ FEATURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRun:
-    """A run after training, and the test examples as arrays."""
+    """A finished training run, and its test examples as arrays."""
 
     root: Path
     config: Config
@@ -50,14 +50,14 @@ class SmallRun:
 
     @property
     def logits(self) -> np.ndarray:
-        """The model's answers to all test examples, by plain arithmetic."""
+        """Return the model's logits for all test examples, computed with NumPy."""
         kernel, bias = (variable.numpy() for variable in self.model.variables)
         flat = self.images.reshape(len(self.images), -1).astype(np.float64) / 255
         return flat @ kernel + bias
 
 
 def small_run(root: Path) -> SmallRun:
-    """Publish digits, and the checkpoint of a softmax model with the mean image of each class."""
+    """Publish digits and a checkpoint of a softmax model that has the mean images as weights."""
     images, labels = digits()
     dataset = publish_dataset(root / "dataset", (images, labels))
     evaluation = {"batch_size": 10, "baseline": "none"}
@@ -76,7 +76,7 @@ def small_run(root: Path) -> SmallRun:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return scikit-learn's handwritten digits as bytes (n, 8, 8, 1), and their classes."""
+    """Return scikit-learn's handwritten digits as uint8 images (n, 8, 8, 1), and their classes."""
     found = load_digits()
     images = np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis]
     return images, found.target.astype(np.int64)
@@ -91,9 +91,9 @@ def publish_dataset(  # noqa: PLR0913
     label_names: list[str] | None = None,
     classes: int = CLASSES,
 ) -> str:
-    """Publish images with labels: the first `test` to test on, the next 40 to train on.
+    """Publish a dataset; the first `test` images are the test split, the next 40 are for training.
 
-    `claimed` is what the manifest says of the test split, where it should be wrong.
+    `claimed` is a wrong number of test examples for the manifest.
     """
     images, labels = examples
     source = folder.with_name(f"{folder.name}-source")
@@ -131,7 +131,7 @@ def publish_dataset(  # noqa: PLR0913
 
 
 def write_statistics(folder: Path, batches: dict[str, dict[str, np.ndarray]]) -> None:
-    """Write the statistics of each split as preparation does."""
+    """Write the statistics of each split, as preparation does."""
     known = {split: Accumulator(FEATURES, ["image"], ["label"], vocabulary=10) for split in batches}
     for split, batch in batches.items():
         known[split].add(batch)
@@ -142,7 +142,7 @@ def write_statistics(folder: Path, batches: dict[str, dict[str, np.ndarray]]) ->
 
 
 def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> keras.Model:
-    """Return a softmax model with the centred mean image of each class as its weights."""
+    """Return a softmax model whose weights are the centered mean images of the classes."""
     spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(CLASSES,))
     model = registry.build(config.model, spec, 0)
     flat = images.reshape(len(images), -1) / 255
@@ -163,7 +163,7 @@ def publish_checkpoint(
 
 
 def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") -> str:
-    """Evaluate the run's checkpoint below `folder`, and judge it by a threshold."""
+    """Evaluate the run's checkpoint and check its accuracy; return the decision's URI."""
     config = run.config.model_copy(
         update={"gate": GateConfig(min={"accuracy": accuracy}, constant="reported")}
     )
@@ -181,7 +181,7 @@ def export_model(run: SmallRun, decision: str, output: str, scratch: Path) -> Ex
 
 
 def refused_export(run: SmallRun, decision: str, folder: Path) -> str:
-    """Return the error line of an export that must be refused and publish nothing."""
+    """Return the error of an export that must be refused and publish nothing."""
     output = storage.uri_of(folder / "refused")
     with pytest.raises(UserError) as caught:
         export_model(run, decision, output, folder / "scratch")

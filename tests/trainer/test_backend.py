@@ -1,4 +1,4 @@
-"""Flotilla trains with TensorFlow, whichever backend Keras uses elsewhere."""
+"""Tests that Flotilla uses TensorFlow even if a different Keras backend is configured."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Simple models for any table, text or recommendation: what they learn; none fails."""
+"""Tests baselines for tables, text and recommendation: what they learn, and that none fails."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ ROWS, TEST = 400, 120
 @pytest.fixture(autouse=True)
 def _few_trees_and_much_time(monkeypatch):
     monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 30)
-    # A busy machine must not leave a baseline out.
+    # Even on a busy machine, no baseline may be left out for lack of time.
     monkeypatch.setattr(baselines, "Clock", lambda seconds: Clock(100 * seconds))
 
 
@@ -42,7 +42,7 @@ def feature(values):
 
 
 def described(columns, targets, shards, roles):
-    """Return the fields of the manifest of a dataset."""
+    """Return the manifest fields of a dataset."""
     return {
         "dataset_schema": SCHEMA,
         "block_rows": BLOCK_ROWS,
@@ -60,7 +60,7 @@ def described(columns, targets, shards, roles):
 
 
 def published(folder, columns, targets=("label",), *, test=TEST, **roles):
-    """Publish columns as a dataset: the first rows to test on, all others to train on."""
+    """Publish columns as a dataset: the first rows are for testing, all others for training."""
     source = folder / "source"
     source.mkdir(parents=True)
     found = {name: feature(each) for name, each in columns.items()}
@@ -77,7 +77,7 @@ def published(folder, columns, targets=("label",), *, test=TEST, **roles):
 
 @pytest.fixture
 def held(monkeypatch, tmp_path):
-    """Return `published` with the rows in memory, for tests in which nothing is to be read."""
+    """Return a function like `published` that keeps the rows in memory instead of in files."""
 
     def hold(columns, targets=("label",), *, test=TEST):
         def rows(names, place):
@@ -105,7 +105,7 @@ def held(monkeypatch, tmp_path):
 
 
 def in_order(values, test=TEST):
-    """Return values of the test rows, in the order of the shards."""
+    """Return the values of the test rows, in the order of the shards."""
     return values[:test]
 
 
@@ -257,7 +257,7 @@ def test_odd_columns_do_not_hide_another_one(tmp_path):
     splits = published(tmp_path, {"x": x, **odd, "label": label})
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert each.skipped == ""
-        # With 600 noise columns a linear model of 280 rows is worse.
+        # With 600 noise columns and 280 rows, a linear model does worse.
         if each.name != "linear":
             assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.8
 
@@ -306,7 +306,7 @@ def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkey
 def test_recommendations(tmp_path):
     users, items = 60, 30
     user, item = (each.ravel() for each in np.meshgrid(range(users), range(items), indexing="ij"))
-    # One half of the users chooses items that the other half does not.
+    # Each half of the users chooses items that the other half does not choose.
     label = ((user % 2 == item % 2) & (RANDOM.random(len(user)) < 0.8)).astype("int64")
     order = RANDOM.permutation(len(user))
     columns = {
@@ -330,7 +330,7 @@ def test_recommendations(tmp_path):
 
 
 class Own(Classification):
-    """A task of somebody."""
+    """A user's own task."""
 
 
 def test_what_no_baseline_is_for(held):

@@ -1,6 +1,6 @@
-"""A checkpoint, an evaluation and a registry from an earlier version can be read.
+"""Tests that checkpoints, evaluations and registries of an earlier version can be read.
 
-`earlier.zip` has the unmodified files of the last version without `import flotilla`.
+`earlier.zip` contains unmodified files of the last version that had no `flotilla` package.
 """
 
 import json
@@ -41,7 +41,7 @@ def test_a_checkpoint_is_measured_on_the_dataset_prepared_again(earlier):
     now = evaluate(config, dataset, checkpoint, output, earlier / "scratch").metrics
     before = json.loads((earlier / "evaluation/metrics.json").read_text())["metrics"]
     assert before.keys() <= now.keys()
-    # The earlier dataset had another test split; an untrained model has 0.1.
+    # The test splits differ, but a model without its weights would have an accuracy of 0.1.
     assert now["accuracy"] == pytest.approx(before["accuracy"], abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""`python -m flotilla.trainer`: one line and the right exit code for every error."""
+"""Tests that `python -m flotilla.trainer` reports each error with the right exit code."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = Path(module.__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """A task that runs in the test's own process sets variables for its children."""
+    """Restore the environment, because a task in this process sets variables for its children."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -34,7 +34,7 @@ def _environment():
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    # A task changes into its folder.
+    # A task changes its working directory.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(Config().model_dump_json())
     return {
@@ -160,7 +160,7 @@ def fails_with(error):
 
 def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monkeypatch, options):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    # No frame of the error is in a file of the user.
+    # An error outside of the user's code counts as a bug.
     monkeypatch.setattr(topology, "check_port", Mock(side_effect=KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
     assert "Traceback" in caplog.text
@@ -330,6 +330,6 @@ def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, m
     assert main(words) == 2
     said = "flotilla: your code raised SystemExit: 4 (own_trial.py:2)\n"
     assert capsys.readouterr().err.endswith(said)
-    # An error in Flotilla's own code is a bug.
+    # An error in Flotilla's own code counts as a bug.
     monkeypatch.setattr(module, "_try_model", Mock(side_effect=ValueError("no")))
     assert main(words) == 1

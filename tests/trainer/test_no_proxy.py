@@ -1,4 +1,4 @@
-"""Requests to this machine use no proxy."""
+"""Tests that requests to this machine bypass any proxy."""
 
 import importlib
 import urllib.request
@@ -25,9 +25,9 @@ def test_loopback_is_reached_directly(monkeypatch, before, after):
         monkeypatch.delenv(f"{kind}_proxy".upper(), raising=False)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    # The variables that the package sets are restored with the others.
+    # Set the variable, so that monkeypatch restores it after the package has changed it.
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
-    # A task's parent process has set them already.
+    # The second reload simulates a child process, whose parent has already set the variable.
     for _ in range(2):
         importlib.reload(trainer)
     found = trainer.os.environ["no_proxy"]

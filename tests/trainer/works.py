@@ -1,4 +1,4 @@
-"""The pieces of work of a test, however short."""
+"""A helper that collects the progress of all work in a test, however short."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -9,12 +9,12 @@ from flotilla.trainer.events.progress.work import Work
 
 @contextmanager
 def works():
-    """Give the last event of each piece of work, by what was done, and the works themselves."""
+    """Yield each work's last event by its description, and a list of the works."""
     last, made = {}, []
     enter = Work.__enter__
 
     def begun(work):
-        # It counts as reported before, so that its end is reported.
+        # The end of a work is reported only if the work has been reported before.
         work._reported = work._began
         made.append(work)
         return enter(work)

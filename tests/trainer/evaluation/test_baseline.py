@@ -1,4 +1,4 @@
-"""Baselines in an evaluation: the same metric code, with the model next to each."""
+"""Tests that baselines are measured by the same code as the model and reported next to it."""
 
 import numpy as np
 import pytest
@@ -70,7 +70,7 @@ def test_the_report_says_so_where_the_model_loses_by_more_than_the_interval(monk
 
 def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
     yes = (CLASS == 0).astype("int64")
-    # All probabilities of the baseline are below one half, and below the model's threshold.
+    # All of the baseline's probabilities are below 0.5 and below the model's threshold.
     low = (RANDOM.normal(size=(COUNT, 1)) + 4 * yes[:, np.newaxis] - 6).astype("float32")
     answers = Answers(yes, low, np.ones(COUNT))
     objective = Objective(BinaryClassification(target(yes))).set_thresholds({"": Threshold(0.9)})

@@ -1,4 +1,4 @@
-"""The exported champion is evaluated on the examples of the challenger."""
+"""Tests that the exported champion is evaluated on the challenger's examples."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def champion(run):
 
 
 def measured(run, champion, folder):
-    """Evaluate together with the champion; return the URI, `metrics.json` and the decision."""
+    """Evaluate a run with a champion; return its URI, the metrics and the decision."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     output = storage.uri_of(folder / "evaluation")
     evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)
@@ -109,7 +109,7 @@ def test_a_damaged_champion_is_not_asked(run, champion, tmp_path):
 
 
 def changed(champion, folder, change):
-    """Publish a copy of the champion whose files were changed."""
+    """Publish a copy of the champion with changed files."""
     storage.fetch(champion, folder / "fetched")
     fields = storage.read_manifest(champion).fields
     change(folder / "fetched", fields["saved_model"])
@@ -179,7 +179,7 @@ def test_a_champion_without_finite_answers_is_not_compared(run, champion, tmp_pa
 
 
 def served(champion, folder, *, name="serving_default", key="logits", value=0.0):
-    """Publish the champion with another SavedModel, which predicts the same value for all."""
+    """Publish the champion with a SavedModel that returns the same value for every example."""
 
     class Constant(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1), tf.uint8, name="image")])

@@ -1,4 +1,4 @@
-"""No class that the champion finds may be lost; a class with too few examples is named."""
+"""Tests that a class which the champion finds may not be lost, unless it has too few examples."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def rows(result):
 
 
 def some(generator, labels, wrong, count):
-    """Return predictions with a share of wrong classes."""
+    """Return the labels as predictions, with a share of them replaced by wrong classes."""
     other = (labels + generator.integers(1, count, len(labels))) % count
     return np.where(generator.random(len(labels)) < wrong, other, labels)
 
@@ -192,7 +192,7 @@ def test_of_thousands_of_classes_few_are_listed_and_all_are_counted():
 
 def test_a_class_that_lost_the_margin_is_seldom_kept_and_an_equal_one_seldom_lost():
     generator, nights, worth, recall = np.random.default_rng(0), 4000, 60, 0.95
-    # Both models share half of their correct and wrong answers.
+    # Half of the answers are equal for both models.
     first, second = generator.random((2, nights, worth))
     second = np.where(generator.random((nights, worth)) < 0.5, second, first)
     other = first < recall

@@ -1,4 +1,4 @@
-"""The metric decides which test compares two models, and which side of its bound is worse."""
+"""Tests that the metric decides how models are compared and which side of the bound is worse."""
 
 import keras
 import numpy as np
@@ -40,7 +40,7 @@ def regressions(weights=None, **said):
 
 
 def measured(opponents, metric):
-    """Return the difference of the metrics of both models."""
+    """Return the difference between the metrics of the two models."""
     own, other = (
         predictions.measure_predictions(opponents.objective, each)["metrics"][metric]
         for each in (opponents.own, opponents.other)
@@ -69,7 +69,7 @@ def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
     assert found["method"] == method or not method
     higher = found["better"] == "higher"
     assert higher == (metric not in {"loss", "root_mean_squared_error"})
-    # The challenger is better here in either direction, and its bound is on the worse side.
+    # In either direction the challenger is better, and the bound is worse than the difference.
     assert (found["difference"] > 0) == higher
     assert (found["bound"] < found["difference"]) == higher
 
@@ -114,7 +114,7 @@ def _span(true, given):
 
 
 class Span(keras.metrics.MeanMetricWrapper):
-    """A metric of a user's task, without a direction."""
+    """A metric of a user's task for which no direction is known."""
 
     def __init__(self):
         super().__init__(_span, name="span")

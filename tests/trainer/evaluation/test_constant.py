@@ -1,4 +1,4 @@
-"""The best constant of each task by each metric, and the confidence that a model beats it."""
+"""Tests the best constant of each task and metric, and the confidence that a model beats it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Contaminated tests: a champion, or the model itself, was trained on test examples."""
+"""Tests that test examples on which the champion or the model was trained are reported."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ LIMITS = DataGateConfig()
 
 
 def customers(count, *, first=0):
-    """Return columns of customers by their numbers: the same number is the same customer."""
+    """Return columns of customers, where the same number always gives the same customer."""
     rng = np.random.default_rng(7)
     spent = rng.normal(size=first + count).astype(np.float32)
     plans = np.array([b"basic", b"family", b"pro"], object)[rng.integers(3, size=first + count)]
@@ -31,12 +31,12 @@ def customers(count, *, first=0):
 
 
 def drawn(columns, seed=0):
-    """Return the split of each row, drawn as for files."""
+    """Return each row's split, drawn by hash as for a source of files."""
     return split_by_hash(hashes(columns, seed), validation=0.1, test=0.2)
 
 
 def dataset(folder, columns, splits, spans=()):
-    """Publish the dataset of such a table."""
+    """Publish the rows as a dataset, with the split of each row given."""
     known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
     for number, split in enumerate(SPLITS):
         rows = splits == number
@@ -74,7 +74,7 @@ def published(folder, kind, **fields):
 
 
 def champion(folder, trained, **lineage):
-    """Publish a version that was made from a dataset, with its lineage."""
+    """Publish a model version that was trained on a dataset, with its lineage."""
     made_from = {"dataset": trained, "checkpoint": ""}
     lineage = {"dataset": trained, "metrics": {"auc": 0.9}, **lineage}
     return published(folder / "version", "model", made_from=made_from, lineage=lineage)
@@ -107,7 +107,7 @@ def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_p
         f"{both} of {(ours == 2).sum()} test examples were in the champion's training split: its "
         "metrics are too good"
     )
-    # Most of its own test examples are not among these.
+    # Most of the champion's own test examples are not among these test examples.
     assert len(remarks) == 2
     assert remarks[1].endswith(": AUC 0.9 there, 0.8 here")
 
@@ -135,7 +135,7 @@ def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
 def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(tmp_path):
     rng = np.random.default_rng(3)
     rows = customers(20_000)
-    # The rows are in order of time: the latest ones, the test split, have fewer distinct values.
+    # Rows are in order of time, and the last ones, the test split, have fewer distinct values.
     wide = np.where(np.arange(20_000) < 16_000, 9000, 900)
     rows["spent"] = rng.integers(wide).astype(np.float32)
     times = np.arange(20_000)

@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint: figures by hand, every example once, and errors."""
+"""Tests the evaluation of a checkpoint: metrics, one pass over every example, and errors."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluated(run):
-    """The evaluation of the run, its `metrics.json` and its predictions."""
+    """Return the evaluation of the run, its `metrics.json` and its predictions."""
     uri = storage.uri_of(run.root / "evaluation")
     result = _evaluate(run, uri, run.root / "scratch")
     folder = storage.local_path(uri)
@@ -91,7 +91,7 @@ def test_the_label_is_always_sliced_by(evaluated):
     for each in text["per_class"]:
         part = rows[each["label"]]
         assert part["examples"] == each["support"]
-        # For a single class, accuracy equals recall.
+        # Accuracy on the examples of a single class is the recall of that class.
         assert part["metrics"]["accuracy"] == pytest.approx(each["recall"])
 
 
@@ -170,7 +170,7 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, monkeypatch):
     bias = np.zeros(10, np.float32)
     bias[3] = np.nan
     model.variables[1].assign(bias)
-    # A checkpoint refuses such weights, so the check is removed here.
+    # A checkpoint rejects such weights, so remove that check first.
     monkeypatch.setattr(
         "flotilla.trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True)
     )
@@ -230,7 +230,7 @@ def measure(model, batches):
 
 
 def measurer(model):
-    """Return a function from batches to the loss and the metrics of the current model."""
+    """Return a function that computes the loss and metrics of the current model on batches."""
     objective = of_classes(small_run.CLASSES)
     objective.attach(model)
     return lambda batches: objective.means(objective.totals(model, batches).numpy())
@@ -282,9 +282,9 @@ FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
     "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
 }
-# Resident memory settles within the first thousands of examples.
+# Resident memory, in bytes, that may still grow after the first few thousand examples.
 SLACK = 60 << 20
-# `ru_maxrss` would start at the memory of the parent process.
+# Read VmHWM, because `ru_maxrss` starts at the memory of the parent process.
 PEAK = """
 import re, sys
 from pathlib import Path
@@ -337,7 +337,7 @@ def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
         peaks.append(int(ended.stdout))
     more = MANY - FEW
     predictions = more * (2 * CLASSES * tf.float32.size + tf.int64.size)
-    # scikit-learn works on copies of them.
+    # scikit-learn works on copies of the predictions.
     allowed = 4 * predictions + SLACK
     assert allowed * 2 < more * np.prod(SHAPE), "the examples themselves would be noticed"
     assert peaks[1] - peaks[0] < allowed

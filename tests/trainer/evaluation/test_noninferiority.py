@@ -1,4 +1,4 @@
-"""The bound of a difference errs as often as the confidence level allows, not more often."""
+"""Tests that the bound of a difference is wrong no more often than its confidence level allows."""
 
 from functools import cache
 
@@ -105,7 +105,7 @@ def test_examples_of_a_unit_count_as_one():
 
 
 def at_most(share, count):
-    """Return the share that this number of draws exceeds by chance once in a thousand times."""
+    """Return the share that `count` draws exceed by chance only once in a thousand times."""
     return share + 3.1 * np.sqrt(share * (1 - share) / count)
 
 
@@ -131,7 +131,7 @@ def test_a_model_worse_by_the_margin_is_promoted_no_more_often_than_the_confiden
 def test_a_mean_that_is_worse_by_the_margin_is_seldom_promoted(count, confidence):
     generator, passed, nights = np.random.default_rng(3), 0, 1000
     for _ in range(nights):
-        # The losses are skewed; the challenger's are higher by 0.1.
+        # The losses are skewed, and the challenger's loss is higher by 0.1, the margin.
         hard = generator.exponential(size=count)
         d = 0.1 + hard * generator.normal(0, 0.5, count)
         passed += compared(d, 0 * d, "lower", confidence).bound <= 0.1

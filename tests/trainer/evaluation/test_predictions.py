@@ -1,4 +1,4 @@
-"""The metrics of a task over parts of the examples: sums, and what the task adds to them."""
+"""Tests that a task's metrics can be summed over parts of the examples."""
 
 import gc
 import tracemalloc
@@ -66,7 +66,7 @@ def test_details_of_the_task_come_with_its_metrics():
 
 
 class Own(Classification):
-    """A user's task with its own accuracy, and a metric and a table in its details."""
+    """A user's task with its own accuracy, and with another metric and a table in its details."""
 
     def metrics(self):
         return [keras.metrics.MeanMetricWrapper(lambda true, _: true * 0 + 0.25, name="accuracy")]
@@ -338,7 +338,7 @@ def batch(generator, classes):
 
 
 def peak(task, count, folder):
-    """Return the peak bytes of arrays while examples are written and measured."""
+    """Return the peak bytes of allocated arrays while examples are written and measured."""
     generator, objective = np.random.default_rng(0), Objective(task)
     gc.collect()
     tracemalloc.start()
@@ -363,14 +363,14 @@ def peak(task, count, folder):
 def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(base.sample_examples, "__defaults__", (AT_ONCE,))
-    # Areas are exact up to the number of stored examples.
+    # Limit everything that is computed exactly to the number of rows stored at once.
     monkeypatch.setattr(slices, "_MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(areas, "_LEAST", AT_ONCE // 8)
     monkeypatch.setattr(areas, "_FEW", AT_ONCE // 8)
-    # One-time imports and traces are not counted as arrays of examples.
+    # Trigger imports and traces once, so that they do not count as memory for examples.
     peak(task, AT_ONCE, tmp_path / "first")
     few, many = (peak(task, count, tmp_path / f"{count}") for count in (FEW, MANY))
-    # The predictions, labels and weights of a regression are 12 bytes each.
+    # All examples of the regression take 12 bytes each: prediction, label and weight.
     assert many < few + 6 * (MANY - FEW)
 
 

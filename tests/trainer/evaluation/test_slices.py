@@ -1,4 +1,4 @@
-"""Parts of the examples by the value of a feature."""
+"""Tests the metrics of slices, which are the examples with the same value of a feature."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.trainer.tasks.measuring import InParts
 
 
 def cut(values, labels, logits, names=()):
-    """Return the rows of one column, read in parts of a few examples."""
+    """Return the slices by one column, computed from small parts of the examples."""
     examples = InParts(labels, logits, column=np.asarray(values))
     return slice_metrics(of_classes(2), examples, {"column": names})["column"]
 
@@ -34,7 +34,7 @@ def test_metrics_are_those_of_the_part_alone():
     ]
     low, high = rows[0]["intervals"]["accuracy"]
     assert low < 2 / 3 < high
-    # Three correct of three may be chance.
+    # Three correct answers out of three may be chance.
     low, high = rows[1]["intervals"]["accuracy"]
     assert (low, high) == (pytest.approx(0.438, abs=1e-3), 1.0)
 

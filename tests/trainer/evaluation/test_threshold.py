@@ -1,4 +1,4 @@
-"""The threshold is the one of the largest F1 on the validation split."""
+"""Tests that the threshold maximizes F1 on the validation split."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
         return scores.f1_score(positive, taken, sample_weight=weights, zero_division=0)
 
     assert f1(found) == pytest.approx(max(map(f1, others)))
-    # The threshold gives the same decisions in single precision, and lies between two examples.
+    # The threshold separates the examples, and also does so in single precision.
     assert 0 < (sure[kept] > np.float32(found)).sum() < kept.sum()
 
 
 @pytest.mark.parametrize(
     ("examples", "expected"),
     [
-        # Separable scores give the midpoint.
+        # The threshold is halfway between the classes if they are separable.
         ([(True, 0.75, 1), (False, 0.25, 1)], 0.5),
-        # Of several thresholds, the one nearest to one half is chosen.
+        # Of several best thresholds, the one closest to 0.5 is chosen.
         ([(True, 0.9, 1), (True, 0.7, 0), (False, 0.1, 1)], 0.5),
-        # The scores are inverted, equal, of one class, without weight, or absent.
+        # Scores that are inverted, equal, from one class only, without weight, or missing.
         ([(False, 0.75, 1), (True, 0.5, 1), (False, 0.25, 1)], 0.375),
         ([(True, 0.3, 1), (False, 0.3, 1)], None),
         ([(False, 0.3, 1), (False, 0.4, 1)], None),
         ([(True, 0.3, 0), (False, 0.4, 0)], None),
         ([], None),
-        # Values that are not finite are not counted.
+        # Examples without a finite score are ignored.
         ([(True, np.nan, 1), (True, 0.75, 1), (False, 0.25, 1)], 0.5),
-        # These are neighbouring numbers of single precision: no number lies between them.
+        # There is no number between these two in single precision.
         ([(True, 0.20000002, 1), (False, 0.2, 1)], pytest.approx(0.2)),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
     champion = before.model_of_before([[[1.0, 0.0]], [-1.5, 0.0]])
     assert storage.read_file(champion, "labels.txt") == b"leaves\nstays"
     _, found = run.evaluation(run.checkpoint(), champion)
-    # The other model decides at 0.5, and its outputs are the same.
+    # The champion's outputs are equal, but its threshold is 0.5, so only these metrics agree.
     mine, theirs = measured[1]["metrics"], found["champion"]["metrics"]
     assert {name: theirs[name] for name in ("auc", "log_loss")} == pytest.approx(
         {name: mine[name] for name in ("auc", "log_loss")}, abs=1e-5

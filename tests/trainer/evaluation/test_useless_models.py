@@ -1,4 +1,4 @@
-"""Useless models are refused with a reason; models that find few positives pass.
+"""Tests that useless models are refused with a reason and weak but useful ones are blessed.
 
 Each test passes a model's predictions through the real evaluation and the real gate.
 """
@@ -33,7 +33,7 @@ from tests.trainer.tasks.measuring import target
 DRAW = np.random.default_rng(17)
 COUNT, RARE_COUNT = 1200, 5600
 YES = (DRAW.random(COUNT) < 0.4).astype("int64")
-# 57 of 5600: 1 % of a test split with a fifth of 28,000 rows.
+# 57 positives in 5600 examples, 1 %, as in a test split with a fifth of 28,000 rows.
 RARE = np.zeros(RARE_COUNT, "int64")
 RARE[DRAW.permutation(RARE_COUNT)[:57]] = 1
 CLASS = DRAW.choice(4, COUNT, p=[0.4, 0.3, 0.2, 0.1])
@@ -42,14 +42,14 @@ SIZES = DRAW.gamma(2, 10, COUNT).astype("float32")
 PLACES = np.where(DRAW.random((COUNT, 6)) < 0.2, -1, DRAW.integers(0, 3, (COUNT, 6)))
 QUERIES = np.repeat(np.arange(COUNT // 8), 8)
 USERS, ITEMS = DRAW.integers(0, 100, COUNT), DRAW.integers(0, 40, COUNT)
-# Some items are popular with most users, and each user has preferences.
+# Some items are popular with most users, and each user has individual preferences.
 LIKED = DRAW.normal(size=40)
 TASTE = DRAW.normal(size=(100, 40))
 TAKEN = (LIKED[ITEMS] + TASTE[USERS, ITEMS] > 0.5).astype("int64")
 
 
 class OwnTask(Regression):
-    """A user's task without a best constant."""
+    """A user's task that defines no best constant."""
 
     constants = Task.constants
 
@@ -63,7 +63,7 @@ def one_hot(classes, count):
 
 
 def logits(labels, strength, centre=0.0):
-    """Return logits of "yes" with this skill, in standard deviations."""
+    """Return logits whose means differ by `strength` standard deviations between the labels."""
     found = centre + noise(count=len(labels)) + strength * labels
     return found[:, np.newaxis].astype("float32")
 
@@ -83,7 +83,7 @@ def recommender():
 
 
 def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):  # noqa: PLR0913
-    """Return the gate's decision on outputs in memory."""
+    """Return the gate's decision on the given outputs."""
     config = parse_config({"gate": rules})
     objective = Objective(task)
     own, other = (
@@ -106,7 +106,7 @@ def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rul
 
 
 def fitted_to_noise(labels):
-    """Return the logits on new rows of a model with enough inputs to memorize its training rows."""
+    """Return logits for new rows from a model that memorized random labels of its training rows."""
     generator = np.random.default_rng(8)
     inputs = generator.normal(size=(2, len(labels), 40))
     weights, *_ = np.linalg.lstsq(inputs[0], generator.permutation(labels) - labels.mean())
@@ -168,10 +168,10 @@ def test_the_share_of_the_largest_class_is_the_same_number_as_that_of_the_consta
     assert decision.measured["value"] == decision.measured["constant"]
 
 
-# The scores of a recommender that knows the preferences, with half of them noise.
+# Scores of a recommender that knows each user's preferences with as much noise as signal.
 GUESSED = TASTE + np.random.default_rng(6).normal(size=TASTE.shape)
 WELL_KNOWN = LIKED[ITEMS] + GUESSED[USERS, ITEMS] / 2
-# Eight of 57 are found, and all others are ranked at random.
+# Eight of the 57 positives are found, and all other examples are ranked at random.
 FEW_FOUND = 9 * (RARE * (np.cumsum(RARE) <= 8))[:, np.newaxis] + noise(1, count=RARE_COUNT)
 USEFUL = {
     "a rare class, weakly": (OF_RARE, RARE, logits(RARE, 0.8, -5)),
@@ -217,7 +217,7 @@ def test_several_outputs_have_to_beat_their_constants_together(tmp_path):
         assert decision.blessed is blessed, decision.reasons
 
 
-# The case of 28,000 rows of which 280 are positive: a fifth of them judges.
+# A test split of 5600 rows with 57 positives, a fifth of a dataset with 28,000 rows.
 FINDS = logits(RARE, 4, -6)
 FINDS_NOTHING = noise(1, count=RARE_COUNT)[::-1] - 6
 
@@ -236,7 +236,7 @@ def test_a_model_that_finds_nothing_does_not_take_the_place_of_one_that_finds_so
 
 def test_a_class_that_the_champion_finds_is_not_lost(tmp_path):
     champion = 4 * one_hot(CLASS, 4) + noise(4)
-    # The model is better on all other examples, so a mean over the examples hides the loss.
+    # The challenger is better on all other examples, so the mean hides the lost class.
     challenger = 9 * one_hot(np.where(CLASS == 3, 0, CLASS), 4) + noise(4) / 9
     decision = decided(tmp_path, CLASSES, CLASS, challenger, champion=champion)
     failed = [rule for rule in decision.rules if not rule.passed]
@@ -254,7 +254,7 @@ def test_numbers_that_are_not_finite_for_some_examples_end_the_evaluation(tmp_pa
     run = small_run.small_run(tmp_path / "run")
     kernel = run.model.variables[0].numpy()
     shares = (run.images.reshape(len(run.images), -1) > 0).mean(axis=0)
-    # Each weight is finite, as a checkpoint has to be; their sum is not, where some are lit.
+    # Each weight is finite, as a checkpoint requires, but the sum overflows for some images.
     kernel[(shares > 0) & (shares < 0.4)] = 3e38
     run.model.variables[0].assign(kernel)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)

@@ -1,4 +1,4 @@
-"""A run of a two-class model with adjustable skill: dataset, checkpoint, evaluation."""
+"""A run of a binary classifier with adjustable skill: dataset, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 600
 
 
 def source(folder: Path, names: tuple[str, str] = ("stays", "leaves"), share: float = 0.2) -> Path:
-    """Write customers, a share of whom leaves: those who call more often and weigh less."""
+    """Write a table of customers; those who leave call more often and have a lower weight."""
     random = np.random.default_rng(0)
     leaves = random.random(ROWS) < share
     calls = random.normal(leaves * 1.5, 1)
@@ -43,7 +43,7 @@ def source(folder: Path, names: tuple[str, str] = ("stays", "leaves"), share: fl
 
 @dataclass
 class TwoClasses:
-    """A run below a folder; a logit is `slope * calls - 1.5` of normalized calls."""
+    """A run below a folder; its model's logit is `slope * calls - 1.5`, with normalized calls."""
 
     root: Path
     config: Config
@@ -51,7 +51,7 @@ class TwoClasses:
 
     @classmethod
     def of(cls, root: Path, path: Path, **sections: Any) -> TwoClasses:
-        """Prepare the dataset of a file."""
+        """Prepare a dataset from a file."""
         tree = {
             "name": "leavers",
             "data": {"source": str(path), "label": "status", "shards": 2, "weight": "weight"},
@@ -66,7 +66,7 @@ class TwoClasses:
         return cls(root=root, config=config, dataset=uri)
 
     def built(self) -> tuple[DatasetSpec, Objective, keras.Model]:
-        """Return the dataset as the task reads it, its objective, and a model."""
+        """Return the dataset's spec with the positive class set, the objective, and a new model."""
         manifest = storage.read_manifest(self.dataset)
         known = DatasetSpec.from_manifest(manifest, index.learnt_of_dataset(self.dataset))
         spec = tasks.set_positive(self.config.task, known)
@@ -74,7 +74,7 @@ class TwoClasses:
         return spec, objective, build_model(self.config, spec, objective)
 
     def checkpoint(self, slope: float = 1.0) -> str:
-        """Return the checkpoint of the model, which is published once."""
+        """Publish the checkpoint of a model with this slope, unless it exists; return its URI."""
         known = index.list_checkpoints(storage.uri_of(self.root / f"checkpoints-{slope}"))
         if known:
             return known[0][0]
@@ -86,13 +86,13 @@ class TwoClasses:
         return publish_checkpoint(at, model, positive=objective.task.labels[1])
 
     def evaluation(self, checkpoint: str, champion: str = "") -> tuple[str, dict[str, Any]]:
-        """Evaluate a checkpoint; return the URI and `metrics.json`."""
+        """Evaluate a checkpoint; return the evaluation's URI and `metrics.json`."""
         uri = storage.uri_of(self.root / f"evaluation-{abs(hash((checkpoint, champion)))}")
         evaluate(self.config, self.dataset, checkpoint, uri, self.root / "scratch", champion)
         return uri, json.loads(storage.read_file(uri, "metrics.json"))
 
     def model(self, checkpoint: str) -> str:
-        """Export what the gate blesses; return the URI."""
+        """Pass a checkpoint through the gate and export it; return the model's URI."""
         evaluation, _ = self.evaluation(checkpoint)
         decision = gate.check(self.config, evaluation, f"{evaluation}-decision")
         uri = f"{evaluation}-model"
@@ -100,7 +100,7 @@ class TwoClasses:
         return uri
 
     def model_of_before(self, weights: list[Any]) -> str:
-        """Publish a model with these weights as an earlier version did; return its URI."""
+        """Publish a model with these weights in an earlier version's layout; return its URI."""
         spec, objective, model = self.built()
         for variable, value in zip(model.trainable_variables, weights, strict=True):
             variable.assign(value)

@@ -1,4 +1,4 @@
-"""Events as log lines: enough to follow a training, and not more."""
+"""Tests the log lines of events, which must suffice to follow a training run."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_progress_is_a_line_every_few_seconds():
     assert [line.partition("  ")[0] for line in taken] == [
         "global step 20/300", "", "global step 60/300", "", "global step 100/300",
     ]  # fmt: skip
-    # The first stretch builds the functions, so its speed does not predict the rest.
+    # The first interval includes the tracing of functions, so its speed predicts nothing.
     assert taken[0] == "global step 20/300  loss 0.25  100 steps/s"
     assert taken[2] == "global step 60/300  loss 0.25  100 steps/s  12 s left"
 
@@ -122,11 +122,11 @@ class TestTimeLeft:
         left = TimeLeft()
         assert left.seconds(0.0) is None
         left.take(progress(50, 5.0, steps_per_second=1.0, steps=1100))
-        # The first stretch builds the functions.
+        # The first interval includes the tracing of functions.
         assert left.seconds(5.0) is None
         left.take(progress(100, 10.0, steps_per_second=100.0, steps=1100))
         assert left.seconds(10.0) == 10
-        # One slow stretch does not double it.
+        # A single slow interval does not double the estimate.
         left.take(progress(200, 11.0, steps_per_second=50.0, steps=1100))
         assert left.seconds(11.0) == 10
         assert left.seconds(15.0) == 6

@@ -1,4 +1,4 @@
-"""Events of several processes in one file: whole lines, typed; errors never stop a run."""
+"""Tests events of several processes in one file: lines stay whole, and errors never stop a run."""
 
 import json
 import logging
@@ -100,9 +100,9 @@ DAMAGES = [
     '{"event": "task_failed", "time": 1, "task": "a", "cause": "b", "last_lines": [1]}\n',
     '{"event": "stalled", "time": 1, "tasks": "ps-0", "seconds": 1}\n',
     '{"event": "warm_start", "time": 1, "uri": "a", "left": {"x": "y"}}\n',
-    # A full disk truncated this line, and the next one follows without a line break.
+    # A full disk truncated this line, so the next one follows without a line break.
     '{"event": "warm_start", "ti',
-    # It is nested too deep.
+    # This JSON is nested too deeply.
     f'{LINE[:-1]}, "more": {"[" * 100_000}\n',
     *[
         f'{{"event": "run_begin", "time": {time}, "run_id": "a", "number": {number}}}\n'
@@ -153,7 +153,7 @@ def progress(step, time=1.0, **more):
 
 
 class TestProgress:
-    """Progress is appended up to a file size; after that only the newest is kept."""
+    """Tests that progress is appended up to a file size, and that later only the newest is kept."""
 
     @pytest.fixture
     def full(self, file, monkeypatch):
@@ -263,7 +263,7 @@ class TestFollowing:
             assert write(text[9:20]) == []
             assert write(text[20:] + "\n") == [third]
             assert write("") == []
-            # Only the line that a full disk cut off is skipped.
+            # Only the line that was truncated by a full disk is skipped.
             assert write(f"{text[:20]}{text}\n{text[:30]}\n{text}\n") == [third, third]
 
     def test_progress_for_which_the_file_has_no_room_comes_too(self, file, monkeypatch):

@@ -1,4 +1,4 @@
-"""The state of a run, computed from its events."""
+"""Tests the state of a run, computed from its events."""
 
 from flotilla.trainer.events import (
     AttemptBegin,
@@ -90,7 +90,7 @@ def test_what_is_handed_on_and_published_is_known():
 
 
 class TestProgressSince:
-    """The progress of the step that began at a time."""
+    """Tests of the progress since a step has begun."""
 
     def test_of_an_earlier_step_it_is_none(self):
         work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)

@@ -1,4 +1,4 @@
-"""The exported model: its contents, equal outputs after loading, and when none is published."""
+"""Tests the exported model: its contents, equal outputs after loading, and failed exports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.export import model_card
 from tests.trainer import small_run
 
-# Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
+# Keras's `save` converts TensorFlow tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 

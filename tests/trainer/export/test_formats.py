@@ -1,4 +1,4 @@
-"""The formats of an exported model: parity after loading, custom classes, names and inputs."""
+"""Tests the formats of an exported model: parity after loading, custom classes, names, inputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.trainer.objectives import of_classes
 from tests.trainer.odd_names import ODD
 from tests.trainer.tasks.measuring import target
 
-# Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
+# Keras's `save` converts TensorFlow tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -140,7 +140,7 @@ OWN = """
 
 @pytest.fixture
 def own_run(run, tmp_path, monkeypatch):
-    """A run of a model class that Keras cannot load from a file, and its blessing."""
+    """Return a run whose model class Keras cannot load from a file, and its decision."""
     (tmp_path / "own_exported.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(tmp_path)
     config = parse_config(
@@ -223,7 +223,7 @@ def test_several_inputs_are_taken_by_their_names(tmp_path):
 
 
 def test_inputs_of_any_name_are_asked_in_every_form(tmp_path):
-    # Neighbours in the list are alike; TensorFlow Lite takes its time.
+    # Neighbors in the list are similar, so some are skipped to save time in TensorFlow Lite.
     names = (*ODD[:12], *ODD[12::4])
     features = {name: FeatureSpec(shape=(), dtype="float32", stored="float") for name in names}
     spec = DatasetSpec(features=features, inputs=names, targets=("label",), shards={})
@@ -353,7 +353,7 @@ def test_a_recurrent_layer_takes_one_example_at_a_time(subject, tmp_path, layer)
 
 @pytest.mark.slow
 class TestSmoke:
-    """The result of a fresh process."""
+    """Tests of the check that runs in a fresh process."""
 
     @pytest.fixture
     def folder(self, subject, tmp_path):

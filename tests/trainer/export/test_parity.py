@@ -1,4 +1,4 @@
-"""The separate process that checks an exported model: what it loads, and when it ends."""
+"""Tests the separate process that checks an exported model: what it loads, and when it exits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as parent:
         fresh = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    # The process has to load TensorFlow first.
+    # The process first has to load TensorFlow.
     _, alive = psutil.wait_procs([fresh], timeout=600)
     for each in alive:
         each.kill()

@@ -1,4 +1,4 @@
-"""Tests which spellings are one class, which only look similar, and the name of a class."""
+"""Tests which spellings are the same class, which only look similar, and how a class is named."""
 
 import unicodedata
 

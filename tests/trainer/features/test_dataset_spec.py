@@ -1,4 +1,4 @@
-"""The fields that a reader takes from the manifest, and the manifests that it rejects."""
+"""Tests which fields a reader uses from the manifest and which manifests it rejects."""
 
 import sys
 from dataclasses import replace

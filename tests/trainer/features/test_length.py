@@ -1,4 +1,4 @@
-"""The length of training: epochs, steps, and the default for a number of examples."""
+"""Tests the length of training: epochs, steps, and the default for a number of examples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Safe names of layers and arguments, for columns of any name."""
+"""Tests that columns of any name get valid names of layers and arguments."""
 
 import re
 
@@ -48,7 +48,7 @@ def test_another_one_can_be_read_and_is_its_own(name, layer):
 
 def test_an_argument_is_called_as_its_column_where_that_is_a_word():
     found = argument_names(["a b", "a_b", "A_B", "größe", "class", "self", "1st", "x"])
-    # These names differ only in their case.
+    # These names differ only in case.
     assert found["A_B"] == "A_B"
     assert found["a_b"].startswith("a_b_")
     words = {"größe": "gr__e", "class": "input_class", "self": "input_self", "1st": "input_1st"}

@@ -1,4 +1,4 @@
-"""The model that suits the inputs of a dataset."""
+"""Tests which model is selected for the inputs of a dataset."""
 
 import pytest
 

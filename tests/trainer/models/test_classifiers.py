@@ -1,4 +1,4 @@
-"""The built-in classifiers: shapes, names of variables, and errors."""
+"""Tests the built-in classifiers: shapes, names of variables, and errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.strategy import build_gradient
 from tests.trainer.objectives import of_classes
 
-# Models with one tensor of any kind; those with ids and tokens have separate tests.
+# Models with a single input tensor; those with IDs or tokens have their own tests.
 OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular", "text", "sequence"}
 PLAIN = tuple(name for name in MODELS if name not in OF_NAMED_INPUTS)
 DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))

@@ -1,4 +1,4 @@
-"""The `.keras` file of every built-in model needs only Keras."""
+"""Tests that the `.keras` file of every built-in model needs only Keras."""
 
 from __future__ import annotations
 

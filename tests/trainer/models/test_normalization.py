@@ -1,4 +1,4 @@
-"""Numbers are normalized to mean 0 and variance 1, whatever their magnitude."""
+"""Tests that numbers of any magnitude are normalized to mean 0 and variance 1."""
 
 from __future__ import annotations
 

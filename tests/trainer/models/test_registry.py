@@ -1,4 +1,4 @@
-"""The user's own models, the errors for those that do not fit, and frozen layers."""
+"""Tests users' own models, the errors for models that do not fit, and frozen layers."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def test_what_fits_is_not_trained(globs, frozen):
     model = net()
     freeze(model, globs)
     assert trained(model) == [path for path in ALL if path not in frozen]
-    # All variables still belong to the model, and a checkpoint contains them.
+    # Frozen variables remain in the model, so checkpoints contain them.
     assert len(model.variables) == len(net().variables)
 
 

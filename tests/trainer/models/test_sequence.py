@@ -1,4 +1,4 @@
-"""The sequence model: which positions count, its inputs, and that it uses the order."""
+"""Tests the sequence model: its inputs, which positions count, and that order matters."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_texts_that_are_not_known_are_places_and_empty_ones_at_the_end_are_none(
     never, once, none, nothing = model(
         tf.constant([["never", ""], ["once", ""], ["", ""], ["", ""]])
     ).numpy()
-    # A value of a single training example counts as unknown.
+    # A text that occurs in only one training example is treated as unknown.
     np.testing.assert_allclose(never, once, atol=1e-6)
     np.testing.assert_allclose(none, nothing)
     assert np.abs(never - none).max() > 1e-4

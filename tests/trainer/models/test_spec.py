@@ -1,4 +1,4 @@
-"""The inputs of a model, from the features of a dataset."""
+"""Tests how a model's inputs are derived from a dataset's features."""
 
 from __future__ import annotations
 

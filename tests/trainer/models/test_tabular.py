@@ -1,4 +1,4 @@
-"""The tabular model: numbers with gaps, classes, texts, and errors."""
+"""Tests the tabular model: numbers with missing values, classes, texts, and errors."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_mean_comes_of_words_that_are_there():
 
 def test_numbers_have_a_linear_regression_without_hidden_layers():
     model = built("age", "rooms", output=(1,), hidden_units=[], pieces=0)
-    # The weights are those of both numbers, of the gaps of one of them, and the bias.
+    # Two weights for numbers, one for missing values of one of them, and the bias.
     assert model.count_params() == 4
 
 
@@ -153,7 +153,7 @@ def test_infinite_and_unseen_gaps_give_finite_outputs():
     )
     numbers = model(tf.constant([np.inf, -np.inf, np.nan, 3e38, 2.0])).numpy()
     assert np.isfinite(numbers).all()
-    # No training example had a gap, so a gap is read as the median.
+    # Training had no missing values, so the median replaces one.
     np.testing.assert_allclose(numbers[2], numbers[4], rtol=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_columns_and_targets_of_any_name_are_trained_on():
     assert all(each is not None for each in step())
     assert model(inputs).keys() == set(targets)
     registry.require_readable("tabular", model)
-    # Each column is read from its own input.
+    # Changing any one column changes the output.
     before = model(inputs)["a b"].numpy()
     for name, kind in [*kinds.items()][::6]:
         other = {**inputs, name: tf.constant(EXAMPLES[kind][[1, 2, 0]])}
@@ -252,7 +252,7 @@ def test_a_sequence_of_any_length_has_the_same_output_whatever_it_is_padded_with
     before = model(given).numpy()
     padded = {**given, "steps": np.pad(steps, [(0, 0), (0, 9), (0, 0)], constant_values=7)}
     np.testing.assert_allclose(model(padded).numpy(), before, rtol=1e-5)
-    # A zero within the length is a value, also at the end.
+    # A zero within the length counts as a value, even at the end.
     shorter = {**given, "steps_length": np.array([1, 3])}
     assert not np.allclose(model(shorter).numpy()[0], before[0])
     none = {**given, "steps_length": np.array([0, 0])}

@@ -1,4 +1,4 @@
-"""The retrieval and ranking model: outputs, both losses, inputs, and that it learns."""
+"""Tests the retrieval and ranking model: outputs, both losses, inputs, and that it learns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def objective(labels=CLICKS):
 
 def build(spec=None, check=None, **args):
     given = {"tables": TABLES, "popularity": "shown", "dimension": 3, **args}
-    # As a function of the user's may call it: no configuration has checked its arguments.
+    # A user's own function may pass arguments that no configuration has checked.
     config = ModelConfig.model_construct(name="two_tower_ranker", args=given)
     return registry.build(config, spec or spec_of(), 0, (check or objective()).accept)
 
@@ -54,7 +54,7 @@ def batch(**others):
 
 
 def seen(model, inputs=None):
-    """Return the model after a training step that looked up the ids and so gave them rows."""
+    """Return the model after a training step, which adds rows for the IDs that it looks up."""
     model(inputs or batch(), training=True)
     return model
 
@@ -69,12 +69,12 @@ def test_its_outputs_are_a_logit_and_both_vectors():
     np.testing.assert_array_equal(of_items[1], of_items[3])
     match = (of_users[:, :3] * of_items[:, :3]).sum(axis=1)
     rest = outputs[:, 0] - match
-    # Beyond the match, the rest is linear in each tower.
+    # The remainder is linear in each tower, and so stays small.
     assert np.abs(rest).max() < 10
 
 
 def plain_softmax(outputs, clicks, weights=None):
-    """Return the retrieval loss by its definition, one click at a time."""
+    """Return the retrieval loss by its definition, computed one click at a time."""
     of_users, of_items = outputs[:, 1:5].astype("float64"), outputs[:, 5:].astype("float64")
     each, counts = [], []
     for row in np.flatnonzero(clicks):

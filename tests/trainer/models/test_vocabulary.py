@@ -1,4 +1,4 @@
-"""Vocabularies are constants of the graph: the same anywhere, saved with the model."""
+"""Tests that a vocabulary is constant in the graph and is saved with the model."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_spaces_around_a_text_are_those_that_are_left_out_of_files():
     assert Vocabulary(CITIES)(texts).numpy().tolist() == [2] * len(spaces)
     assert Vocabulary([" Rome\t"])(tf.constant(["Rome", "R ome"])).numpy().tolist() == [1, 0]
     assert Words(["köln"], 1)(texts).numpy().tolist() == [[2]] * len(spaces)
-    # No letter is a space, and what is no UTF-8 stays as it is.
+    # Neither letters nor invalid UTF-8 are stripped.
     assert strip_spaces(tf.constant([b"\xff ", b" a\x00"])).numpy().tolist() == [b"\xff", b"a\x00"]

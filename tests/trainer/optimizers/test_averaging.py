@@ -1,4 +1,4 @@
-"""Weight averages: compared with averages by hand, swapped in and out, and initialized."""
+"""Tests weight averages: their values, the swap with the weights, and their initial values."""
 
 import threading
 
@@ -105,8 +105,7 @@ def test_no_update_is_left_out_when_workers_race():
         each.start()
     for each in threads:
         each.join()
-    # Every update has moved the average by the value that it had read: at least as far as updates
-    # one after the other. It moves furthest if each thread has once read before, and written after,
-    # all writes of the other one.
+    # Sequential updates give the upper limit. The lower limit is reached if each thread reads the
+    # average before, and writes it after, all writes of the other thread.
     left = 1 - average.numpy().max()
     assert -0.0865 <= left <= MOMENTUM**10 + 1e-6

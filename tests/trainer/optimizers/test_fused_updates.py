@@ -1,4 +1,4 @@
-"""TensorFlow's fused kernels update variables by Keras's formulas."""
+"""Tests that TensorFlow's fused kernels update variables by Keras's formulas."""
 
 import keras
 import numpy as np
@@ -26,7 +26,7 @@ SCHEDULE = {"name": "cosine", "warmup_steps": 2}
 
 
 def built(name, args, *, dtype="float32", schedule=None):
-    """Return an optimizer and its two variables."""
+    """Return an optimizer and two variables."""
     variables = [
         keras.Variable(np.random.RandomState(seed).normal(size=shape), dtype=dtype)
         for seed, shape in enumerate([(4, 3), (5,)])
@@ -40,7 +40,7 @@ def built(name, args, *, dtype="float32", schedule=None):
 
 
 def moved(optimizer, variables, *, rows=False):
-    """Return variables and slots after four steps."""
+    """Return the variables and slots after four steps."""
 
     @tf.function
     def step(first, second):

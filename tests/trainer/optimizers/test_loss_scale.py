@@ -1,4 +1,4 @@
-"""The scale of a float16 loss is halved and doubled, and never ends training."""
+"""Tests that the scale of a float16 loss is halved and doubled, and never ends training."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def single(model=half, factor=1.0, **training):
 
 
 def scale_of(strategy):
-    """Return the scale, and the number of gradients since it was changed."""
+    """Return the scale, and the number of gradients since the last change."""
     variables = strategy.variables()
     scale, count, changed = (
         variables[f"loss_scale/{name}"].numpy() for name in ("scale", "gradients", "changed")
@@ -55,7 +55,7 @@ def test_a_gradient_that_overflows_is_computed_again_and_counts_once(training):
     assert np.log2(scale) == int(np.log2(scale))
     assert 0 <= finite < 4 * training.get("accumulate", 1)
     for path, variable in plain.variables().items():
-        # The statistics of a batch move with every part of a step.
+        # With accumulation, batch statistics are updated several times per step and so differ.
         if "moving" not in path or "accumulate" not in training:
             found = scaled.variables()[path].numpy()
             np.testing.assert_allclose(found, variable.numpy(), atol=0.02, err_msg=path)
@@ -95,7 +95,7 @@ def test_workers_that_change_it_at_once_change_it_once(monkeypatch):
     compute = scale.wrap(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
     seen = []
     for _ in range(8):
-        # All workers pull, and then all push.
+        # All workers read the state before any of them writes it.
         before = [each.value.read_value() for each in scale.variables]
         for after in [compute([], before, ())[2] for _ in range(workers)]:
             push_state(scale.variables, before, after)
@@ -115,7 +115,7 @@ def test_what_no_scale_makes_finite_is_given_up(value):
     state = [each.value.read_value() for each in scale.variables]
     _, found, _ = scale.wrap(compute)([], state, ())
     assert not np.isfinite(found[0])
-    # A loss that is not finite has diverged at any scale.
+    # If the loss itself is not finite, training has diverged, and no scale helps.
     assert len(calls) == (1 + MOST_HALVINGS if np.isfinite(value) else 1)
 
 
@@ -124,7 +124,7 @@ def test_rows_that_overflow_stay_rows():
     layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((2,), dtype="int64"), *layers])
     batch = tf.constant([[0, 1], [1, 4]], tf.int64), tf.constant([0, 2], tf.int64)
-    # Infinite at the first scale, as a float16 gradient would be.
+    # The loss overflows at the first scale, as a float16 gradient would.
     loss = lambda *args: cross_entropy(*args) * 1e35  # noqa: E731
     scale = LossScale()
     gradient = build_pulled_gradient(model, loss, jit=False, scale=scale, parts=1, in_place=True)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules, built from the configuration."""
+"""Tests optimizers and schedules that are built from the configuration."""
 
 import itertools
 import math
@@ -249,7 +249,7 @@ VARIANTS = [
 
 
 def trained(name, args, *, dense):
-    """Return a table and a dense variable after four steps on the same gradients."""
+    """Return an embedding table and a dense variable after four steps with the same gradients."""
     table = keras.Variable(np.random.RandomState(0).normal(size=(ROWS, DIMENSION)), dtype="float32")
     other = keras.Variable(np.ones((2, 2)), dtype="float32")
     settings = {"name": name, "learning_rate": 0.05, "args": args}
@@ -350,7 +350,7 @@ def test_a_share_of_the_rate_in_every_so_many_steps():
 def test_the_next_factor_begins_at_its_boundary():
     for step, factor in ((0, 1), (9, 1), (10, 0.5), (19, 0.5), (20, 0.1), (99, 0.1)):
         assert rate_at(step, "piecewise", **PIECEWISE) == pytest.approx(RATE * factor)
-        # Counted from the end of a warm-up, where the step is a fraction for Keras.
+        # With warm-up, boundaries are counted from its end; Keras then passes the step as a float.
         late = rate_at(step + 8, "piecewise", warmup=8, **PIECEWISE)
         assert late == pytest.approx(RATE * factor)
 

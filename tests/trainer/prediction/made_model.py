@@ -1,4 +1,4 @@
-"""Published models with outputs known by arithmetic, in the layout of an export."""
+"""Published models with easily computed outputs, in the layout of an export."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def published(  # noqa: PLR0913
     dataset="",
     batch_size=3,
 ):
-    """Publish a model that predicts by a function of tensors, in the order of the features."""
+    """Publish a model that applies `answer` to the features' tensors, in their order."""
     source = folder.with_name(f"{folder.name}-source")
     arguments = argument_names(list(features))
     takes = [
@@ -68,7 +68,7 @@ def published(  # noqa: PLR0913
 
 
 def sums(folder, **more):
-    """Publish a model that returns `age` plus `count`, plus a thousand if the city is Rome."""
+    """Publish a model that returns `age` plus `count`, plus 1000 if the city is Rome."""
 
     def answer(age, count, city):
         rome = 1000 * tf.cast(city == "Rome", tf.float32)

@@ -1,4 +1,4 @@
-"""The predictions of each task as columns: classes by name, probabilities, numbers."""
+"""Tests how each task's predictions become columns: class names, probabilities, numbers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_numbers_scores_and_the_answers_of_an_own_task_stay_as_they_are():
         "mine": 1.5,
         "text": "x",
     }
-    # A task that is derived from classification and has other outputs.
+    # A task derived from classification may have other outputs.
     assert rows({"": "classification"}, {"": LABELS}, {"mine": one})[0] == {"mine": 1.5}
 
 

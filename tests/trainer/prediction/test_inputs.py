@@ -1,4 +1,4 @@
-"""Images, lists and splits of a dataset become inputs as in training."""
+"""Tests that images, lists and dataset splits become model inputs as in training."""
 
 from __future__ import annotations
 

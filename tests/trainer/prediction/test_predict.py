@@ -1,4 +1,4 @@
-"""Files of every format give the same predictions, and one line for each error."""
+"""Tests that files of every format give the same predictions, and that errors take one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check: first the source, then the trial of the model; open questions are notes."""
+"""Tests the check of a configuration: first its source, then a trial of its model."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Return the configurations whose model was tried; the trial itself is replaced."""
+    """Replace the trial of the model; return the configurations that it was called with."""
     found: list[Config] = []
     monkeypatch.setattr(
         fitting, "try_fit", lambda config, *_, **__: found.append(config) or {"task": "ranking"}

@@ -1,4 +1,4 @@
-"""The first part of a large file ends at the end of a row; messages name the file itself."""
+"""Tests that the head of a large file ends with a whole row and messages name the file itself."""
 
 import gzip
 from pathlib import Path

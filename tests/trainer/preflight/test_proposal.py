@@ -1,4 +1,4 @@
-"""The proposed configuration of a first run, from the first rows of files."""
+"""Tests the configuration that is proposed for a first run from a source's first rows."""
 
 import json
 import random

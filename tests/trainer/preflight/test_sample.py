@@ -1,4 +1,4 @@
-"""The first rows of a source as a dataset: which findings are certain, and which are not."""
+"""Tests the first rows of a source as a dataset: which findings are certain and which are not."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ from flotilla.trainer.preflight import head, sample
 from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# More rows than a sample has.
+# More rows than a sample contains.
 MANY = 3 * sample.ROWS
 
 
 def table(rows: int, *, odd: str = "", at: int = -1) -> dict[str, list[str | int]]:
-    """Return columns; the label has an additional class after the first rows."""
+    """Return columns of which the label has an additional class after the first rows."""
     return {
         "age": [odd if row == at else row % 80 for row in range(rows)],
         "town": ["Rome" if row % 3 else "Oslo" for row in range(rows)],
@@ -150,9 +150,9 @@ def test_what_further_rows_cannot_make_right_is_refused(tmp_path, keys, line):
 @pytest.mark.parametrize(
     ("columns", "keys"),
     [
-        # Later values are not numbers: then all are texts, and none is invalid.
+        # A later value is not a number, so the whole column is text and no row is invalid.
         (table(MANY, odd="many", at=7), {}),
-        # Most rows have a label.
+        # Only rows after the sample have a label.
         ({**table(MANY), "label": ["" if row < sample.ROWS else "a" for row in range(MANY)]}, {}),
         ({**table(MANY), "day": ["" if row < sample.ROWS else "2" for row in range(MANY)]},
          {"splits": {"time": "day"}}),

@@ -1,4 +1,4 @@
-"""A run of a program under the local launcher, of which nothing may be left."""
+"""Fixtures that run a program under the local launcher and check that nothing is left."""
 
 import os
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.trainer.cluster.forks.serving import serving
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory):
-    """The address of a fork server, as a run has one: it imports the agent once."""
+    """Return the address of a fork server that has imported the agent, as in a run."""
     with serving(tmp_path_factory.mktemp("server"), at_once=MODULES["program"]) as found:
         yield found.first
 
 
 @pytest.fixture
 def launched(server, tmp_path, monkeypatch):
-    """A function that trains, and then looks for what is left."""
+    """Return a function that runs a job and then checks that no process is left."""
     monkeypatch.setenv(forked.VARIABLE, server)
 
     def train(job):

@@ -1,4 +1,4 @@
-"""Runs of small programs: a dataset without files, and a program that counts steps."""
+"""Jobs that run a small program, which counts steps on an empty dataset."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from flotilla.trainer.checkpoints.index import list_checkpoints
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 
-# It counts steps to STEPS, and writes a checkpoint of TensorFlow's layout after each.
+# A program that counts steps and can save a checkpoint in TensorFlow's layout.
 COUNTS = """
 import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ["FLOTILLA_CHECKPOINTS"])
@@ -39,9 +39,10 @@ model = pathlib.Path(os.environ["FLOTILLA_MODEL"])
 
 
 def make_job(folder: Path, text: str, *words: str, roles=None, at="", **sections) -> Job:
-    """Return the job of a program of this text; `sections` are of the configuration.
+    """Return a job that runs a program with this source code.
 
-    `at` is the URI of its checkpoints, which are on this machine by default.
+    `at` is the URI of its checkpoints, by default in a local folder; `sections` are sections of the
+    configuration.
     """
     script = folder / "program.py"
     script.write_text(text)

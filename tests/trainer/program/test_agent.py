@@ -1,4 +1,4 @@
-"""Programs under the local launcher: their ends, restarts, checkpoints, and what they leave."""
+"""Tests programs under the local launcher: exits, restarts, checkpoints and leftovers."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def begun_at(job, task="chief-0"):
 cluster = pytest.mark.cluster
 
 
-# It reads its own metrics until they have its last step.
+# Poll the program's own metrics until they contain the last step.
 ASKS = """
 import time, urllib.request
 def ask():
@@ -85,12 +85,12 @@ def test_a_program_ends_with_its_checkpoint_and_model(launched, tmp_path):
         b'model_checkpoint_path: "ckpt-5"\n'
     )
     assert completion.is_over(job)
-    # A run that is over is not trained again.
+    # A finished run is not trained again.
     launched(job)
     assert len(begun_at(job)) == 1
 
 
-# It ends itself at some steps, each once.
+# A program that runs the given code at certain steps, each once.
 DIES = (
     COUNTS
     + """
@@ -108,7 +108,7 @@ GUARD = "guard = os.getppid()\n"
 AGENT = GUARD + "agent = int(open(f'/proc/{guard}/stat').read().rpartition(')')[2].split()[1])\n"
 WAIT = "\ntime.sleep(600)"
 KILL = "os.kill(os.getpid(), 9)"
-# A process that leaves the group of the program kills both at once.
+# A process outside of the program's process group kills guard and agent at once.
 BOTH = (
     AGENT
     + """if os.fork() == 0:
@@ -159,7 +159,7 @@ while step and not all(each.exists() for each in again):
 @cluster
 def test_workers_that_all_lead_begin_again_together(launched, tmp_path):
     text = dying(_3=f"if task['index'] == 1: os._exit(1){WAIT}")
-    # The run ends with worker 0, which waits until worker 1 has begun again, too.
+    # Worker 0 must wait for the restart of worker 1, because the run ends when worker 0 exits.
     text = text.replace("while step < 6", AWAITS + "while step < 6")
     job = make_job(tmp_path, text, roles={"worker": 2})
     launched(job)
@@ -192,7 +192,7 @@ def test_a_server_is_started_again_and_ended_at_last(launched, tmp_path):
 
 
 def interrupt_at(job, line):
-    """Send this process SIGTERM when a task has printed a line."""
+    """Send SIGTERM to this process when the chief has printed a line."""
 
     def wait():
         path, pause = job.workdir / "chief-0" / "log.txt", threading.Event()

@@ -1,4 +1,4 @@
-"""Workers that all lead begin together, from one checkpoint."""
+"""Tests that workers without a chief begin each attempt together, from the same checkpoint."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LEADER, OTHER = Task(role="worker", index=0), Task(role="worker", index=1)
 
 
 class Waited(Exception):  # noqa: N818
-    """The task would wait."""
+    """Raised when the task would wait."""
 
 
 def wait(_seconds):
@@ -24,7 +24,7 @@ def job(tmp_path):
 
 
 def enter(job):
-    """Return a worker that has written its ticket."""
+    """Return a worker that has written its ticket and waits."""
     worker = Attempts(job, OTHER, [])
     with pytest.raises(Waited):
         worker.join(wait)
@@ -32,7 +32,7 @@ def enter(job):
 
 
 def rejoin(worker):
-    """Wait with the ticket that the worker has."""
+    """Return the attempt that the worker reads for its ticket."""
     worker.current = worker._read()
     return worker.current
 

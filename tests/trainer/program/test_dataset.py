@@ -1,4 +1,4 @@
-"""What a user's program reads: the parts of tasks, and rows equal to those of our own reader."""
+"""Tests the data that a user's program reads: each task's part, and rows equal to Flotilla's."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def png(number):
 
 
 def every_form():
-    """Return features of every form, and seven rows of each."""
+    """Return features of every form, with seven rows each."""
     features, rows = {}, {}
     for dtype in NUMBERS:
         for shape in [(), (3,), (2, 2)]:
@@ -211,7 +211,7 @@ SMALL = {"text": fixed((), "string"), "int64 0": fixed((), "int64")}
     [
         ("worker-1 of ps=1 worker=2", "disjoint", [1, 3]),
         ("worker-1 of ps=1 worker=2", "reshuffle", FOUR),
-        # A chief of servers may coordinate alone, or train: no part is its own.
+        # With parameter servers, the chief may only coordinate, so no part is reserved for it.
         ("chief-0 of chief=1 ps=1 worker=2", "disjoint", FOUR),
         ("worker-0 of chief=1 ps=1 worker=2", "disjoint", [0, 2]),
         ("chief-0 of chief=1 worker=2", "disjoint", [0, 3]),

@@ -1,4 +1,4 @@
-"""The guard: one file that any Python from 3.8 on runs, and that leaves nothing of a program."""
+"""Tests the guard, a single file for Python 3.8 or newer that ends all processes of a program."""
 
 import ast
 import contextlib
@@ -31,7 +31,7 @@ def test_it_needs_python_3_8_and_nothing_else():
         if isinstance(node, ast.ImportFrom)
     }
     assert imported <= sys.stdlib_module_names
-    # A built-in type that is subscripted outside of an annotation needs 3.9.
+    # Subscripting a built-in type outside of an annotation needs Python 3.9.
     names = {
         node.value.id
         for node in ast.walk(tree)
@@ -44,7 +44,7 @@ def test_it_needs_python_3_8_and_nothing_else():
 
 
 class Agent:
-    """The other end of the socket."""
+    """The agent's end of the socket."""
 
     def __init__(self, folder, *options):
         self.listener = socket.socket(socket.AF_UNIX)
@@ -153,7 +153,7 @@ def test_the_next_guard_ends_what_a_killed_one_has_left(tmp_path):
     watch = os.pidfd_open(pid)
     pids = json.loads(first.read("line")["text"])["pids"]
     first.process.kill()
-    # The kernel ends the program itself.
+    # The kernel ends the program's first process together with the guard.
     assert select.select([watch], [], [], 30)[0]
     os.close(watch)
     assert [each for each in pids if is_there(each)] == pids

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder are whole, of every layout."""
+"""Tests which checkpoints in a folder are complete, in every layout."""
 
 import os
 import zipfile
@@ -44,7 +44,7 @@ def test_a_name_with_spaces_quotes_and_other_letters(tmp_path):
     prefix = 'my "best" ü\n-7'
     write(tmp_path, f"{prefix}.index", f"{prefix}.data-00000-of-00001")
     layouts.write_state(tmp_path / "checkpoint", prefix)
-    # As Protobuf writes it.
+    # Protobuf escapes the name in this way.
     assert rb"my \042best\042 \303\274\012-7" in (tmp_path / "checkpoint").read_bytes()
     found = layouts.find_newest(tmp_path)
     assert (found.prefix, found.number) == (prefix, 7)
@@ -82,8 +82,6 @@ def test_a_folder_of_many_files_is_looked_at_quickly(tmp_path, monkeypatch):
 
 
 class Archive:
-    """A whole archive."""
-
     def __enter__(self):
         return self
 
@@ -97,7 +95,7 @@ class Archive:
 def test_without_a_record_a_whole_one_counts(tmp_path):
     write(tmp_path, "a/b-3.index", "a/b-3.data-00000-of-00001", "a/b-4.index")
     assert layouts.find_newest(tmp_path).number == 3
-    # A full disk has cut off the record, or the checkpoint that it names.
+    # A full disk has truncated the state file, or the checkpoint that it names.
     for text in ("", 'model_checkpoint_path: "b-4', 'model_checkpoint_path: "b-4"'):
         (tmp_path / "a" / "checkpoint").write_text(text)
         assert layouts.find_newest(tmp_path).number == 3

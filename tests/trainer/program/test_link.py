@@ -1,4 +1,4 @@
-"""The socket between agent and guard."""
+"""Tests the socket between agent and guard."""
 
 from pathlib import Path
 

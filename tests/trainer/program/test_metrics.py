@@ -1,4 +1,4 @@
-"""Steps and metrics from the lines of a program."""
+"""Tests how steps and metrics are read from the lines that a program prints."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_the_step_of_a_checkpoint(metrics, tmp_path):
         take(metrics, when=float(step), step=step)
     assert metrics.step_at(25.0, -1) == 20
     assert metrics.step_at(5.0, -1) == -1
-    # Its name is right where the program says that step just after the file.
+    # The file name is right if the program reports this step soon after it has written the file.
     assert metrics.step_at(25.0, 30) == 30
     assert metrics.step_at(25.0, 2) == 20
     metrics.save(tmp_path)

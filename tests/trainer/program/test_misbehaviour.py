@@ -1,4 +1,4 @@
-"""Programs that behave badly: one line says what happened, or they end well; nothing is left."""
+"""Tests that programs that behave badly are reported in one line or end well, and leave nothing."""
 
 import pytest
 
@@ -56,7 +56,7 @@ with open(os.environ["FLOTILLA_METRICS"], "wb") as file:
 """
 EVERYWHERE = "import socket\nopened = socket.socket()\nopened.bind(('', 0))\nopened.listen()\n"
 WRITES = "open('left-behind.txt', 'w').write('x')\n"
-# One program with four habits, none of which is an error.
+# A program with four unusual habits, none of which is an error.
 ODD = CORRUPT + EVERYWHERE + WRITES + COUNT.replace("print(", "(lambda *_, **__: None)(")
 
 

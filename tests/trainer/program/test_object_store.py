@@ -1,4 +1,4 @@
-"""A program whose checkpoints are in an object store."""
+"""Tests a program whose checkpoints are in an object store."""
 
 import shutil
 
@@ -13,7 +13,7 @@ from flotilla.trainer.runtime.errors import UserError
 from tests.stores.fixtures import bucket_name
 from tests.trainer.program.runs import COUNT, make_job, published_steps
 
-# It fails for good after three steps, unless the folder has a file.
+# A program that always fails after step 3, unless a certain file exists.
 FAILS = COUNT.replace(
     "    save(step)\nmodel",
     "    save(step)\n    step == 3 and not os.path.exists(sys.argv[2]) and sys.exit(3)\nmodel",
@@ -32,7 +32,7 @@ def test_a_run_is_resumed_from_an_object_store(tmp_path, s3):
         launch(job)
     assert published_steps(job)[-1] == 3
     may.touch()
-    # Another machine has nothing of the first one.
+    # A different machine has no local files of the first one.
     shutil.rmtree(job.workdir)
     launch(job)
     assert "begins at 3" in (job.workdir / "chief-0" / "log.txt").read_text()

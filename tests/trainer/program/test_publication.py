@@ -1,4 +1,4 @@
-"""Checkpoints of a program: published when they are whole, and filled into its folder."""
+"""Tests that complete checkpoints of a program are published and restored into its folder."""
 
 import zipfile
 
@@ -77,7 +77,7 @@ def test_another_layout_has_to_be_the_same_at_two_looks(job, folders):
     write(1, "another")
     publisher.look(unknown, {})
     assert published_steps(job) == []
-    # The next one is begun before the last look at this one.
+    # The next checkpoint is started before this one has been seen unchanged.
     write(2)
     publisher.look(unknown, {})
     write(3)
@@ -98,7 +98,7 @@ def test_a_new_attempt_publishes_what_was_whole_and_begins_from_it(job, folders)
         "ckpt-3.data-00000-of-00001",
         "ckpt-3.index",
     ]
-    # What was filled is not published again.
+    # The restored checkpoint is not published again.
     publisher_of(job, folders)
     assert published_steps(job) == [3]
 
@@ -146,7 +146,7 @@ def test_nothing_is_lost_when_the_end_is_killed(job, folders, monkeypatch, place
     at, step = find_published(job.checkpoints)
     assert step == 3
     assert bool(storage.verify(at).fields["program"]["model"]) == (place == "delete")
-    # The next attempt begins from it, and leaves one checkpoint of the step.
+    # The next attempt starts from it, and only one checkpoint of the step remains.
     publisher = publisher_of(job, folders)
     assert publisher.last == at
     (folders.model / "a.txt").write_text("another")

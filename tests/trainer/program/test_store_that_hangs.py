@@ -1,4 +1,4 @@
-"""An object store that hangs delays neither a program's progress, nor its stop, nor its end."""
+"""Tests that an object store that hangs delays neither a program's progress nor its end."""
 
 import json
 import queue
@@ -16,7 +16,7 @@ from flotilla.trainer.program.link import GUARD_FILE
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.trainer.program.runs import COUNTS, make_job
 
-# It says a step for each new line of a file, and ends when it is asked to.
+# A program that reports a step for every character in a file, until it receives SIGTERM.
 FOLLOWS = (
     COUNTS
     + """
@@ -32,7 +32,7 @@ CHIEF = Task(role="chief", index=0)
 
 @pytest.fixture
 def store(monkeypatch):
-    """The store: `begun` is set when it is asked to publish, which takes until `answers` is."""
+    """Make publishing hang until the test ends; return an event that is set when it begins."""
     publish, begun, answers = storage.publish, threading.Event(), threading.Event()
 
     def hang(*args, **more):

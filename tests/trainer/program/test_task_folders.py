@@ -1,4 +1,4 @@
-"""What a program gets: its environment, and the words of its command."""
+"""Tests the environment and the command line that a program receives."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""All proposers get one decision, in any order of reads and writes, whichever of them die."""
+"""Tests that all proposers get the same decision in any order of requests, even if some die."""
 
 import json
 import random
@@ -16,11 +16,11 @@ URI = "file:///question"
 
 
 class DiedError(BaseException):
-    """The proposer was killed."""
+    """Raised in a proposer that is killed."""
 
 
 class Asker:
-    """A proposer in a thread, which does one request to the store per turn."""
+    """A proposer in its own thread, which sends one request to the store per turn."""
 
     def __init__(self, name: str, notes: dict[str, bytes]) -> None:
         self.name, self.answer, self.dead = name, None, False
@@ -58,7 +58,7 @@ class Asker:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """A store in memory in which each request waits for the turn of its proposer."""
+    """Replace the store by one in memory, where each request waits for its proposer's turn."""
     found: dict[str, bytes] = {}
     askers: dict[threading.Thread, Asker] = {}
 
@@ -89,7 +89,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setattr(storage, "write_bytes", write)
     monkeypatch.setattr(storage, "read_bytes", read)
     monkeypatch.setattr(storage, "names", names)
-    # The order of turns decides how long a proposer waits.
+    # The test, not a pause, decides when a proposer continues.
     monkeypatch.setattr(consensus, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(consensus, "_MAX_PAUSE", 0.0)
     return found
@@ -108,7 +108,7 @@ def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dy
             if asker.thread.is_alive():
                 asker.die()
         while alive := [each for each in askers if each.thread.is_alive()]:
-            # In runs, so that no proposer is outbid for ever.
+            # Give several turns in a row, so that a proposer is not outbid forever.
             chosen = dice.choice(alive)
             for _ in range(dice.choice((1, 2, 6))):
                 if chosen.answer is None and chosen.thread.is_alive():

@@ -23,7 +23,6 @@ def config_of(lowest: dict[str, float], highest: dict[str, float] | None = None)
 
 
 def evaluated(folder: Path, metrics: Any, kind: str = "evaluation", **more: Any) -> str:
-    """Publish an evaluation and return its URI."""
     source = folder / "measured"
     source.mkdir(exist_ok=True)
     tree = {"split": "test", "examples": 360, "metrics": metrics, "global_step": 1500, **more}
@@ -34,7 +33,7 @@ def evaluated(folder: Path, metrics: Any, kind: str = "evaluation", **more: Any)
 
 
 def decided(uri: str) -> dict[str, Any]:
-    """Read a decision as strict JSON."""
+    """Read a decision and check that it is strict JSON."""
 
     def refuse(text: str) -> None:
         raise AssertionError(f"{text} is not JSON")
@@ -270,7 +269,7 @@ def check(folder: Path, policy: dict[str, Any], **measured: Any) -> gate.Decisio
 
 
 def champion(only_challenger: int, only_champion: int, both: int = 900) -> dict[str, Any]:
-    """Return a champion's comparison, from the examples that only one model got right."""
+    """Return a comparison from the numbers of examples that only one of two models got right."""
     pairs = noninferiority.Pairs(both, only_challenger, only_champion, 0)
     count, found = sum(pairs), noninferiority.shares(pairs, 0.95)
     return {
@@ -339,7 +338,7 @@ def test_a_share_of_a_part_is_a_share() -> None:
 
 
 def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]:
-    """Return the evaluation of a constant predictor whose accuracy is 0.9 times the model's."""
+    """Return the comparison with a constant predictor whose accuracy is 0.9."""
     paired = {
         "metric": "accuracy", "better": better, "confidence": 0.995, "examples": 360,
         "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9,
@@ -352,11 +351,11 @@ def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]
     [
         (0.01, "higher", True),
         (-0.01, "higher", False),
-        (0.0, "higher", False),  # as good as a constant
+        (0.0, "higher", False),  # equal to a constant
         (-0.01, "lower", True),
         (0.01, "lower", False),
         (0.0, "lower", False),
-        (None, "higher", False),  # not defined, of these examples
+        (None, "higher", False),  # undefined for these examples
     ],
 )
 def test_a_model_has_to_beat_a_constant_for_sure(
@@ -413,10 +412,10 @@ def test_an_equal_model_is_not_worse(tmp_path: Path) -> None:
     [
         (10, 12, 0.02, True),
         (10, 12, 0.01, False),  # it may have lost more than 1 in 100
-        (0, 0, 0.0, False),  # without a margin only a gain passes
-        (12, 10, 0.0, False),  # better by noise
+        (0, 0, 0.0, False),  # without a margin, only a gain passes
+        (12, 10, 0.0, False),  # better only by chance
         (40, 10, -0.015, True),
-        (40, 10, -0.025, False),  # truly better, by too little
+        (40, 10, -0.025, False),  # really better, but not by 0.025
     ],
 )
 def test_a_loss_beyond_the_margin_has_to_be_ruled_out(
@@ -427,7 +426,7 @@ def test_a_loss_beyond_the_margin_has_to_be_ruled_out(
 
 
 def test_seven_of_360_examples_are_a_loss_that_the_default_does_not_pass(tmp_path: Path) -> None:
-    """0.9694 against 0.9889: once not significant, and so not worse."""
+    """0.9694 against 0.9889 may be a loss, although the difference is not significant."""
     policy = parse_config({}).gate.model_dump()
     [reason] = check(tmp_path, policy, champion=champion(1, 8, both=351)).reasons
     assert "it may be up to 0.03" in reason
@@ -486,7 +485,7 @@ def test_a_share_of_no_gain_is_nothing(
 
 
 def lost(count: int) -> dict[str, Any]:
-    """Return the evaluation of ten classes, with the given number of lost ones."""
+    """Return the evaluation of ten classes, of which `count` are lost."""
     rows = [
         {"label": f"c{n}", "examples": 40, "own": 0.1 if n < count else 0.9, "champion": 0.9,
          "margin": 0.45, "bound": -0.9 if n < count else -0.1, "judged": n < 9, "lost": n < count}

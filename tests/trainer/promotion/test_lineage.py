@@ -1,4 +1,4 @@
-"""The commit that made a model: of the image, or of the checkout."""
+"""Tests that a model's commit is read from the image or from the checkout."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository whose code is the one that runs."""
+    """Return a Git repository that seems to contain the running code."""
     folder = tmp_path / "checkout"
     (folder / "trainer" / "promotion").mkdir(parents=True)
     (folder / "trainer" / "promotion" / "lineage.py").write_text("before\n")
@@ -37,7 +37,7 @@ def test_an_image_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkout_is_asked(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As an image that was built without git.
+    # An image built without Git has an empty variable.
     monkeypatch.setenv(lineage.COMMIT, "")
     commit = git(checkout, "rev-parse", "HEAD")
     assert len(commit) == 40
@@ -82,7 +82,7 @@ def test_the_image_gets_the_commit_of_its_checkout() -> None:
     try:
         commit = git(ROOT, "rev-parse", "HEAD")
     except subprocess.CalledProcessError:
-        # An archive of the sources has no commit.
+        # An archive of the sources contains no commit.
         assert "--build-arg COMMIT= --tag" in built()
     else:
         assert f"--build-arg COMMIT={commit}" in built()

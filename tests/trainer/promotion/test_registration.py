@@ -1,4 +1,4 @@
-"""The rules for an exported model before its promotion."""
+"""Tests the checks of an exported model before its promotion."""
 
 import json
 import threading
@@ -35,7 +35,7 @@ PARITY = {
 
 
 class Run:
-    """Registers models below one root."""
+    """Exports models and registers them below one root."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,19 +45,19 @@ class Run:
         self.compared: list[str] = []
 
     def compare(self, champion: registry.Version) -> Decision:
-        """Judge the model as the gate does, against another champion."""
+        """Compare the model with another champion, as the gate does."""
         self.compared.append(champion.uri)
         rule = Rule(
             metric="accuracy_difference", bound="min", threshold=-0.02, key="gate.champion.margin",
             value=-0.5 if self.worse else self.gain, found={"metric": "accuracy", "own": 0.9},
         )  # fmt: skip
         uri = f"file:///decision/{champion.number}"
-        # The gate has checked this once, for any champion.
+        # This rule does not depend on the champion, and the gate has already checked it.
         constant = replace(rule, metric="accuracy_over_constant", key="gate.constant", value=-1.0)
         return Decision(uri=uri, blessed=rule.passed, rules=(rule, constant))
 
     def exported(self, number: int, champion: str = "", **changed: Any) -> str:
-        """Publish a decision, and the model that it blessed."""
+        """Publish a decision and the model that it blessed."""
         empty = self.folder / f"empty-{number}"
         empty.mkdir()
         decision = storage.uri_of(self.folder / f"decision-{number}")
@@ -132,7 +132,7 @@ def test_the_next_one_names_the_one_before(run: Run) -> None:
 
 
 def after(run: Run, number: int) -> registration.Registration:
-    """Register a model whose gate compared it with the champion."""
+    """Register a model that the gate compared with the current champion."""
     champion = run.champion()
     assert champion
     return run.register(run.exported(number, champion=champion.uri))
@@ -315,7 +315,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
             "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
         ),
-        # In an earlier version, the positive class was the second one.
+        # Earlier versions always used the second class as the positive one.
         (
             BINARY,
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},

@@ -1,4 +1,4 @@
-"""The registry: versions, promotions, the champion; concurrent writers, and damage."""
+"""Tests the registry: versions, promotions, the champion, concurrent writers, and damage."""
 
 import json
 import shutil
@@ -32,7 +32,6 @@ def root(tmp_path: Path) -> str:
 
 
 def exported(folder: Path, text: str = "weights") -> str:
-    """Publish a directory with the layout of an exported model."""
     source = folder / f"source-{text}"
     served = source / "serving" / NAME / "7"
     served.mkdir(parents=True)
@@ -105,7 +104,7 @@ def test_a_registered_model_is_not_champion_before_it_is_promoted(
 ) -> None:
     first, second = (register(root, tmp_path, text) for text in ("a", "b"))
     promote(root, first.number, after=0)
-    # The process dies here: the old champion stays champion.
+    # If the process dies here, the old champion remains champion.
     assert champion(root) == 1
     made = promote(root, second.number, after=1)
     assert champion(root) == 2
@@ -212,7 +211,7 @@ def test_numbers_above_nine_are_in_order(root: str, tmp_path: Path) -> None:
 
 
 def trained(folder: Path, step: int) -> tuple[str, str]:
-    """Publish a directory with the layout of a checkpoint; return its URI and its time."""
+    """Publish a directory with a checkpoint's layout; return its URI and its creation time."""
     (folder / "empty").mkdir(parents=True, exist_ok=True)
     uri = storage.uri_of(folder / f"step-{step}")
     made = storage.publish(folder / "empty", uri, kind="checkpoint", fields={"global_step": step})
@@ -220,7 +219,7 @@ def trained(folder: Path, step: int) -> tuple[str, str]:
 
 
 def crowned(root: str, folder: Path, number: int) -> str:
-    """Register and promote the model of a checkpoint; return the checkpoint."""
+    """Register and promote the model of a new checkpoint; return the checkpoint's URI."""
     checkpoint, created = trained(folder, number)
     source = folder / f"crowned-{number}"
     (source / "serving" / NAME / "7").mkdir(parents=True)
@@ -251,9 +250,9 @@ def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
     first = crowned(root, tmp_path, 1)
     assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
-    # A run that is resumed after its promotion compares with the champion of that time.
+    # A run that resumes after its promotion is compared with the champion of that time.
     assert opponent_of(root, second) == 1
-    # A model that was replaced meanwhile is compared with its successor.
+    # A model that has since been replaced is compared with its successor.
     assert opponent_of(root, first) == 2
 
 
@@ -295,7 +294,7 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
     with pytest.raises(storage.Corrupt, match=r"promotions/000002: MANIFEST\.json is damaged"):
         promote(root, 1, after=1)
     storage.delete(made.uri)
-    # Whatever the request is now, the earlier decision is restored.
+    # The earlier decision is restored, even if a different version is requested.
     with pytest.raises(
         registry.PromotionLostError, match=r"promotion 2 was made by me \(version 2\)"
     ):
@@ -304,7 +303,6 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
 
 
 def spoilt(uri: str, how: str) -> None:
-    """Make the record of a promotion unreadable."""
     folder = storage.local_path(uri)
     assert folder
     tree = json.loads((folder / MANIFEST).read_text())
@@ -355,7 +353,7 @@ def test_no_older_champion_where_the_newest_promotion_cannot_be_read(
             look()
         assert made.uri in str(it.value)
         assert "\n" not in str(it.value)
-    # This is the remedy that the error line names.
+    # Deleting the record is the fix that the error message suggests.
     storage.delete(made.uri)
     assert champion(root) == 2
 
@@ -421,7 +419,7 @@ def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
     register(root, tmp_path)
     home = storage.local_path(registry.home(root, NAME))
     assert home
-    # If it were newer, the next version number would follow it.
+    # If the copy counted as version 41, the next version would be 42.
     shutil.copytree(home / "versions" / "000001", home / "versions" / "000041")
     assert [each.number for each in registry.versions(root, NAME)] == [1]
 
@@ -439,7 +437,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
     server.plan.unconditional, server.plan.before = False, None
 
 
-# The S3 stand-in takes half a minute, the GCS stand-in three seconds.
+# The S3 stand-in takes half a minute, and the GCS stand-in three seconds.
 bucket = pytest.fixture(
     store,
     params=[
@@ -458,7 +456,7 @@ def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:
-    """Run several actions at once; return the result or the error of each."""
+    """Run several actions concurrently; return the result or error of each."""
     begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
 
     def run(place: int, act: Callable[[], Any]) -> None:
@@ -477,10 +475,10 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
 
 
 def check(store_root: str, ends: list[Any]) -> None:
-    """Assert that one result is the promotion in the registry, and that the others name it."""
+    """Assert that one action made the registered promotion and all other errors name it."""
     [won] = [end for end in ends if isinstance(end, registry.Promotion)]
     made = registry.promotions(store_root, NAME)
-    # Each caller publishes the decision, with its own time if the store has no conditions.
+    # In a store without conditional writes, each caller publishes the decision with its own time.
     assert replace(made[-1], created=won.created) == won
     assert [each.number for each in made] == list(range(1, won.number + 1))
     found = registry.champion(store_root, NAME)
@@ -518,7 +516,7 @@ def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> 
         lambda: registry.rollback(store_root, NAME, by="me"),
     )
     if all(isinstance(end, registry.Promotion) for end in ends):
-        # If one promotion ended before the other one read, they are sequential and not concurrent.
+        # If the first promotion ended before the second began to read, both succeed.
         ends = [max(ends, key=lambda end: end.number)]
     check(store_root, ends)
 
@@ -575,7 +573,7 @@ def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_p
 
 
 def raced(store_root: str, plan: Plan, at: int) -> bool:
-    """Promote while another client promotes before request `at`; return whether that was sent."""
+    """Promote while another client promotes before request `at`; return whether it did."""
     after, own, requests = (
         registry.newest(store_root, NAME),
         threading.Lock(),

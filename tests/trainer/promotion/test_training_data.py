@@ -1,4 +1,4 @@
-"""The training data of champions over nights: new, late, repeated and changed data."""
+"""Tests the data of nightly training runs: new, late, repeated and changed data."""
 
 import random
 from collections import Counter
@@ -59,7 +59,7 @@ def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> N
         version = taken.digest if taken.spans else before.version
         assert {int(span) for span in taken.spans} == pending
         if version in finished:
-            # There are no new data since then: a rewritten file is not new.
+            # Nothing has arrived or changed since the finished run.
             words["unchanged"] += 1
             assert not (arrived | changed)
             continue
@@ -123,13 +123,13 @@ def configured(**training: Any) -> Config:
 def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
     config = configured()
     trained.begin(config, root, "first")
-    # A killed run has no decision.
+    # A killed run leaves no decision.
     assert trained.find_finished(config, root) == ""
     trained.end(root, "first", "refused")
     assert trained.find_finished(config, root) == "first"
     assert trained.find_finished(configured(when_unchanged="train"), root) == "first"
     assert trained.find_finished(configured(steps=7), root) == ""
-    # A run that did not start from files leaves no mark.
+    # A run whose data is not a listing of files leaves no mark.
     trained.end(root, "second", "refused")
 
 

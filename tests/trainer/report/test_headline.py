@@ -1,4 +1,4 @@
-"""One sentence gives the outcome of a run; notes give further remarks for the reader."""
+"""Tests the one-sentence outcome of a run and the notes below it."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The Jinja environment that all pages share."""
+"""Tests the Jinja environment that all pages share."""
 
 from pathlib import Path
 

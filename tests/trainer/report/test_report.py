@@ -1,4 +1,4 @@
-"""The page of a run, from all available records, and in a browser."""
+"""Tests the page of a run, rendered from all available records and opened in a browser."""
 
 import math
 import re
@@ -366,7 +366,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Return the facts of an evaluation with worst examples, next to a champion."""
+    """Return the facts of an evaluation with worst examples and a champion."""
     generator, count = np.random.default_rng(0), max(400, 4 * len(names))
     labels = generator.integers(0, len(names), count)
     logits = generator.normal(size=(count, len(names))).astype(np.float32)
@@ -381,7 +381,7 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def of_digits(folder: Path) -> dict[str, Any]:
-    """Return a typical blessed run with ten classes."""
+    """Return the facts of a typical blessed run with ten classes."""
     steps = [{**step, "began": 100.0 + at} for at, step in enumerate(FACTS["steps"])]
     return {
         **FACTS, **evaluated(folder, [str(digit) for digit in range(10)]), "verdict": "blessed",
@@ -394,7 +394,7 @@ def of_digits(folder: Path) -> dict[str, Any]:
 
 
 def of_odd_names(folder: Path) -> dict[str, Any]:
-    """Return a refused run with unusual names and texts."""
+    """Return the facts of a refused run with unusual names and texts."""
     names = [EVIL, LONG, SPACED, "", "日本語のとても長いクラス名" * 4, "a\nb", "é", "</style>"]
     long = {"metric": LONG, "bound": "min", "threshold": 0.1, "value": 0.0, "passed": False}
     incident = {"event": LONG, "time": 5.0, "task": LONG, "last_lines": [LONG, "<script>"] * 5}
@@ -408,7 +408,7 @@ def of_odd_names(folder: Path) -> dict[str, Any]:
 
 
 def of_many_classes(folder: Path) -> dict[str, Any]:
-    """Return a run with more classes than a table can show."""
+    """Return the facts of a run with more classes than a table can show."""
     return {**FACTS, **evaluated(folder, [f"class number {n}" for n in range(150)])}
 
 
@@ -435,7 +435,7 @@ def test_it_fits_and_asks_for_nothing(
     assert seen.requests == []
     assert seen.outside == []
     assert (seen.width, seen.inner) == (width, width)
-    # The size of a PNG follows its signature and the name of its first chunk.
+    # In a PNG file, the width is stored at bytes 16 to 19.
     assert struct.unpack(">I", seen.picture[16:20]) == (width,)
     lightness = [sum(map(int, tone[4:-1].split(","))) / 3 for tone in seen.tones]
     ground, ink = lightness if scheme == "light" else reversed(lightness)

@@ -1,4 +1,4 @@
-"""`summary.md`: a short overview of a run from all available records."""
+"""Tests `summary.md`, a short overview of a run from all available records."""
 
 import re
 
@@ -22,7 +22,7 @@ def text_of(facts, report=""):
 
 
 def rows_of(text):
-    """Return the cells of each row of all tables, without the separator lines."""
+    """Return the cells of every table row, without the separator lines."""
     lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 

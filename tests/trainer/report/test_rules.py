@@ -1,4 +1,4 @@
-"""The rules of the gate and the registry as sentences that need no statistics."""
+"""Tests that rules of the gate and the registry are explained without statistical terms."""
 
 from typing import Any
 

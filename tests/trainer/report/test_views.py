@@ -1,4 +1,4 @@
-"""The views of an evaluation on the page of a run."""
+"""Tests how an evaluation is shown on the page of a run."""
 
 import base64
 import json
@@ -41,7 +41,6 @@ CHAMPION = {
 
 
 def pictures_of(folder: Path) -> dict[str, str]:
-    """Return the pictures of the worst examples for a report."""
     return {
         path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
         for path in folder.rglob("*.png")
@@ -49,7 +48,7 @@ def pictures_of(folder: Path) -> dict[str, str]:
 
 
 def evaluation_of(folder: Path, names: Sequence[str], given: Any) -> tuple[dict[str, Any], Any]:
-    """Return `metrics.json` of images, labels and logits, and its curves."""
+    """Return `metrics.json` for images, labels and logits, and its curves."""
     images, labels, logits = given
     digit = FeatureSpec(
         shape=(), dtype="int64", stored="int", num_classes=len(names), labels=tuple(names)
@@ -319,7 +318,7 @@ def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> No
     assert words[first : first + 5] == ["Label", "Predicted", "Loss", "age", "job"]
     assert words[first + 5 : first + 10] == ["no", "yes", "2", "43", EVIL]
     assert EVIL not in html
-    # A record of an earlier version has only a text.
+    # Records of earlier versions contain only a text.
     old = Page(report.render({"evaluation": {"worst": [row]}}))
     assert "age 43, job x" in old.words
 

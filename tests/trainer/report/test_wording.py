@@ -1,4 +1,4 @@
-"""Numbers with as many digits as their interval supports, and readable names."""
+"""Tests that numbers show only the digits that their interval supports, and names are readable."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A process sees the CPUs that its container may use."""
+"""Tests that a process uses only the CPUs that its container allows."""
 
 import os
 
@@ -16,7 +16,7 @@ THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """Say that the machine has 64 processors, without limits."""
+    """Simulate a machine with 64 CPUs and no limits."""
     monkeypatch.setattr(cores, "affinity", lambda: list(range(64)))
     monkeypatch.setattr(cores, "_ROOT", tmp_path / "cgroup")
     monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
@@ -46,10 +46,10 @@ def groups(folder, own, **files):
         ("0::/\n", {"cpu_max": "250000 100000\n"}, 3),
         ("0::/\n", {"cpu_max": "9900000 100000\n"}, 64),
         ("0::/\n", {"cpu_max": "nonsense"}, 64),
-        # Parent cgroups limit as well.
+        # A parent cgroup's limit also applies.
         ("0::/pods/one\n", {"pods__cpu_max": "400000 100000", "pods__one__cpu_max": "max 1"}, 4),
         ("0::/pods/one\n", {"pods__cpu_max": "max 1", "pods__one__cpu_max": "800000 100000"}, 8),
-        # Version 1; a container sees its own as the root, and the path of the machine.
+        # In cgroup v1, a container sees its own cgroup as the root, but the path of the machine.
         (
             "5:memory:/x\n4:cpu,cpuacct:/kubepods/pod1\n",
             {"cpu,cpuacct__cpucfs_quota_us": "150000", "cpu,cpuacct__cpucfs_period_us": "100000"},
@@ -60,7 +60,7 @@ def groups(folder, own, **files):
             {"cpu,cpuacct__cpucfs_quota_us": "-1", "cpu,cpuacct__cpucfs_period_us": "100000"},
             64,
         ),
-        # As RHEL 7 has it, where the folder has both names the other way round, and one of its own.
+        # RHEL 7 names the folder in the reverse order and also has a folder for `cpu` alone.
         (
             "4:cpuacct,cpu:/kubepods/pod1\n",
             {"cpu__cpucfs_quota_us": "300000", "cpu__cpucfs_period_us": "100000"},
@@ -68,7 +68,7 @@ def groups(folder, own, **files):
         ),
         ("0::/\n", {}, 64),
         ("0::/\n", {"cpu_max": "200000 0\n"}, 64),
-        # A cgroup may have any name; some of these lines no kernel writes.
+        # A cgroup may have any name, and no kernel writes some of these lines.
         ("\nwithout colons\n0::/caf\xe9\x0b:x/..\n", {"cpu_max": "200000 100000"}, 2),
     ],
     ids=str,
@@ -99,7 +99,7 @@ def test_threads_are_limited_but_for_what_the_user_has_set(machine):
             "TF_NUM_INTRAOP_THREADS": "2",
             "OMP_NUM_THREADS": "1",
         }
-        # Tasks that share the CPUs have separate limits.
+        # Threads are not passed on, because each task of a cluster sets its own limit.
         given = cores.environment()
         assert THREADS & set(given) == {"OMP_NUM_THREADS"}
         assert given["PATH"] == os.environ["PATH"]

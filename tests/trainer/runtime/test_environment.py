@@ -1,4 +1,4 @@
-"""Every environment variable of Flotilla is checked at the start."""
+"""Tests that every environment variable of Flotilla is checked at startup."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_the_table_names_every_variable() -> None:
     for folder in ("trainer", "components", "pipelines"):
         for path in ROOT.joinpath(folder).rglob("*.py"):
             found |= set(re.findall(r"(?<!_)FLOTILLA_[A-Z]\w+", path.read_text(encoding="utf-8")))
-    # A prefix of several names is not a name itself.
+    # The common prefix of several names is not itself a variable.
     whole = {each for each in found if not any(f"{each}_" in name for name in VARIABLES)}
     assert whole == set(VARIABLES)
 

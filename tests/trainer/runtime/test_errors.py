@@ -1,4 +1,4 @@
-"""The error that a user reads, and the exit code of the process."""
+"""Tests the error that a user reads and the exit code of the process."""
 
 import pytest
 

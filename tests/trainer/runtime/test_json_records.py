@@ -1,4 +1,4 @@
-"""JSON records that were read can be compared, printed and written again."""
+"""Tests that JSON records can be compared, printed and written again after they were read."""
 
 import json
 import math

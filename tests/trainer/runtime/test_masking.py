@@ -149,7 +149,7 @@ def test_what_is_sent_openly():
     assert [url for url in openly + CLOSED if is_sent_openly(url)] == openly
 
 
-# Colours, a window title, bells, reversed text, and invisible characters.
+# Colors, a window title, bells, reversed text and invisible characters.
 COMMANDS = [
     "\x1b[2J",
     "\x1b]0;t\x07",

@@ -1,4 +1,4 @@
-"""A process ends with its parent: in chains of real processes, one is killed."""
+"""Tests that a process ends with its parent, in real chains of processes."""
 
 import os
 import select
@@ -15,10 +15,10 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.signals import handle_interrupts
 
 ROOT = Path(signals.__file__).parents[2]
-SECONDS = 120  # until a test gives up
+SECONDS = 120  # before a test fails
 
 
-# The last process of the chain: it reports that it listens, then waits for ever.
+# Last process of the chain: it prints its PID and its parent's, then waits forever.
 TASK = """
 import os, signal
 from flotilla.trainer.runtime import signals
@@ -28,7 +28,7 @@ signal.pause()
 """
 
 
-# The first process of the chain: it starts the others, and waits for ever or for a line.
+# First process of the chain: it starts the next one and waits for a line of input.
 STARTER = """
 import os, subprocess, sys
 from flotilla.trainer.runtime import signals
@@ -38,14 +38,14 @@ sys.stdin.readline()
 DIRECT = [sys.executable, "-c", TASK]
 
 
-# The shell stays, as it has a command after the task.
+# The shell does not replace itself, because another command follows the task.
 BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh", *DIRECT]
 BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
 
 
 @contextmanager
 def started(*command):
-    """Start the chain; yield the starter, the task, and whether one is the other's parent."""
+    """Start the chain; yield its first and last process, and whether one is the other's parent."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, *command],
         cwd=ROOT,
@@ -59,7 +59,8 @@ def started(*command):
     try:
         yield starter, task, parent_of_task == starter.pid
     finally:
-        # All of them first: each holds the pipe that `communicate` reads to its end.
+        # Kill all of them first, because `communicate` waits until each has closed its end of the
+        # pipe.
         starter.kill()
         for process in family:
             with suppress(psutil.NoSuchProcess):  # it may end with its starter at this moment
@@ -68,7 +69,7 @@ def started(*command):
 
 
 def is_gone(process):
-    """Wait for the end, and not for the machine's first process to take note of an orphan's end."""
+    """Wait until the process ends, even if the init process has not yet reaped it."""
     try:
         watched = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -184,7 +185,7 @@ def test_a_stop_signal_ends_what_has_nothing_to_save(name):
 ROUNDS = 10
 
 
-# The other threads are awake, as those of a supervisor may be, and could receive a signal.
+# The other threads are awake, as in a supervisor, so any of them could receive the signal.
 WAITING = """
 import os, queue, select, threading
 from flotilla.trainer.runtime.signals import handle_interrupts

@@ -51,7 +51,7 @@ print(json.dumps([while_imported, gc.isenabled(), gc.get_freeze_count() > 0]))
     ("before", "more", "expected"),
     [
         ("enabled", "", [False, True, True]),
-        # As in the fork server.
+        # The fork server disables garbage collection itself.
         ("disabled", "", [False, False, False]),
         ("enabled", "raise ValueError", [None, True, False]),
     ],

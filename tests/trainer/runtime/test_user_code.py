@@ -1,4 +1,4 @@
-"""The user's folder is last in the import path, in this process and in its children."""
+"""Tests that the user's folder is last in the import path, also in child processes."""
 
 import json
 import os
@@ -27,7 +27,7 @@ print(json.dumps([found, json.__file__, queue.__file__]))
 
 @pytest.fixture
 def own(tmp_path):
-    """A folder with modules of Python's names, and folders of those of Flotilla."""
+    """Create a folder with modules named like Python's and folders named like Flotilla's."""
     for name in ("components", "trainer", "pipelines"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "models.py").write_text("from sibling import NAME")
@@ -179,11 +179,11 @@ def blocks(tmp_path, monkeypatch):
 
 
 def raised(call, *arguments):
-    """Return the exception of a call, as Flotilla's code that calls user code sees it."""
+    """Return the exception that a call raises, as Flotilla's code would see it."""
     try:
         call(*arguments)
     except Exception as error:
-        # Without the frame of this test, which is not Flotilla's code either.
+        # Remove this test's own frame, which is not part of Flotilla.
         return error.with_traceback(error.__traceback__.tb_next)
     raise AssertionError("nothing was raised")
 
@@ -277,7 +277,7 @@ def test_a_users_error_shows_the_traceback_of_its_cause(blocks):
     assert find_traceback(wrapped) == ""
     wrapped.__cause__ = cause
     assert find_traceback(wrapped) == find_traceback(cause) != ""
-    # The error may come from another process too.
+    # An error from another process carries its traceback as text.
     wrapped.traceback = "Traceback ..."
     assert find_traceback(wrapped) == "Traceback ..."
 
@@ -291,7 +291,7 @@ def test_a_long_traceback_keeps_its_head_and_its_end(blocks, monkeypatch):
 
 
 def test_a_frame_without_a_module_is_judged_by_its_file(monkeypatch):
-    # A model `:f` has been asked for before.
+    # A user has asked for a model `:f`, with an empty module name.
     monkeypatch.setattr(user_code, "_imported", {""})
     assert not user_code.is_users_file("/usr/lib/python3/site-packages/keras/layer.py")
     assert user_code.is_users_file("/home/ann/net.py")

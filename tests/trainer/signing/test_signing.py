@@ -1,4 +1,4 @@
-"""Signatures of models by OpenSSF model signing, with keys in files."""
+"""Tests signatures of models by OpenSSF model signing, with keys in files."""
 
 import hashlib
 import json
@@ -110,7 +110,7 @@ UNNAMED = (*SERVED, "serving/digits/7/more.pb", ".git/x", "other/digits/9/a", "l
 
 
 def plant(folder, path):
-    """Add a file or an empty folder that no manifest names."""
+    """Add a file, or an empty folder, that no manifest names."""
     target = folder / path
     target.parent.mkdir(parents=True, exist_ok=True)
     target.mkdir() if path.endswith("/") else target.write_text("evil")
@@ -181,10 +181,10 @@ def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
     gcs.create_bucket(bucket)
     uri = f"gs://{bucket}/made"
     storage.publish(model(tmp_path), uri, kind="model", fields=FIELDS)
-    # This file is from a lost race of publishers, and no server loads it.
+    # A lost race between publishers leaves such a file, which no server loads.
     storage.write_bytes(f"{uri}/labels.txt.0123456789ab", b"")
     assert signing.verify(uri).fields == FIELDS
-    # Tools show a folder by an empty object whose name ends with a slash.
+    # Storage tools represent a folder by an empty object whose name ends with a slash.
     choose_store(uri)._bucket.put(f"made/{key}", b"")
     refused(lambda: signing.verify(uri))
 
@@ -196,10 +196,10 @@ def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
     path = tmp_path / "published-model" / "MANIFEST.json"
     tree = json.loads(path.read_text())
     if how == "changed":
-        # Its checksums still hold: an attacker has the inputs in another order.
+        # The checksums are still valid, but an attacker has changed the order of the inputs.
         path.write_text(json.dumps({**tree, "inputs": ["b", "a"]}))
     else:
-        # An earlier version signed only the files.
+        # Earlier versions signed only the files.
         folder = tmp_path / "model"
         (folder / signing.FIELDS).unlink()
         config = signing._usable(PRIVATE_KEY, tmp_path / "one.pem")
@@ -286,7 +286,7 @@ def test_the_statement_names_the_files_and_what_they_were_made_from(tmp_path):
     (tmp_path / "serving" / "saved_model.pb").write_bytes(b"weights")
     (tmp_path / "model.sig").write_bytes(b"of other files")
     for _ in range(2):
-        # Sign again: a signature does not sign itself.
+        # The second statement must not include the first one or the signature.
         signing.write_provenance(tmp_path, "digits", LINEAGE, "2026-11-23T00:00:00.000Z")
     tree = json.loads((tmp_path / signing.PROVENANCE).read_text())
     assert tree["_type"] == "https://in-toto.io/Statement/v1"

@@ -14,19 +14,19 @@ REPOSITORY = Path(__file__).parents[3]
 FILES = {"b.txt": b"second", "a.bin": bytes(range(256)) * 40, "deep/er/c d.txt": b"", "ü/é": b"x"}
 
 Make = Callable[..., Path]
-# The client of `minio` is that of `s3`.
+# MinIO is accessed with the client for `s3`.
 EVERY = pytest.mark.parametrize("place", ["file", "gs", "s3"], indirect=True)
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> str:
-    """A place to publish in whose path is as awkward as paths get."""
+    """Return a URI whose path contains many special characters."""
     return storage.uri_of(tmp_path / "the röot #1 100%25 ?x")
 
 
 @pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """A place to publish in, for both kinds of stores; `EVERY` also has the other clients."""
+    """Return a location for each kind of store; `EVERY` also covers the other client."""
     return place_of(request, tmp_path)
 
 
@@ -38,7 +38,7 @@ def bucket(request: pytest.FixtureRequest) -> BucketPlace:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Write files below a folder and return the folder."""
+    """Return a function that writes files into a folder and returns the folder."""
 
     def _make(name: str = "source", files: Mapping[str, bytes] = FILES) -> Path:
         folder = tmp_path / name
@@ -58,7 +58,7 @@ def path_of(uri: str) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files below a folder, hidden ones too."""
+    """Return the contents of all files below a folder, including hidden ones."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
@@ -68,7 +68,7 @@ def left_over(folder: Path) -> list[Path]:
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start a Python program that can import the trainer."""
+    """Start a Python program that can import Flotilla."""
     return subprocess.Popen(
         [sys.executable, *WARNINGS, "-c", program, *arguments],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Storage locations, one per scheme, with direct access behind the storage API."""
+"""Storage locations, one per URI scheme, with direct access that bypasses the storage API."""
 
 import shutil
 from collections.abc import Mapping
@@ -14,26 +14,26 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.gcs_server import GcsServer
 from tests.stores.s3_server import S3Server
 
-# Paths with difficult characters.
+# A path with special characters.
 AWKWARD = "the röot #1 100%25 ?x"
 
 
 class Place(Protocol):
-    """Reads and changes what is stored, past all checks."""
+    """Reads and changes stored files without the checks of the storage API."""
 
     root: str
 
     def get(self, uri: str) -> bytes:
-        """The content of one file."""
+        """Return the content of a file."""
 
     def put(self, uri: str, data: bytes) -> None:
-        """Create or replace one file."""
+        """Create or replace a file."""
 
     def remove(self, uri: str) -> None:
-        """Remove one file."""
+        """Remove a file."""
 
     def content(self, uri: str) -> dict[str, bytes]:
-        """All files below a URI, hidden ones too, by relative path."""
+        """Return all files below a URI by relative path, including hidden ones."""
 
 
 class FilePlace:
@@ -88,13 +88,13 @@ class BucketPlace:
 
 
 def fill(place: Place, uri: str, files: Mapping[str, bytes]) -> None:
-    """Put files below a URI as a dead writer leaves them."""
+    """Write files below a URI, as a killed writer would leave them."""
     for path, data in files.items():
         place.put(storage.join(uri, path), data)
 
 
 def fetched(uri: str, folder: Path) -> dict[str, bytes]:
-    """What a reader gets of a published directory."""
+    """Return the files that a reader fetches from a published directory."""
     target = folder / "fetched"
     storage.fetch(uri, target)
     paths = [path for path in target.rglob("*") if path.is_file()]
@@ -104,7 +104,7 @@ def fetched(uri: str, folder: Path) -> dict[str, bytes]:
 
 
 def place_of(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Return a place of the scheme that is the parameter of a fixture."""
+    """Return a location with the URI scheme that a fixture has as its parameter."""
     scheme = request.param
     if scheme == "file":
         return FilePlace(tmp_path)

@@ -1,4 +1,4 @@
-"""Endless answers of a store time out; uploads of other writers stay."""
+"""Tests that endless replies of a store time out and uploads of other writers are kept."""
 
 import os
 import threading
@@ -71,7 +71,7 @@ def test_a_listing_of_empty_pages_ends() -> None:
 
 
 class Repeating:
-    """A client of either store, whose listing never ends."""
+    """A client for either store, whose listing never ends."""
 
     prefixes: tuple[str, ...] = ()
     next_page_token = "again"
@@ -122,7 +122,7 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
         return [each["Key"] for each in found]
 
     assert sorted(uploads()) == [f"{locate(uri).key}/large", foreign]
-    # Its writer lives.
+    # The writer still runs, so its upload is not garbage.
     assert storage.collect_garbage(place.root) == []
     monkeypatch.setattr(object_store, "is_gone", lambda _: True)
     (mark,) = storage.collect_garbage(place.root)

@@ -159,7 +159,7 @@ def test_another_error_of_a_lock_is_an_error(
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Iterator[Path]:
-    """A folder that somebody who may only read it has locked."""
+    """Return a folder that a user with only read permission has locked."""
     folder = tmp_path / "runs"
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Outages at the level of connections: every operation waits until the store is back."""
+"""Tests that every operation waits for the store during an outage of its connections."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ from .places import BucketPlace, Place, fetched
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
 
 
-# Enough data that an answer is cut in the middle.
+# Enough data for a reply to be truncated.
 LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 
@@ -43,7 +43,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def wire(bucket: BucketPlace, hasty: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
-    """The wire to the server of `bucket`, with short timeouts and pauses."""
+    """Return a connection to the server of `bucket` that a test can break, with short timeouts."""
     assert hasty is None
     for module in (s3, gcs):
         monkeypatch.setattr(module, "TIMEOUTS", (0.15, 0.15))
@@ -54,7 +54,7 @@ def wire(bucket: BucketPlace, hasty: None, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 class _Mender(logging.Handler):
-    """Makes the wire whole at the third line of a retry."""
+    """Repairs the connection at the third log line about a retry."""
 
     def __init__(self, wire: Link) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def outage(wire: Link, fault: str) -> Iterator[None]:
     finally:
         logger.removeHandler(mender)
         wire.becomes("whole")
-    # If only long answers are cut, there may be none.
+    # If only long replies are truncated, there may be no retry.
     assert len(mender.lines) >= 3 or fault in PARTIAL
 
 
@@ -321,7 +321,7 @@ def try_to_publish(source: Path, uri: str) -> None:
     try:
         storage.publish(source, uri, kind="x")
     except storage.NotPublished:
-        # The winner's directory was deleted before it could be compared.
+        # The directory that won was deleted before it could be compared.
         return
 
 
@@ -345,13 +345,13 @@ def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> 
 
 @pytest.fixture
 def bucket_unconditional(s3: S3Server) -> BucketPlace:
-    """A bucket_unconditional of S3; Google Cloud Storage has preconditions of its own."""
+    """Return a bucket in S3, because Google Cloud Storage always supports preconditions."""
     return BucketPlace(s3, f"s3://{bucket_name()}")
 
 
 @pytest.fixture
 def uri_unconditional(bucket_unconditional: BucketPlace) -> str:
-    """A place in a store that knows of no conditions."""
+    """Return a URI in a store without conditional writes."""
     bucket_unconditional.plan.add(Fault(501, header="If-None-Match", times=-1))
     return storage.join(bucket_unconditional.root, "a b")
 

@@ -1,4 +1,4 @@
-"""A probe reports what a storage location lacks, and leaves no file."""
+"""Tests that a probe reports what a storage location lacks, and leaves no file."""
 
 import threading
 from contextlib import contextmanager, suppress
@@ -80,7 +80,7 @@ def test_a_store_that_is_not_there_is_not_waited_for(bucket, caplog):
     probe = Probe(bucket.root)
     error = unfit(probe)
     assert (error.trouble, error.actions) == ("SILENT", ("write", "delete"))
-    # It is unknown whether the probe was written.
+    # The probe cannot know whether its file was written.
     assert probe.is_left
     assert caplog.records == []
 
@@ -119,7 +119,7 @@ def test_a_probe_that_is_stopped_removes_what_it_wrote(bucket):
 
 @contextmanager
 def held_up(bucket, *methods):
-    """Hold the first request of these methods up until the end of the block; yield its event."""
+    """Delay the first request with one of these methods until the block ends; yield its event."""
     waiting, free = threading.Event(), threading.Event()
 
     def before(request):
@@ -139,7 +139,7 @@ def test_another_thread_may_remove_it(bucket):
     probe = Probe(bucket.root)
 
     def examine():
-        # The probe's file was deleted during the check.
+        # The check fails because the probe's file has been deleted.
         with suppress(Unfit):
             probe.examine()
 

@@ -1,4 +1,4 @@
-"""Publishers, readers and fetches that are killed, or run concurrently."""
+"""Tests publishers, readers and fetches that are killed or run concurrently."""
 
 import os
 import random
@@ -23,7 +23,7 @@ storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[
 """
 
 
-# `ru_maxrss` would start at the memory of the parent process.
+# Read VmHWM, because `ru_maxrss` starts at the memory of the parent process.
 WITHIN_MEMORY = """
 import re, sys
 from pathlib import Path
@@ -39,7 +39,7 @@ print(most(), before)
 
 
 def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> None:
-    """Publish in a process that is killed before a random one of its requests is answered."""
+    """Publish in a process that is killed before a randomly chosen request is answered."""
     left = [random.Random(seed).randrange(1, 14)]
     process: list[subprocess.Popen[str]] = []
     begun, lock = threading.Event(), threading.Lock()
@@ -62,7 +62,7 @@ def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> No
 
 
 def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
-    """Kill publications of other content to the same URIs; readers see the old or the new."""
+    """Kill publishers of the same URIs, and check that readers see the whole old or new version."""
     for number in range(kills):
         uri = storage.join(bucket.root, f"step-{number // 2}")
         files = {f"{n}/f {n}.bin": b"%d of %d" % (n, number) for n in range(10)}
@@ -218,7 +218,7 @@ def test_what_a_living_process_writes_is_no_garbage(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-# The client of `minio` is that of `s3`.
+# MinIO is accessed with the client for `s3`.
 @pytest.mark.parametrize(
     "place",
     [
@@ -244,7 +244,7 @@ def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Pat
     assert (target / "large").stat().st_size == 1 << 30
 
 
-# The process dies before the n-th file system call of Python.
+# Kill the process before its n-th call of a file system function.
 DIE_AT_EVERY_TOUCH = """
 import os, signal, sys
 from pathlib import Path
@@ -344,7 +344,7 @@ def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, roo
             assert "left" not in content(path_of(uri))
         storage.publish(source, uri, kind="x", fields={"n": 1})
         storage.verify(uri)
-        # A publication that finds everything done removes no file; the next writer does.
+        # Publishing again removes no file, but the next writer does.
         storage.write_bytes(f"{uri}-next", b"")
         assert left_over(path_of(uri).parent) == []
 

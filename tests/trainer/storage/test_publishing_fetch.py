@@ -1,4 +1,4 @@
-"""Fetching a published directory into a folder."""
+"""Tests how a published directory is fetched into a folder."""
 
 import os
 from pathlib import Path

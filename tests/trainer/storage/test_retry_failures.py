@@ -1,4 +1,4 @@
-"""Full disks, conflicting files, limits: one line each, and no partial file is left."""
+"""Tests that full disks, conflicting files and limits are reported and leave no partial file."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Stores that ignore the MD5 of a request: no damaged object is published or kept."""
+"""Tests that damaged objects are never published or kept in stores that ignore a request's MD5."""
 
 import builtins
 import os
@@ -30,7 +30,7 @@ from .places import BucketPlace, fetched
 
 @pytest.fixture
 def place(s3: S3Server) -> BucketPlace:
-    """A bucket whose store checks nothing."""
+    """Return a bucket in a store that does not check MD5 sums."""
     return BucketPlace(s3, f"s3://{bucket_name()}")
 
 
@@ -179,7 +179,7 @@ def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
         return credentials.access_key if credentials else ""
 
     assert key(find_endpoint(locate("minio://bucket/k"))) == "kfp"
-    # KFP's secret is in each of its namespaces, even where a role grants access to Amazon S3.
+    # KFP adds its secret to every namespace, even if a role grants access to Amazon S3.
     assert key(find_endpoint(locate("s3://bucket/k"))) == ""
     amazon = "s3://bucket/k?endpoint=s3.eu-west-1.amazonaws.com"
     assert key(find_endpoint(locate(amazon))) == ""

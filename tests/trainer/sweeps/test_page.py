@@ -1,4 +1,4 @@
-"""The page of a sweep: axes with the scale of the space, colours by objective, all trials."""
+"""Tests the page of a sweep: axes in the scale of the space, colors by objective, all trials."""
 
 import json
 import math
@@ -19,7 +19,7 @@ LOG = json.dumps(
 
 
 def swept(values, key=RATE, **more):
-    """Return a sweep of one key: the loss by the text of its value."""
+    """Return a sweep over one key, with the loss of each value."""
     trials = tuple(
         Trial(number=number, settings={key: text}, run_id=f"r{number}", status=DONE, rung=0,
               results=() if loss is None else (Result(rung=0, steps=30, value=loss),))
@@ -34,7 +34,7 @@ def drawn(sweep, **more):
 
 
 def dots(html):
-    """Return the position and colour of each trial in the charts."""
+    """Return the horizontal position and the color of each trial in the charts."""
     found = re.findall(r'class="dot[^>]*left:([\d.]+)%;bottom:[\d.]+%;--shade:(\d+)"', html)
     return [(float(left), int(shade)) for left, shade in found]
 

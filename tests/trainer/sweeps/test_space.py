@@ -1,4 +1,4 @@
-"""The search space: parsed and checked as a whole, without duplicates, by seed."""
+"""Tests that a search space is parsed as a whole and drawn from by seed, without duplicates."""
 
 import importlib
 import inspect
@@ -49,7 +49,7 @@ def test_draws_are_those_of_the_seed_and_within_the_range():
     assert trials != draw_trials(found, 40, seed=4)
     rates = [float(each[RATE]) for each in trials]
     assert all(0.0001 <= each <= 0.1 for each in rates)
-    # Values are drawn by magnitude: half of them are below the middle of the exponents.
+    # In a log space, half of the values are below the middle of the exponents, about 0.00316.
     assert 10 < sum(each < 0.00316 for each in rates) < 30
     assert all(16 <= int(each["training.batch_size"]) <= 64 for each in trials)
 

@@ -1,4 +1,4 @@
-"""The results of a sweep: objective, rungs, the best trial, and the tables of all trials."""
+"""Tests the results of a sweep: objective, rungs, the best trial, and the tables of all trials."""
 
 from dataclasses import replace
 
@@ -108,7 +108,7 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
 
 
 def reached(sweep, trial, rung, value, main=None):
-    """Return a trial with this value of the metric that selects trials."""
+    """Add a result with this value of the objective to a trial."""
     trial = replace(trial, metrics={(main or BY_LOSS).column: value})
     return sweep.add_result(trial, rung, main)
 

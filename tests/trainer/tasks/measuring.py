@@ -1,4 +1,4 @@
-"""Examples of a task and its metrics on them, for the tests of all tasks."""
+"""Helpers that compute a task's metrics on examples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla.trainer.tasks.objective import Objective
 
 
 class InParts:
-    """Examples in parts of at most seven."""
+    """Examples that are read in parts of at most seven."""
 
     def __init__(self, labels, outputs, weights=None, **columns) -> None:
         self.whole = Part(labels, outputs, weights, columns)
@@ -31,18 +31,18 @@ class InParts:
 
 
 def measured(task, examples: InParts) -> dict[str, float]:
-    """Return the metrics from the sums over the parts."""
+    """Return the metrics, computed from sums over the parts."""
     objective = Objective(task)
     return objective.means(np.sum([objective.sums(part) for part in examples.parts()], axis=0))
 
 
 def evaluated(task, examples: InParts) -> dict[str, Any]:
-    """Return what an evaluation says of the examples."""
+    """Return the result of a complete evaluation of the examples."""
     return predictions.measure_predictions(Objective(task), examples)
 
 
 def target(values, /, name="label", **facts) -> Target:
-    """Return what a dataset with these training labels says of them."""
+    """Return the target of a dataset with these training labels."""
     values = np.asarray(values)
     moments = {}
     if values.dtype.kind in "iubf":

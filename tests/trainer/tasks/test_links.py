@@ -1,4 +1,4 @@
-"""Binary and multi-label classification measures the same as Keras and scikit-learn."""
+"""Tests that binary and multi-label metrics equal those of Keras and scikit-learn."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Metrics agree with scikit-learn's on the same predictions.
-
-Metrics over the numbers of an example do so for any shape. Their states are sums, so the results of
-several workers are added.
-"""
+"""Tests that metrics equal scikit-learn's, for labels of any shape and as sums over workers."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ NAMES = list("abcdef")
 
 
 def predictions(count=400, classes=6, seed=0, lift=1.5):
-    """Return labels and logits of a model that is right more often than not, with many ties."""
+    """Return labels and logits of a model that is usually right, with many equal logits."""
     generator = np.random.default_rng(seed)
     labels = generator.integers(0, classes, count)
     logits = generator.normal(size=(count, classes)).round(1).astype(np.float32)
@@ -28,7 +24,7 @@ def predictions(count=400, classes=6, seed=0, lift=1.5):
 
 
 def measure(labels, logits):
-    """Return what an evaluation says of the examples, which it reads in small parts."""
+    """Return the evaluation of the examples, which it reads in small parts."""
     return measure_predictions(
         of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32))
     )

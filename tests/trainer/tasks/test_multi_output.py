@@ -1,4 +1,4 @@
-"""Several outputs are trained and measured as Keras does with a mapping of losses."""
+"""Tests that several outputs are trained and measured as Keras does with a dict of losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compiled model keeps its loss and its metrics; conflicts with a run are rejected."""
+"""Tests that a compiled model keeps its loss and metrics, and that conflicts are rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def measured(objective, model, weights=None):
 
 
 def by_keras(model, weights=None):
-    """Return what Keras's own evaluation of a compiled model gives."""
+    """Return the result of Keras's own evaluation of a compiled model."""
     found = model.evaluate(INPUTS, LABELS, sample_weight=weights, return_dict=True, verbose=0)
     return {name: pytest.approx(value, rel=1e-5) for name, value in found.items()}
 
@@ -98,7 +98,7 @@ def test_loss_and_metrics_are_those_of_keras(kind, weights):
     activation, compiled = COMPILED[kind]
 
     def model_of():
-        # A metric belongs to one model.
+        # A metric object must not be shared by several models.
         fresh = {
             name: each() if "metrics" in name and callable(each) else each
             for name, each in compiled.items()
@@ -108,7 +108,7 @@ def test_loss_and_metrics_are_those_of_keras(kind, weights):
     expected = by_keras(model_of(), weights)
     model = model_of()
     found = measured(accepted(model), model, weights)
-    # The task's weighted metric has the name already.
+    # With weights, the task's own metric of this name is used.
     common = expected.keys() - ({"accuracy"} if weights is not None else set())
     assert {name: found[name] for name in common} == {name: expected[name] for name in common}
 
@@ -400,7 +400,7 @@ def test_variables_without_values_get_none_when_another_scope_ends():
 
 
 class Seen(keras.Metric):
-    """Counts examples, and returns its variables as they are."""
+    """Counts examples, and returns its variable itself as the result."""
 
     def __init__(self, name="seen"):
         super().__init__(name=name)
@@ -483,7 +483,7 @@ def test_a_validation_knows_none():
 
 
 class Several(Classification):
-    """Stands for several labels of one example."""
+    """A task in which an example may have several labels."""
 
     link = "sigmoid"
 

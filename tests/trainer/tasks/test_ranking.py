@@ -1,4 +1,4 @@
-"""Ranking metrics per query equal scikit-learn's."""
+"""Tests that ranking metrics per query equal scikit-learn's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def case(count=80, queries=12):
 
 
 def expected(true, score):
-    """The gain and the reciprocal rank of the first one, over all orders of ties, and the area."""
+    """Return NDCG and reciprocal rank, averaged over all orders of ties, and the area."""
     found = []
     for order in permutations(range(len(true))):
         ranked = true[list(order)]

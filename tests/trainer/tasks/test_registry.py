@@ -1,4 +1,4 @@
-"""The dataset, or the configuration, selects the task."""
+"""Tests how the dataset or the configuration selects the task."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def two(names=(), dtype="int64", counts=COUNTS, classes=2):
 
 
 def positive(found, **config):
-    """Return the positive class, whether labels are read the other way round, and all of it."""
+    """Return the positive class, whether the classes were swapped, and the resulting dataset."""
     found = registry.set_positive(TaskConfig(**config), found)
     assert registry.set_positive(TaskConfig(**config), found) == found, "it is said once"
     return registry.create(TaskConfig(**config), found).labels[1], bool(found.swapped), found
@@ -245,7 +245,7 @@ def test_numbers_below_zero_are_no_classes():
 def test_a_split_that_says_nothing_of_a_model_is_refused(counts, words):
     found = dataset(label=feature(classes=3))
     found.target_counts["label"] = counts
-    # The examples of the dataset are unknown before it is prepared.
+    # Without statistics, the dataset has not been prepared, so nothing can be checked yet.
     registry.create(TaskConfig(), found)
     found.target_moments["label"] = {"min": 0.0}
     with pytest.raises(ConfigError) as caught:
@@ -273,7 +273,7 @@ OF_PLACES = feature("int64", (5,), classes=3)
         ("ranking", BOOL, [91, 9], "average_precision"),
         ("classification", CLASS, [40, 30, 20], "accuracy"),
         ("classification", CLASS, [50, 46, 4], "macro_f1"),
-        # A class that does not occur is not a rare one.
+        # A class without examples does not count as a rare class.
         ("classification", CLASS, [50, 46, 0], "accuracy"),
         ("sequence_labelling", OF_PLACES, [500, 460, 40], "macro_f1"),
         ("sequence_labelling", OF_PLACES, [500, 460, 400], "accuracy"),

@@ -1,4 +1,4 @@
-"""Regression metrics equal those of Keras and scikit-learn, in the label's units."""
+"""Tests that regression metrics equal those of Keras and scikit-learn, in the label's units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.trainer.tasks.measuring import InParts, measured, target
 
 COUNT = 40
 RANDOM = np.random.default_rng(0)
-# A mean far above the deviation, as for years.
+# A mean much larger than the deviation, as for years.
 LABELS = {
     (): 1990 + 10 * RANDOM.normal(size=COUNT),
     (3,): RANDOM.normal(size=(COUNT, 3)) * [1, 10, 100],

@@ -1,4 +1,4 @@
-"""Padded sequences: positions without a label count nowhere."""
+"""Tests that padded positions without a label are ignored everywhere."""
 
 from __future__ import annotations
 

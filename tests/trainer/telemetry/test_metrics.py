@@ -1,4 +1,4 @@
-"""The metrics of a run, from the events of the leading task."""
+"""Tests a run's metrics, which are computed from the leading task's events."""
 
 import re
 import socket
@@ -23,7 +23,7 @@ from tests.conftest import ROOT
 
 
 def parsed(text: str) -> dict[tuple[str, ...], float]:
-    """Return each sample by its name and the values of its labels."""
+    """Return the samples, keyed by name and label values."""
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)

@@ -1,4 +1,4 @@
-"""Which steps are profiled, and that a profiler error does not end training."""
+"""Tests which steps are profiled, and that an error of the profiler does not end training."""
 
 import pytest
 import tensorflow as tf
@@ -15,7 +15,7 @@ from tests.trainer.counting import Counting, Run
 
 
 class Recorded:
-    """What is asked of TensorFlow's profiler."""
+    """Records the calls of TensorFlow's profiler."""
 
     def __init__(self, monkeypatch):
         self.calls, self.asked = [], []
@@ -63,7 +63,7 @@ def test_no_inner_loop_crosses_an_edge_of_the_profile():
 
 
 def edges(run, **settings):
-    """Return the global steps at which the trace began and ended."""
+    """Return the global steps at which the trace started and stopped."""
     found = []
     own, strategy = tf.profiler.experimental, Counting()
     for name in ("start", "stop"):

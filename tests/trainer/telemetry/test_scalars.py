@@ -1,4 +1,4 @@
-"""The TensorBoard files in `logs/`: every metric at its step, and the keys of the config."""
+"""Tests the TensorBoard files in `logs/`: every metric at its step, and the configuration."""
 
 import resource
 from pathlib import Path
@@ -12,14 +12,14 @@ from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 
 def loaded(logs: Path) -> EventMultiplexer:
-    """Return TensorBoard's own view of a folder, as `tensorboard --logdir` has it."""
+    """Return a folder's data as `tensorboard --logdir` reads it."""
     found = EventMultiplexer().AddRunsFromDirectory(str(logs))
     found.Reload()
     return found
 
 
 def scalars(logs: Path) -> list[tuple[str, int, str, float]]:
-    """Return each value with its run, step and tag."""
+    """Return every value with its run, step and tag."""
     view = loaded(logs)
     return sorted(
         (run, event.step, tag, float(tf.make_ndarray(event.tensor_proto)))

@@ -1,4 +1,4 @@
-"""Which tasks are alive, and which have restarted."""
+"""Tests which tasks are reported as alive and as restarted."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_a_task_that_comes_back_has_begun_again_once(reports):
 
 
 def started(folder, **counts):
-    """Write how often the launcher has started tasks, each once but for these."""
+    """Write how often the launcher has started each task, once by default."""
     for task in (CHIEF, SERVER, FIRST, SECOND):
         path = folder / str(task) / STARTS
         path.parent.mkdir(exist_ok=True)
@@ -71,18 +71,18 @@ def test_a_task_that_is_back_before_it_is_asked_again_is_counted_by_its_launcher
     assert sum(reports.last[2].values()) == 0
     started(tmp_path, worker_1=3, chief_0=2)
     watch.note(Peers())
-    # The watch missed the absence of the task, twice.
+    # The watch never saw these tasks absent, but the launcher counted their restarts.
     assert {role: n for role, n in reports.last[2].items() if n} == {"worker": 2, "chief": 1}
 
 
 def test_the_count_of_the_launcher_becomes_no_less(tmp_path, monkeypatch):
     reports = Reports(tmp_path / str(CHIEF))
     started(tmp_path, worker_1=3, chief_0=2)
-    # According to the file of this task none has restarted.
+    # The watch's own file counts no restarts.
     watch = reports.watch()
     begun(watch, monkeypatch)
     assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
-    # The file is being written.
+    # The launcher is just rewriting this file.
     (tmp_path / str(SECOND) / STARTS).write_text("")
     watch.note(Peers())
     assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
@@ -115,7 +115,7 @@ def test_the_next_attempt_of_the_same_launcher_counts_on(reports, monkeypatch):
     second = reports.watch()
     begun(second, monkeypatch)
     assert reports.last[2] == {"worker": 1, "chief": 1}
-    # The task was absent when the attempt ended.
+    # This task was absent when the previous attempt ended.
     second.note(Peers())
     assert reports.last[2] == {"worker": 1, "chief": 1, "ps": 1}
 

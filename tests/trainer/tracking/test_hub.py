@@ -1,4 +1,4 @@
-"""Kubeflow's Model Registry as a second registry, against a stand-in of its server."""
+"""Tests Kubeflow's Model Registry as a second registry, with a stand-in for its server."""
 
 import json
 import re
@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 class Store:
-    """The registered resources by kind and id; `fault` replaces the answers of the server."""
+    """The registered resources by kind and ID; `fault` may replace the server's replies."""
 
     def __init__(self):
         self.kinds = defaultdict(dict)
@@ -78,7 +78,7 @@ class Store:
 
 
 def place_of(path):
-    """Return the kind of the resources that a path lists, and the id of their parent."""
+    """Return the kind of resources that a path lists, and the ID of their parent."""
     found = _PLACE.fullmatch(path)
     if not found:
         raise RefusedError(404, "404 page not found")
@@ -140,7 +140,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving():
-    """Yield the address of a registry, and its store."""
+    """Yield the URL of a model registry and its store."""
     store = Store()
     handler = type("Bound", (Handler,), {"store": store})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -201,7 +201,7 @@ def test_a_retry_adds_nothing_and_the_next_version_is_another_one(server):
 
 
 def test_a_name_that_another_one_is_like_is_its_own_model(server, monkeypatch):
-    # LIKE would match `my-model` for `my_model`.
+    # A search with LIKE would also find `my-model` for `my_model`.
     address, store = server
     monkeypatch.setattr(hub, "_PAGE", 2)
     for number in range(5):

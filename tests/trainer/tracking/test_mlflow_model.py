@@ -1,4 +1,4 @@
-"""A registered model is an MLflow model: the files for each kind of input and output."""
+"""Tests that a registered model is an MLflow model for every kind of input and output."""
 
 import json
 
@@ -141,7 +141,7 @@ def test_a_list_is_an_array_and_its_length_is_optional(tmp_path):
          ["prediction", "probability", "probabilities/0", "probabilities/1"]),
         ("regression", ["prediction"], ["prediction"]),
         ("", ["mine", "other"], ["mine", "other"]),
-        # A task that is derived from a built-in one, with other outputs.
+        # A task derived from a built-in one may have other outputs.
         ("classification", ["mine"], ["mine"]),
     ],
 )  # fmt: skip

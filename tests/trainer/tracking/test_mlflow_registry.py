@@ -1,4 +1,4 @@
-"""The versions of MLflow's registry have the numbers of Flotilla's; see also `test_mlflow_run`."""
+"""Tests that MLflow's registry uses Flotilla's version numbers; see also `test_mlflow_run`."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from flotilla.trainer.tracking.mlflow_registry import register_in_mlflow
 
 
 class Registry:
-    """Numbers versions as MLflow does: the number of a deleted version is not reused."""
+    """Numbers versions as MLflow does, without reusing the numbers of deleted versions."""
 
     def __init__(self):
         self.found, self.last, self.aliases = [], 0, {}

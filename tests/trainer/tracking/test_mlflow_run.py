@@ -1,4 +1,4 @@
-"""Runs in MLflow with a real server: created, resumed, refused, failed, nested, registered."""
+"""Tests runs in a real MLflow server: created, resumed, failed, nested and registered."""
 
 import os
 import re
@@ -30,7 +30,7 @@ _READY = re.compile(r"Uvicorn running on (http://127\.0\.0\.1:\d+)")
 
 
 class MlflowServer:
-    """A server that can be killed and started again on its port."""
+    """An MLflow server that can be killed and restarted on the same port."""
 
     def __init__(self, folder, port):
         self.folder, self.url, self._process = folder, "", None
@@ -59,7 +59,7 @@ class MlflowServer:
                 break
         else:
             raise RuntimeError("".join(lines))
-        # The process would block on a full pipe.
+        # The server would block if the pipe were full.
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
@@ -77,11 +77,11 @@ class MlflowServer:
         return MlflowClient(tracking_uri=self.url)
 
     def name_in(self, environment):
-        """Set the variable of the address in an environment, or by a monkeypatch."""
+        """Set the server's address with a monkeypatch."""
         for name in addresses.VARIABLES:
             environment.delenv(name, raising=False)
         environment.setenv(addresses.URI, self.url)
-        # On a busy machine the server is slow, not absent.
+        # On a busy machine the server may be slow, which must not count as absent.
         environment.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
         environment.setattr(tracker, "CLOSE_SECONDS", 120.0)
 
@@ -91,7 +91,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def _libraries():
-    """Import MLflow, whose dependencies emit warnings."""
+    """Import MLflow without the warnings of its dependencies."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mlflow
@@ -243,7 +243,7 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     assert promotions.register_in_mlflow(later) == "2"
     assert client.get_model_version("kept", "2").source == "s3://models/registry/kept/000002"
     assert client.get_model_version_by_alias("kept", "champion").version == "1"
-    # Version 3 was deleted, and version 4 keeps its number.
+    # Version 3 was created and deleted, so that version 4 has Flotilla's number.
     newest = promoted(f"{bucket}4", 4, is_champion=True)
     assert not mlflow_registry.is_champion_known("kept", newest.uri)
     assert promotions.register_in_mlflow(newest) == "4"

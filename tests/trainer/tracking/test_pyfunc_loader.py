@@ -1,4 +1,4 @@
-"""The program in a registered model converts rows and outputs as `flotilla predict` does."""
+"""Tests that the code in a registered model converts data as `flotilla predict` does."""
 
 import ast
 import io
@@ -42,7 +42,7 @@ def test_the_program_imports_nothing_of_this_project():
 
 
 class Asked:
-    """A signature that records its inputs and returns these outputs."""
+    """A serving signature that records its inputs and returns fixed outputs."""
 
     def __init__(self, **answers):
         self.answers, self.given = answers, []
@@ -55,7 +55,7 @@ class Asked:
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Return a function that writes and loads a model with the outputs of `Asked`."""
+    """Return a function that writes and loads a model whose signature is an `Asked`."""
 
     def make(fields, kinds, labels=(), **answers):
         asked = Asked(**answers)
@@ -72,7 +72,7 @@ def load(tmp_path, monkeypatch):
 
 
 def ours(one, values):
-    """Return the input that `flotilla predict` makes from the values of a file."""
+    """Return the input that `flotilla predict` makes from values in a file."""
     (wanted,) = make_inputs([one])
     found = convert(wanted, values, DataConfig(), "")
     assert not found.bad.any()
@@ -211,7 +211,7 @@ def test_the_answers_are_the_columns_of_predict(load, kind, answers, name):
         for key, each in answers.items()
     }
     whole = {f"{name}_{key}" if name else key: each for key, each in answers.items()}
-    # Two outputs, since the columns of a single one have no name.
+    # Add a second output, because the columns of a single output have no name.
     kinds = {name: kind} | ({"other": "regression"} if name else {})
     whole |= {"other_prediction": np.float32([1, 2])} if name else {}
     shapes = [(key, list(each.shape[1:])) for key, each in whole.items()]

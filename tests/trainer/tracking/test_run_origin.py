@@ -1,4 +1,4 @@
-"""The origin of a run and its data, as reported to MLflow."""
+"""Tests the origin of a run and its data as it is reported to MLflow."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("FLOTILLA_COMMIT", "GIT_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    # The folder of the tests may be inside a repository.
+    # The tests' temporary folder may be inside a Git repository.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     return tmp_path
 

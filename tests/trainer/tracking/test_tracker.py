@@ -1,4 +1,4 @@
-"""The data that a tracker receives; a missing, slow or failing tracker never delays a run."""
+"""Tests what a tracker receives, and that a missing, slow or failing tracker delays no run."""
 
 import logging
 import threading
@@ -125,7 +125,7 @@ def test_how_training_ended_in_the_words_of_mlflow(error, status):
 
 
 class Target:
-    """Accepts data after `faults` failures; waits while `gate` is closed."""
+    """A tracker that accepts data after the given failures, and hangs while `gate` is cleared."""
 
     url = "http://mlflow"
 
@@ -185,7 +185,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
     follower = Tracker(target)
     follower.hear(progress(20))
     assert target.asked.acquire(timeout=120)
-    # From this point, the thread hangs in the tracker.
+    # The tracker's thread hangs from here on.
     for step in range(21, 40):
         follower.hear(progress(step))
     assert not follower.close(describe_end("FINISHED"), seconds=0.01)
@@ -226,14 +226,14 @@ def test_nothing_begins_where_nothing_is_said():
     before = set(threading.enumerate())
     follower = Tracker(Target())
     follower.hear(events.RunBegin(run_id="r", number=1))
-    # A thread of an earlier test may end in the meantime.
+    # A thread of an earlier test may end during this test, but no thread may start.
     assert before.issuperset(threading.enumerate())
     assert follower.close()
 
 
 @pytest.fixture
 def target(monkeypatch):
-    """Replace the writer to MLflow by a target."""
+    """Replace MLflow by a `Target`."""
     made = Target()
     made.names = []
 

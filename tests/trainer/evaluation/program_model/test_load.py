@@ -74,7 +74,7 @@ def test_it_is_evaluated_as_a_model_of_ours(run, tmp_path, name):
     judge(run, name, tmp_path)
 
 
-# Each export starts a process that serves the model.
+# Each export starts a process that loads the model, so only two of the models are exported.
 @pytest.mark.parametrize(
     ("name", "forms"),
     [("a .keras file", ["saved_model", "keras"]), ("TensorFlow 1 on servers", ["saved_model"])],
@@ -224,7 +224,7 @@ def test_a_checkpoint_without_a_model_says_where_the_program_has_to_write_one(ru
 
 
 def test_the_outputs_that_the_configuration_names_are_taken(run, tmp_path):
-    """Logits that happen to look like probabilities are taken as logits when that is said."""
+    """`program.outputs` decides, even if the logits look like probabilities."""
     section = run.config.program.model_copy(update={"outputs": "logits"})
     config = run.config.model_copy(update={"program": section})
     uri = programs.publish(tmp_path / "checkpoint", programs.saved_softmax(run))
@@ -236,7 +236,7 @@ def test_the_outputs_that_the_configuration_names_are_taken(run, tmp_path):
 @pytest.fixture(scope="module")
 def customers(tmp_path_factory):
     root = tmp_path_factory.mktemp("customers")
-    # The rarer class, "leaves", is positive, and the first one in the records.
+    # The rarer class, "leaves", is the positive class, but class 0 in the records.
     return TwoClasses.of(root, source(root, names=("stays", "leaves")))
 
 
@@ -245,7 +245,7 @@ def leaving(calls):
 
 
 BINARY = {
-    # A program learns the numbers of the records: 1 is "stays" there.
+    # The program uses the class numbers of the records, where 1 is "stays".
     "probability": lambda calls: {"score": 1 - leaving(calls)},
     "one column": lambda calls: {"score": 1 - leaving(calls)[:, tf.newaxis]},
     "two columns": lambda calls: {"p": tf.stack([leaving(calls), 1 - leaving(calls)], axis=1)},

@@ -1,4 +1,4 @@
-"""The outputs of a program's model as logits or numbers."""
+"""Tests how outputs of a program's model are interpreted as logits or numbers."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,8 @@ def test_a_probability_of_two_classes(shape):
     kind, logits = taken(BinaryClassification(TWO), {"y": values})[""]
     assert kind == "probabilities"
     np.testing.assert_allclose(logits[:, 0], [-np.log(3), np.log(3)], rtol=1e-6)
-    # The program counts the classes as the records do.
+    # If the positive class is class 0 in the records, the program's probability is for the other
+    # class.
     _, other = taken(BinaryClassification(TWO), {"y": values}, swapped=frozenset(["left"]))[""]
     np.testing.assert_array_equal(other, -logits)
 

@@ -1,4 +1,4 @@
-"""Durations as a person reads them."""
+"""Tests how durations are formatted and summed."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_what_is_no_time_is_a_dash(seconds):
 def test_the_time_before_a_step_is_tried_again_is_idle():
     tries = [
         ("prepare_data", 0.0, 10.0),
-        # A pod waits for a machine.
+        # The long time after this step is the wait for its retry.
         ("train_model", 100.0, 130.0),
         ("prepare_data", 1000.0, 1001.0),
         ("train_model", 1002.0, 1020.0),

@@ -1,4 +1,4 @@
-"""The progress of work in words."""
+"""Tests how progress is worded."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Progress of work: none for short work, regular for long work, and no wrong total."""
+"""Tests that only long work reports progress, at regular intervals and without a wrong total."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ class Clock:
 
 
 class NoLoop:
-    """A tracker that never checks the time by itself."""
+    """A replacement for the loop that checks the time, which the test does instead."""
 
     def __init__(self, *_, **__):
         pass
@@ -47,7 +47,7 @@ def file(tmp_path, monkeypatch):
 
 
 def course(work, clock, seconds, rows, size=0.0):
-    """Report this number of rows in each half second."""
+    """Report this number of rows every half second."""
     for _ in range(int(seconds * 2)):
         clock.now += 0.5
         work.add(rows, size)

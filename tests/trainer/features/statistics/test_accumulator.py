@@ -1,4 +1,4 @@
-"""The statistics of a split do not depend on its division into parts and batches."""
+"""Tests that a split's statistics do not depend on how it is divided into parts and batches."""
 
 import dataclasses
 
@@ -67,7 +67,7 @@ def test_texts():
         for name in sorted(("Rome", "Oslo"), key=lambda each: -cities.count(each.encode()))
     }
     assert (city.kind, city.missing, city.distinct) == ("text", cities.count(b""), 2)
-    # The number of texts that have a word, not its number of occurrences.
+    # Words are counted once per text, however often they occur in it.
     assert review.words["film"] == 2000
     assert review.words["good"] == review.counts["Good, good film!"]
     assert city.words == {name.lower(): count for name, count in city.counts.items()}
@@ -161,7 +161,7 @@ def test_texts_beyond_the_limit_are_estimated_whatever_the_parts(monkeypatch):
     for part in range(3):
         one = Accumulator(specs, ("id",), (), vocabulary=10, seed=part)
         for start in range(0, 3000, 500):
-            # Each part has the same texts.
+            # All parts contain the same texts.
             ids = np.array([b"%d" % each for each in range(start, start + 500)], object)
             one.add({"id": ids})
         again = Accumulator(specs, ("id",), (), vocabulary=10)

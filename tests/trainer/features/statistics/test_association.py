@@ -1,4 +1,4 @@
-"""The association of two values, from none to full."""
+"""Tests the strength of association between two values, from none to full."""
 
 import numpy as np
 import pytest

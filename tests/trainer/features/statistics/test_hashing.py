@@ -1,4 +1,4 @@
-"""Hashes depend only on the content of an example."""
+"""Tests that hashes depend only on the content of an example."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Counts are exact up to a limit; one-pass means and deviations equal NumPy's two-pass ones."""
+"""Tests counts, exact up to a limit, and one-pass moments, equal to NumPy's two-pass ones."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""A sample represents all examples, and the smallest hashes represent all hashes."""
+"""Tests that a sample represents all examples, and the smallest hashes all hashes."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def test_every_example_is_as_likely_whichever_part_it_is_in(monkeypatch):
         whole.merge(again)
     found = whole.columns()["x"]
     assert len(found) == len(set(found)) == 2000
-    # The limit is four standard deviations of a quarter of 2,000 draws.
+    # About four standard deviations of the number of 2,000 draws in one quarter.
     quarters = np.histogram(found, 4, (0, 40_000))[0]
     assert np.abs(quarters - 500).max() < 80
 
@@ -89,7 +89,7 @@ def test_few_values_are_counted_exactly_however_many_rows(rows):
 def test_many_values_are_counted_within_a_few_percent(values, power):
     drawn = (values * np.random.default_rng(1).random(100_000) ** power).astype(np.int64)
     known = len(np.unique(drawn))
-    # The limit is three standard errors of 1,000 hashes.
+    # The tolerance of 10 % is three standard errors of an estimate from 1,000 hashes.
     assert hashed(drawn).distinct(len(drawn)) == pytest.approx(known, rel=0.1)
     assert hashed(drawn).distinct() == pytest.approx(known, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""Statistics are read as they were written; damaged files are reported."""
+"""Tests that statistics are read as they were written and damaged files are reported."""
 
 import dataclasses
 

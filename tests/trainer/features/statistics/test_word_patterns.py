@@ -1,4 +1,4 @@
-"""Letters of scripts without spaces are distinguished from other letters."""
+"""Tests that letters of scripts without spaces are distinguished from other letters."""
 
 import re
 

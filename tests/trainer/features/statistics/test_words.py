@@ -1,4 +1,4 @@
-"""Words and pairs of words are counted once for each text that has them."""
+"""Tests that words and pairs of words are counted once per text."""
 
 import numpy as np
 import pyarrow as pa

@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.trainer.runtime.output import noise
 
-# Lines as TensorFlow 2.21 and Keras write them.
+# Output of TensorFlow 2.21 and Keras.
 START = """\
 WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
 I0000 00:00:1795902305.459360   27264 port.cc:153] oneDNN custom operations are on.

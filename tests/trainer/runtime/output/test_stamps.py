@@ -12,7 +12,7 @@ TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 
 @pytest.fixture
 def output(monkeypatch):
-    # The fixture's own phase has another standard output.
+    # Replace `sys.stdout` in the test itself, because pytest uses another one while it sets up.
     def replaced():
         monkeypatch.setattr(sys, "stdout", found := io.StringIO())
         return found

@@ -1,4 +1,4 @@
-"""Each line of a process is printed as one line; quoted text cannot start a line or command."""
+"""Tests that each line of output stays one line and cannot imitate another line or a command."""
 
 import io
 import logging
@@ -33,7 +33,7 @@ def test_the_log_and_the_traceback_of_a_bug_are_masked():
 
 @pytest.fixture
 def logged():
-    """Return what a message, and an error that is logged with it, look like in a log."""
+    """Return a function that logs a message and returns everything that was logged."""
     root = logging.getLogger()
     handler = logging.StreamHandler(io.StringIO())
     before, root.handlers = root.handlers, [handler]
@@ -49,7 +49,7 @@ def logged():
 
 
 def forged(text):
-    """Return the lines after the first one that another reader takes for a line of their own."""
+    """Return the lines after the first that could be mistaken for Flotilla's own messages."""
     assert all(line.isprintable() for line in text.splitlines())
     return [line for line in text.splitlines()[1:] if line.startswith(("flotilla:", events.MARK))]
 

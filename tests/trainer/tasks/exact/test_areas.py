@@ -1,4 +1,4 @@
-"""Both areas equal scikit-learn's for any scores and weights; influences are derivatives."""
+"""Tests that both areas equal scikit-learn's and that influences are their derivatives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_areas_are_scikit_learns(given, weights):
     true, score = labels(share), SCORES[given].astype(np.float32)
     weight = WEIGHTS[weights]
     if weight is not None:
-        # Each kind of examples needs a positive weight.
+        # Positive and negative examples both need a positive total weight.
         weight = np.where(np.arange(COUNT) < 4, weight.max(), weight)
     found = areas(true, score, weight)
     # scikit-learn's sums of tiny weights lose all precision.
@@ -57,7 +57,7 @@ def test_one_score_for_all_is_what_a_constant_reaches():
 def test_examples_of_one_kind_have_no_area(kind):
     true = np.full(COUNT, kind)
     assert np.isnan(areas(true, SCORES["spread"])).all()
-    # The same holds if only one kind of examples has weight.
+    # Only one of the two classes has any weight.
     true[0] = not kind
     assert np.isnan(areas(true, SCORES["spread"], (true == kind).astype(float))).all()
     assert np.isnan(areas(true[:0], SCORES["spread"][:0])).all()

@@ -1,4 +1,4 @@
-"""Intervals stay in the range of their metric, have a width at its ends, and cover the truth."""
+"""Tests that intervals stay in their metric's range, never have zero width, and cover the truth."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_end_leaves_the_range(value, error, count):
 
 
 def test_what_was_not_seen_may_still_be_there():
-    # All are correct: the interval still allows a share of errors.
+    # Even if all examples are correct, the interval allows some errors.
     assert intervals.metric_interval(1.0, 0.0, 100) == pytest.approx(
         intervals.share_interval(1.0, 100)
     )
@@ -58,7 +58,7 @@ def covered(draw, truth, times=400):
     return np.mean([low <= truth <= high for low, high in found])
 
 
-# The true value, from a million examples.
+# True values, estimated from a million examples.
 AREAS = {"auc": 0.8555, "average_precision": 0.4776}
 
 

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation equal scikit-learn's, for any labels, scores and weights."""
+"""Tests that an evaluation's metrics equal scikit-learn's for any labels, scores and weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WEIGHTS = {
 
 
 class InHalves:
-    """Examples in parts of 700."""
+    """Examples that are read in parts of 700."""
 
     def __init__(self, labels, outputs, weights=None, **columns):
         self.whole = Part(labels, outputs, weights, columns)
@@ -43,7 +43,7 @@ class InHalves:
 
 
 def check(task, labels, outputs, weights, expected):
-    """Compare an evaluation, and a slice that leaves out what comes first, with a function."""
+    """Check an evaluation, and a slice without the first 100 examples, against `expected`."""
     given = None if weights is None else weights.astype(np.float32)
     objective = Objective(task)
     part = np.arange(len(labels)) >= 100
@@ -65,7 +65,7 @@ def check(task, labels, outputs, weights, expected):
             assert high <= 1 or task.directions[name] == "lower", name
             assert np.isfinite([low, high]).all()
     assert set(whole["metrics"]) == set(task.directions)
-    # A loss with unequal weights is a different mean than the interval's.
+    # With unequal weights, the loss is not the mean that the interval is for.
     assert set(whole["metrics"]) - set(whole["intervals"]) <= {"loss"}
     return whole
 
@@ -118,7 +118,7 @@ def test_of_two_classes(case, weights):
 
 def of_classes(labels, logits, weights):
     wide = logits.astype(np.float64)
-    # Equal logits in another order differ by rounding.
+    # Round, because the sums of equal logits in a different order differ slightly.
     chances = special.log_softmax(wide, axis=1).round(9)
     guess, weigh = logits.argmax(axis=1), {"sample_weight": weights}
     found = {

@@ -1,4 +1,4 @@
-"""Recommendations: ranking metrics of the shown items, and retrieval by the vectors."""
+"""Tests recommendations: ranking metrics of shown items, and retrieval by vectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE = 3
 
 
 def case(count=120, users=9, items=30, noise=1.0):
-    """Labels, outputs whose vectors know something of them, and the columns."""
+    """Return labels, outputs that partly predict them, and the columns of users and items."""
     who, what = RANDOM.integers(0, users, count), RANDOM.integers(0, items, count)
     of_users, of_items = (RANDOM.normal(size=(n, SIZE)) for n in (users, items))
     match = (of_users[who] * of_items[what]).sum(axis=1)
@@ -100,7 +100,7 @@ def test_what_a_slice_does_not_define_is_no_number():
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["recall_at_3", "query_auc"])
 def test_a_champion_is_compared_by_what_is_found(metric):
-    # Among few users one outlier decides: the bound allows for skewness.
+    # With few users, a single outlier is decisive, because the bound allows for skewness.
     labels, outputs, columns = case(count=1500, users=100, noise=0)
     worse = outputs.copy()
     RANDOM.shuffle(worse)
@@ -156,7 +156,7 @@ def test_outputs_have_to_be_a_logit_and_two_vectors():
 
 
 def examples(count=300, users=40, items=60, *, rounded=False):
-    """Examples of sparse ids, whose vectors follow from the id."""
+    """Return examples with large, sparse IDs, whose vectors depend only on the ID."""
     who, what = RANDOM.integers(0, users, count), RANDOM.integers(0, items, count)
     of_users, of_items = (RANDOM.normal(size=(n, SIZE)).astype("float32") for n in (users, items))
     if rounded:
@@ -166,9 +166,9 @@ def examples(count=300, users=40, items=60, *, rounded=False):
 
 
 def counted(given, k):
-    """The recall of each user that took something, by the definition, one pair after the other.
+    """Return the recall of each user with a positive example, computed by definition.
 
-    Of equal scores that are not all found it is the share that is.
+    If only some of several items with equal scores are found, each counts with its probability.
     """
     who, what, taken, of_users, of_items = given
     vector = {item: of_items[np.flatnonzero(what == item)[0]] for item in np.unique(what)}
@@ -210,7 +210,7 @@ def test_it_is_what_counting_finds(rounded, at_once):
 @pytest.mark.parametrize("value", [0, 1 / 3])
 def test_a_model_that_scores_all_alike_finds_what_a_random_order_does(value):
     who, what, taken, of_users, of_items = examples()
-    # Rounding changes all of them alike.
+    # Rounding changes all scores equally.
     search = search_of((who, what, taken, of_users, np.full_like(of_items, value)))
     np.testing.assert_allclose(search.recalls([10])[10], 10 / search.candidates)
 
