@@ -44,7 +44,7 @@ class _Example:
 
 
 class Worst:
-    """Keeps the `MOST_WORST` examples with the highest losses of a stream."""
+    """Keeps the `MOST_WORST` examples of a stream that have the highest losses."""
 
     def __init__(self, spec: DatasetSpec, task: Task) -> None:
         """Store the dataset's features and the task."""

@@ -262,7 +262,7 @@ def fresh_process(folder: Path) -> Iterator[Fresh]:
 
 
 def _environment() -> dict[str, str]:
-    # Unless this variable is set, TensorFlow imports Keras 3, which the process does not need.
+    # Without TF_USE_LEGACY_KERAS, TensorFlow imports Keras 3, which the process does not need.
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 

@@ -65,7 +65,7 @@ def with_model(config: Config, dataset: DatasetSpec) -> Config:
         args = {"augment": not config.training.jit_compile, **model.args}
         model = model.model_copy(update={"args": args})
     if model.name in RECOMMENDERS and data.source and not data.inputs:
-        # If the configuration names such a model, it must also list its inputs.
+        # A configuration that names a recommender must also list its inputs.
         data = data.model_copy(update={"inputs": tuple(dataset.inputs)})
     return config.model_copy(update={"model": model, "data": data})
 

@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 _VECTORS = 2
 # The kernel size of a convolution.
 _WIDTH = 3
-# Larger ids share embedding rows with others.
+# Maximum number of embedding rows; larger ids share a row with other ids.
 _MOST_IDS = 1 << 16
 # An offset that makes padding smaller than all other values, also in half precision.
 _FAR = 1e4

@@ -19,7 +19,7 @@ import tensorflow as tf
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000
-# Maximum scale. If all gradients are zero, the scale grows until it reaches a limit; the largest
+# Maximum scale. If all gradients are zero, the scale would grow without limit, and the largest
 # float32 is about 2**128.
 LARGEST = 2.0**60
 # Number of halvings from the maximum scale to less than 1. If a gradient is still not finite, the

@@ -121,7 +121,7 @@ class BinaryClassification(Sigmoid):
         return np.asarray(answers["logit"])[..., np.newaxis]
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the class of each example at the threshold."""
+        """Return the predicted class of each example, according to the threshold."""
         return self.decide(outputs).astype(np.int64)
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The loss, metrics and optimizer of a compiled model.
 
 The arguments of `model.compile(...)` are used, except that the strategy decides how many steps run
-in one call and whether they are compiled with XLA. Keras creates the losses and metrics with
-variables at the first batch; here they have no variables. Instead, `State` describes which range of
-a vector of sums over examples is the state of a metric.
+in one call, and `training.jit_compile` whether they are compiled with XLA. Keras creates the losses
+and metrics with variables at the first batch; here they have no variables. Instead, `State`
+describes which range of a vector of sums over examples is the state of a metric.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# If the rarest class is less frequent than this fraction of 1 / classes, accuracy ignores it.
+# If the rarest class is less frequent than this fraction of 1 / classes, accuracy hardly reflects
+# it.
 _RARE = 0.2
 #: Logit for a probability of 0 or 1.
 SURE = 20.0

@@ -87,7 +87,7 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 
 
 class MacroF1(keras.Metric):
-    """The mean F1 over all classes that are in the labels or predictions.
+    """The mean F1 over all classes that occur in the labels or predictions.
 
     Labels are class numbers. Labels and probabilities may have several positions; labels below 0
     are ignored.

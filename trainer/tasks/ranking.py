@@ -82,7 +82,7 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return an accumulator for the metrics of examples and, if identified, of queries."""
+        """Return an accumulator for metrics of examples, and of queries if they are identified."""
         return QueryTally(self._group, super().tally()) if self._group else super().tally()
 
 

@@ -109,7 +109,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     return dataset
 
 
-# If the model has a champion, the first step of the pipeline fills in an empty key.
+# If the key is empty and the model has a champion, the first pipeline step sets the key.
 _KEPT = (
     "; if the key is empty, the positive class is the champion's, and a model of other classes "
     "needs another name"

@@ -409,7 +409,7 @@ def _compute_r2(sums: Doubles) -> Doubles:
     weight = sums[..., :1]
     total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
     variance = squares - total**2 / np.maximum(weight, 1e-300)
-    # For equal labels, this difference is a rounding error and not a variance.
+    # If all labels are equal, the difference is only a rounding error.
     varies = variance > 1e-14 * squares
     each = np.where(varies, 1 - _divide(residual, variance), np.where(residual > 0, 0.0, 1.0))
     found: Doubles = each.mean(axis=-1, keepdims=True)
