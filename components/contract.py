@@ -46,7 +46,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a mark (possibly empty) is from a pipeline with the steps of this code."""
+    """Return whether a pipeline with this mark, which may be empty, matches this code."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 

@@ -54,7 +54,7 @@ def require_shared(config: Config, root: str) -> None:
     here = storage.local_path(root)
     if not here:
         return
-    # Import this only here, because it imports the Kubernetes client.
+    # Import this only here, because it loads the Kubernetes client, which is slow.
     from flotilla.components.kubernetes.pods.template import replicas
 
     place, settings = PurePosixPath(here), config.cluster.kubernetes

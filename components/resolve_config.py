@@ -81,7 +81,7 @@ def work(step: Step) -> Resolved:
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
     return Resolved(
-        # KFP logs its parameters as they are, so control characters must be escaped.
+        # KFP logs its parameters unchanged, so control characters must be escaped.
         config=printable(config.model_dump_json()),
         root=root,
         run_id=run_id,

@@ -190,7 +190,7 @@ class JobSets(Engine):
                 )
 
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the JobSet of a job."""
+        """Return the JobSet that trains `job`."""
         return manifest(job, place)
 
     def templates(self, tree: Tree) -> Sequence[Tree]:
@@ -199,7 +199,7 @@ class JobSets(Engine):
         return [each["template"]["spec"]["template"] for each in jobs]
 
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether the label of a pod names the JobSet with this uid."""
+        """Return whether a pod belongs to the JobSet with this uid, according to its label."""
         return bool(pod["metadata"].get("labels", {}).get(UID_LABEL) == uid)
 
     def is_taken_up(self, tree: Tree) -> bool:

@@ -1,1 +1,1 @@
-"""What all Kubernetes engines share."""
+"""Code that all Kubernetes engines share."""

@@ -2,8 +2,8 @@
 
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
 the digest of the manifest is the same. A job that has finished, is being stopped or deleted, or has
-another manifest is replaced by a new one, whose training resumes from the newest checkpoint. No job
-is created while an earlier job has a pod, because two jobs would train at the same time.
+another manifest is replaced by a new one, which resumes training from the newest checkpoint. No job
+is created while an earlier one still has a pod, because both would train at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Makes sure that the job of a manifest exists; `is_adopted`: an earlier attempt created it."""
+    """Ensures that a manifest's job exists. `is_adopted`: whether an earlier attempt created it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Adoption:
         deadlines: DeadlinesConfig,
         wait: Callable[[float], None],
     ) -> None:
-        """Store the API, how long it and the controller may be silent, and the sleep function."""
+        """Store the arguments; `wait` sleeps, and raises if the run is interrupted."""
         self._engine, self._kind = engine, engine.kind
         self._api = api
         self._deadlines = deadlines
@@ -44,10 +44,10 @@ class Adoption:
         self.is_adopted = False
 
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
-        """Return the job as the API holds it.
+        """Adopt or create the job, and return it as the API stores it.
 
-        `own` is the owner reference of this attempt. `delete_seconds` limits the time to delete
-        another job of this name. Raises `UserError`.
+        `own` is metadata with the owner reference of this attempt. Deleting an earlier job of this
+        name may take at most `delete_seconds`. Raises `UserError`.
         """
         metadata = manifest["metadata"]
         name = metadata["name"]
@@ -58,7 +58,8 @@ class Adoption:
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 self._require_own_service(name)
-                # The response to an earlier call may have been lost, so that the job may exist.
+                # The job may exist already, because the response to an earlier call may have been
+                # lost.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -75,7 +76,7 @@ class Adoption:
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
-        """Wait until all pods of a job are deleted; raises `UserError` after `seconds`."""
+        """Wait until a job and its pods are deleted; raises `UserError` after `seconds`."""
         label = self._kind.selector(name)
         left = seconds
         while self._get(name) or self._ask(lambda: self._api.list_labelled(PODS, label)):
@@ -98,14 +99,14 @@ class Adoption:
             )
 
     def _require_own_service(self, name: str) -> None:
-        """Refuse a Service of another owner, because the tasks could not find each other by it."""
+        """Raise a `UserError` if another owner has the Service that the tasks need for DNS."""
         if not self._kind.has_child_jobs:
             return
         try:
             limit = self._deadlines.unreachable
             service = call_with_retry(partial(self._api.get, SERVICES, name), limit, self._wait)
         except RefusedError:
-            # There is no Service, or it may not be read.
+            # There is no Service of this name, or the launcher may not read it.
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(
@@ -115,7 +116,7 @@ class Adoption:
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
-        """Return whether a job is unfinished and has the expected manifest."""
+        """Return whether a job has the expected manifest and is neither finished nor stopping."""
         annotations = found["metadata"].get("annotations") or {}
         same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
         if not same or found["metadata"].get("deletionTimestamp") or self._engine.end(found):
@@ -123,7 +124,7 @@ class Adoption:
         return not self._ask(partial(stop.is_requested, self._api, found))
 
     def _take_over(self, found: Tree, own: Tree) -> Tree | None:
-        """Return a job with the metadata of this attempt; None if it was deleted."""
+        """Make this attempt the owner of a job and return the job; None if it was deleted."""
         if not own:
             return found
         name = found["metadata"]["name"]
@@ -132,7 +133,7 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # The lease is not renewed during these retries, so that the guard would end the
+                # Do not retry: the lease is not renewed during retries, and the guard would end the
                 # job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
@@ -143,7 +144,7 @@ class Adoption:
     def _delete(self, found: Tree, seconds: float) -> None:
         metadata = found["metadata"]
         if not self._engine.end(found) and self._ask(partial(stop.is_requested, self._api, found)):
-            # The job's chief still saves a checkpoint.
+            # The job's chief is still saving a checkpoint.
             self._engine.stop(found).wait(self._api, self._wait)
         if not metadata.get("deletionTimestamp"):
             resource = self._kind.resource
@@ -156,7 +157,7 @@ class Adoption:
         return found
 
     def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:
-        """Return the result of a call; None if the API refuses it with the status `unless`."""
+        """Return the result of a call, or None if the API refuses it with the status `unless`."""
         try:
             limits = self._deadlines
             return call_with_retry(

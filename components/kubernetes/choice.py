@@ -1,4 +1,4 @@
-"""Resolves `cluster.launcher: auto` to an engine that the cluster serves, or to this machine."""
+"""Resolves `cluster.launcher: auto` to an engine that the cluster serves, or to `local`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Seconds for which an unreachable API is retried.
+# How long requests to an unreachable API are retried, in seconds.
 RETRY_SECONDS = 60.0
 
 
 def is_on_a_cluster() -> bool:
-    """Return whether this process is in a pod, or KUBECONFIG names a cluster."""
+    """Return whether this process runs in a pod, or KUBECONFIG is set."""
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get("KUBECONFIG"))
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine with a job of the run, else the first one served, else `local`."""
+    """Return `local` without a cluster, else the engine of the run's job, else the first one."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
         return "local"
@@ -60,6 +60,6 @@ def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
         if error.is_unserved:
             return None
         if error.is_forbidden:
-            # If the kind is served, the launcher reports the missing permissions.
+            # If the kind is served, the launcher reports the missing permissions later.
             return [] if api.serves(engine.kind.resource) else None
         raise UserError(describe_refusal(error, engine.kind)) from None

@@ -1,4 +1,4 @@
-"""The deadlines of a job: until it is accepted, scheduled, started, makes progress, and ends."""
+"""The deadlines of a job: for its acceptance, scheduling, start, progress and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 _ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
-# The maximum number of tasks in a message.
+# Maximum number of tasks that a message names.
 _NAMED = 5
 _REMEDIES = {
     "image": (
@@ -28,10 +28,11 @@ _REMEDIES = {
 
 
 class Deadlines:
-    """The current stage of a job, and the limit of its duration.
+    """The current stage of a job, and the deadlines that apply in it.
 
-    A job that has run stays in the stage `running` regardless of its tasks; only suspension returns
-    it to the queue. `is_taken_up`: the engine's controller has reacted to the job.
+    Once all tasks have run, a job stays in the stage `running`, whatever its tasks do; only
+    suspension returns it to the queue. `is_taken_up`: the engine's controller has reacted to the
+    job.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Deadlines:
         Args:
             engine: the engine of the job.
             config: the seconds of each deadline, 0 for none.
-            expected: the number of tasks of each role.
+            expected: the number of tasks by role.
             clock: returns the time in seconds.
         """
         self._engine = engine
@@ -63,11 +64,11 @@ class Deadlines:
         self.is_taken_up = self._is_suspended = self._is_put_back = False
         # When each pod that cannot start was first seen in that state.
         self._failing_since: dict[str, float] = {}
-        # The seconds for which earlier jobs of this run have run.
+        # Total seconds for which earlier jobs of this run have run.
         self._ran = 0.0
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing` for a recreated job, whose training continues."""
+        """Return to the stage `queueing` for a recreated job, which resumes training."""
         if self._stage == pod_state.RUNNING:
             self._ran += self._clock() - self._entered_at
         self._stage = pod_state.QUEUEING
@@ -77,7 +78,7 @@ class Deadlines:
 
     @property
     def is_training(self) -> bool:
-        """Whether the global step has changed since all tasks began to run."""
+        """Whether the global step has changed since all tasks started to run."""
         return self.has_run and self._progressed_at > self._entered_at
 
     @property
@@ -131,7 +132,7 @@ class Deadlines:
             self._enter(pod_state.STARTING if pod_state.STARTING in stages else pod_state.RUNNING)
 
     def lacks_pods(self, pods: Collection[Tree]) -> bool:
-        """Return whether the controller should have created more pods."""
+        """Return whether pods are missing that the controller should have created."""
         return len(self._newest_pods(pods)) < self.expected_pods and not self._is_suspended
 
     def restart_progress(self) -> None:
@@ -139,11 +140,11 @@ class Deadlines:
         self._progressed_at = self._clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds to the next deadline; infinity if there is none."""
+        """Return the seconds until the next deadline; infinity if there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
     def find_exceeded(self, every: Collection[Tree]) -> str:
-        """Return one line about a pod that cannot start, or about an exceeded deadline."""
+        """Return a message about a pod that cannot start or an exceeded deadline, if any."""
         pods = self._newest_pods(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:
@@ -168,9 +169,9 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return how many tasks of a job that does not train yet run, and what each role waits for.
+        """Return how many tasks run before training begins, and what each role is waiting for.
 
-        For a pod this is the reason that Kubernetes gives.
+        The text includes Kubernetes' reasons why pods are waiting.
         """
         pods = self._newest_pods(every)
         running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
@@ -207,7 +208,8 @@ class Deadlines:
             self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        # The job that has taken the capacity determines how long this lasts.
+        # A job that was suspended while running has no deadline in the queue: how long it waits
+        # depends on the job that took its capacity.
         since = {} if self._is_put_back else {self._stage: self._entered_at}
         if not self.is_taken_up:
             since["operator"] = self._made_at
@@ -228,7 +230,7 @@ def _explain_pods(pods: Collection[Tree], limit: str) -> str:
 
 
 def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
-    """Return what the tasks of a role wait for; empty if all of them run."""
+    """Return what the tasks of a role are waiting for; empty if all of them run."""
     parts = [f"{expected - len(pods)} not created"] if len(pods) < expected else []
     for stage, what in ((pod_state.QUEUEING, "without a node"), (pod_state.STARTING, "starting")):
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]

@@ -1,4 +1,4 @@
-"""The interface of an engine, which creates one kind of Kubernetes jobs and reads their status."""
+"""The interface of an engine, which creates one kind of Kubernetes job and reads its status."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.tracking import addresses
 
-# Placeholders for a document without a run.
+# Placeholders in the manifest of a job without a run.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """The end of a job; `roles` are the roles with a failed task, as the controller counts them."""
+    """How a job ended. `roles` are the roles with a failed task, according to the controller."""
 
     is_done: bool
     message: str = ""
@@ -42,10 +42,10 @@ class Engine(ABC):
 
     Attributes:
         name: the value of `cluster.launcher` for the engine.
-        kind: the kind of the jobs.
-        is_strict: whether the API refuses an unknown field of a job.
-        fails_with_a_pod: whether the loss of a pod fails the whole job. Otherwise the pod is
-            replaced, at once after `bring_back`.
+        kind: the kind of job that the engine creates.
+        is_strict: whether the API should refuse unknown fields of a job.
+        fails_with_a_pod: whether the loss of a pod fails the whole job. Otherwise, the controller
+            replaces the pod, and does so at once after `bring_back`.
     """
 
     name: ClassVar[Launcher]
@@ -55,19 +55,19 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for a setting that this kind of jobs does not support."""
+        """Raise a `ConfigError` for a setting that this kind of job does not support."""
 
     @abstractmethod
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the job that trains `job`; equal arguments give equal jobs."""
+        """Return the manifest for training `job`; equal arguments give equal manifests."""
 
     @abstractmethod
     def templates(self, tree: Tree) -> Sequence[Tree]:
-        """Return the pod templates of a job, role by role."""
+        """Return a job's pod templates, one for each role."""
 
     @abstractmethod
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether a pod belongs to the job with this uid, not to an earlier one."""
+        """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
 
     @abstractmethod
     def is_taken_up(self, tree: Tree) -> bool:
@@ -75,15 +75,15 @@ class Engine(ABC):
 
     @abstractmethod
     def is_suspended(self, tree: Tree) -> bool:
-        """Return whether a job is suspended until, for example, Kueue admits it."""
+        """Return whether a job is suspended, for example until Kueue admits it."""
 
     @abstractmethod
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None if it has not."""
+        """Return how the job ended; None if it has not ended."""
 
     @abstractmethod
     def is_failing(self, api: Api, tree: Tree, /) -> bool:
-        """Return whether an unfinished job is about to fail, so that its pods are being deleted."""
+        """Return whether an unfinished job is failing, so that its pods are being deleted."""
 
     @abstractmethod
     def failure(self, api: Api, tree: Tree, /) -> JobEnd:
@@ -91,11 +91,11 @@ class Engine(ABC):
 
     @abstractmethod
     def is_final(self, config: Config, end: TaskEnd, /) -> bool:
-        """Return whether a task with this exit does not restart, so that the job fails."""
+        """Return whether this exit of a task fails the job instead of restarting the task."""
 
     @abstractmethod
     def stop(self, tree: Tree) -> Stop:
-        """Return the operation that stops a job with a last checkpoint."""
+        """Return the operation that stops a job after a last checkpoint."""
 
     @abstractmethod
     def bring_back(self, api: Api, pod: Tree) -> None:
@@ -107,7 +107,7 @@ class Engine(ABC):
 
 
 def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
-    """Return the job of `config`, with placeholders for values that only a run has."""
+    """Return the manifest of `config`, with placeholders for values that only a run has."""
     root = config.storage.root or _ROOT
     job = Job(
         config=config,
@@ -119,10 +119,10 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 
 
 def add_digest(tree: Tree) -> Tree:
-    """Add the digest of a job to it; a retry adopts the job with the same digest.
+    """Add the digest of a job as an annotation; a retry adopts a job with the same digest.
 
     The digest excludes the label of isolated pods and the tracker's variables, which may differ
-    between two attempts of one step.
+    between two attempts of the same step.
     """
     digest = hashlib.sha256(json.dumps(_drop_tracker(tree), sort_keys=True).encode()).hexdigest()
     metadata = tree["metadata"]
@@ -131,7 +131,7 @@ def add_digest(tree: Tree) -> Tree:
 
 
 def _drop_tracker(value: Any) -> Any:
-    """Return a part of a job without the tracker's variables."""
+    """Return a part of a manifest without the tracker's variables."""
     if isinstance(value, list):
         return [_drop_tracker(each) for each in value if not _is_of_tracker(each)]
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The heartbeat of a launcher: a lease with the name of the job, which owns it.
+"""The heartbeat of a launcher: a lease that has the job's name and is owned by the job.
 
-An annotation of the job is unsuitable: while the job's controller is away, the job can be read but
+An annotation of the job would not work: while the job's controller is down, the job can be read but
 not written, and the guard of a healthy run would consider its launcher dead.
 """
 
@@ -26,10 +26,10 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# The guard considers a job an orphan only after several lost heartbeats.
+# Heartbeats per lease duration, so that a job is not an orphan until several have been lost.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# Attempts if the lease disappears or changes with the earlier job that owns it.
+# Attempts to take the lease, which disappears or changes with the earlier job that owns it.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -48,16 +48,17 @@ class Heartbeat:
         limit: float,
         on_refused: Callable[[RefusedError | TakenOverError], None],
     ) -> None:
-        """Renew the lease `HEARTBEATS` times in `limit` seconds; then the guard ends the job.
+        """Prepare to renew the lease `HEARTBEATS` times or more in `limit` seconds.
 
-        Call `on_refused` after that many refusals in a row, or if another launcher has the lease.
+        After `limit` seconds without renewal, the guard ends the job. `on_refused` is called if the
+        API refuses heartbeats for half of that time, or if another launcher has the lease.
         """
         self._api = api
         self._kind = kind
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
-        # This many consecutive refusals are not transient.
+        # This many consecutive refusals are considered permanent.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
         self._on_refused = on_refused
@@ -66,7 +67,7 @@ class Heartbeat:
         self.is_taken_over = False
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the lease of a job, and renew it; raises `UserError`."""
+        """Take the lease of a job and renew it once; raises `UserError`."""
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
@@ -85,11 +86,11 @@ class Heartbeat:
             )
 
     def start(self) -> None:
-        """Send heartbeats from now on."""
+        """Start sending heartbeats."""
         self._loop.start()
 
     def stop(self) -> None:
-        """Send no more heartbeats."""
+        """Stop sending heartbeats."""
         self._loop.stop()
 
     def _beat(self) -> bool:
@@ -106,13 +107,14 @@ class Heartbeat:
         except RefusedError as error:
             if error.is_missing:
                 return False
-            # Otherwise another launcher may have taken it; the next heartbeat will show this.
+            # On a conflict, another launcher may have taken the lease; the next heartbeat will show
+            # it.
             if error.code != HTTPStatus.CONFLICT:
                 return self._was_refused(error)
         return True
 
     def _was_refused(self, error: RefusedError) -> bool:
-        # The error may be temporary; without heartbeats the guard ends the job.
+        # The error may be temporary. If heartbeats fail for longer, the guard ends the job.
         self._refusals += 1
         if self._refusals >= self._most_refusals:
             self._on_refused(error)
@@ -122,7 +124,7 @@ class Heartbeat:
         return True
 
     def _own_version(self) -> str:
-        """Return the version of the lease, or an empty text; raises `TakenOverError`."""
+        """Return the lease's resource version, empty if it is missing; raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)
@@ -179,19 +181,20 @@ class Heartbeat:
                 "another name"
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
-        # A stop request for an earlier job of this name does not apply to this job.
+        # Remove a stop request that was meant for an earlier job of this name.
         stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
         if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
             stop = {}
         if found["metadata"].get("ownerReferences") == metadata["ownerReferences"]:
-            # In some clusters only those who may delete an object may change its owner: in
-            # OpenShift, by the admission plugin `OwnerReferencesPermissionEnforcement`.
+            # Leave out unchanged owners: in some clusters (OpenShift, with the admission plugin
+            # `OwnerReferencesPermissionEnforcement`), only users who may delete an object may set
+            # its owners.
             del metadata["ownerReferences"]
         metadata |= {"uid": found["metadata"]["uid"], "annotations": stop}
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
 
     def _renew(self, version: str = "") -> Tree:
-        """Renew the lease; if a version is given, only at that version."""
+        """Renew the lease; if a `version` is given, only if the lease still has this version."""
         name = self._job["metadata"]["name"]
         patch = {"spec": {"holderIdentity": self._holder, "renewTime": _now()}}
         known = {"metadata": {"resourceVersion": version}} if version else {}
@@ -200,7 +203,7 @@ class Heartbeat:
         except RefusedError as error:
             if not error.is_missing:
                 raise
-        # The lease was deleted, alone or with the job; in the latter case this fails.
+        # The lease was deleted, alone or with the job. If the job is gone too, this call fails.
         self._api.get(self._kind.resource, name)
         self._take()
         return self._api.patch(LEASES, name, patch)
@@ -213,7 +216,7 @@ def read_heartbeat(lease: Tree) -> str:
 
 
 def is_renewed(lease: Tree) -> bool:
-    """Return whether a launcher has renewed a lease after taking it."""
+    """Return whether a launcher has renewed a lease since it took it."""
     spec = lease.get("spec", {})
     return bool(spec.get("renewTime") != spec.get("acquireTime"))
 

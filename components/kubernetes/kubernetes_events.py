@@ -1,7 +1,7 @@
-"""The Kubernetes events of the job and its pods, by the uid of the involved object.
+"""Reads the Kubernetes events of a job and its pods, by the uid of the involved object.
 
-Unlike the conditions of the job, they tell why a pod cannot be created. A job continues without the
-permission to list them.
+Unlike the conditions of the job, events tell why a pod cannot be created. A job also runs without
+the permission to list events.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
-# The number of events in a report.
+# Maximum number of events in a report.
 REPORTED = 3
-# The seconds between two reads of a job's events while pods are missing.
+# Seconds between two reads of a job's events while pods are missing.
 LOOK_SECONDS = 5.0
-# The reasons of events by the training operator and by the Job controller.
+# Event reasons of the training operator and of the Job controller if they cannot create a pod.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Admission refuses the manifest itself, so that each retry of the controller fails.
+# Admission refuses the manifest itself, so every retry of the controller will fail.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
-# Transient reasons: other jobs use the capacity, or a pod of the same name has not ended yet.
+# Transient: other jobs use the capacity, or a pod of the same name has not ended yet.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return the last events of objects; empty if there are none or the API does not answer."""
+    """Return the last events of objects as text; empty if there are none or the API fails."""
     try:
         found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)
     except UnreachableError:
@@ -54,12 +54,12 @@ def _read_time(event: Tree) -> str:
 
 
 def is_final(refusal: str) -> bool:
-    """Return whether the message of a refused pod is permanent."""
+    """Return whether the refusal of a pod with this message is permanent."""
     return bool(_FINAL.search(refusal)) and not _TEMPORARY.search(refusal)
 
 
 class PodRefusals:
-    """Finds the reason why pods of a job are missing."""
+    """Finds out why pods of a job are missing."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PodRefusals:
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the deadlines of the job, and the function that returns the uids of reporters."""
+        """Store the arguments; events are read for the uids that `reporters` returns."""
         self._api, self._kind = api, kind
         self._reporters = reporters
         self._deadlines = deadlines
@@ -79,7 +79,7 @@ class PodRefusals:
         self.newest = ""
 
     def final(self) -> str:
-        """Return why the pods of a job that never ran cannot be created, or an empty string."""
+        """Return why the pods of a job that never ran can never be created; otherwise empty."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS
@@ -97,7 +97,7 @@ class PodRefusals:
         newest = self.newest = " ".join(messages[-1].split())
         if is_final(newest) and not self._deadlines.has_run:
             return newest
-        # Names and numbers differ between attempts.
+        # Ignore names and numbers, which differ between attempts.
         key = re.sub(r'"[^"]*"|\d+', "", newest)
         if key not in self._logged:
             self._logged.add(key)

@@ -1,15 +1,18 @@
 """The launcher of an engine: creates or adopts the job of a run, watches it, and deletes it.
 
-A job must not outlive its launcher, however the launcher ends. Therefore the signal handler
-requests a stop (`stop.Stop`), or deletes the job if no guard would respond; `launch` deletes it on
-every return; the exit step ends all jobs with the run's label; the guard of the leading task ends
-the job on request and when the lease expires; and the job has an owner reference to the step's pod,
-and an active deadline. The lease is first renewed before training can begin, so that a launcher
-without the permission is refused.
+A job must not outlive its launcher, however the launcher ends:
 
-An engine may fail the whole job when one of its pods is deleted, evicted or preempted. The launcher
+- The signal handler requests a stop (`stop.Stop`), or deletes the job if no guard would respond.
+- `launch` deletes the job whenever it returns or raises.
+- The exit step ends all jobs with the run's label.
+- The guard of the leading task ends the job on request, and when the lease expires.
+- The job has an owner reference to the step's pod, and an active deadline.
+
+The launcher renews the lease once before training begins, to detect missing permissions early.
+
+Some engines fail the whole job when one of its pods is deleted, evicted or preempted. The launcher
 then deletes the job, waits until its pods are gone, and recreates it from the same manifest.
-Training resumes from the newest checkpoint, which the chief has published in its grace period.
+Training resumes from the newest checkpoint, which the chief publishes in its grace period.
 """
 
 from __future__ import annotations
@@ -68,29 +71,28 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
-# The step's variables for the object store; its credentials come from secrets.
+# Variables for the object store that tasks get from the step; credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
 )  # fmt: skip
-# The time for the removal of pods from their nodes after the grace period.
+# Seconds that the removal of a pod from its node may take after the grace period.
 REMOVAL_SECONDS = 60
-# A user's code writes to the same log, so that only a few characters are accepted.
+# Accept only a few characters, because the user's code writes to the same log.
 _UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
-# How long the exit step retries while the API is unreachable.
+# How long the exit step retries while the API is unreachable, in seconds.
 DELETE_SECONDS = 120.0
 
 
 def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` as a job of an engine; see `flotilla.trainer.cluster.launcher.Launcher`.
+    """Train `job` on Kubernetes with `engine`; see `flotilla.trainer.cluster.launcher.Launcher`.
 
-    After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
-    job is deleted; a second signal deletes it without a checkpoint. `defaults` apply to unset
-    settings.
+    On SIGINT or SIGTERM, the chief publishes a last checkpoint within its grace period, and then
+    the job is deleted. A second signal deletes the job without a checkpoint. `defaults` apply to
+    unset settings.
 
     Raises:
-        ConfigError: the engine lacks a configured feature, such as servers that are not pods of the
-        job.
+        ConfigError: the engine does not support a setting, such as servers outside the job.
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
@@ -108,8 +110,8 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
     """End the remaining jobs of a run, and return their names; raises `UserError`.
 
-    A job whose leading task runs is requested to stop with a last checkpoint before it is deleted,
-    because this process may have only ten seconds.
+    If the leading task of a job runs, it is first asked to stop with a last checkpoint. Then its
+    guard ends the job, even if this process is killed within seconds.
     """
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
@@ -120,7 +122,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
             partial(api.list_labelled, resource, label), DELETE_SECONDS, time.sleep
         )
     except RefusedError as error:
-        # There are no jobs of a kind that is not served.
+        # If the cluster does not serve this kind, there are no jobs.
         if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
@@ -145,7 +147,7 @@ def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
 
 
 def _stop(engine: Engine, api: Api, job: Tree) -> None:
-    """Request that the leading task, if it runs, ends with a last checkpoint, and wait for it."""
+    """Ask the leading task, if it runs, to end with a last checkpoint, and wait for its end."""
     ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
         if stop.is_requested(api, job):
@@ -156,7 +158,7 @@ def _stop(engine: Engine, api: Api, job: Tree) -> None:
 
 
 class _Launch:
-    """The job of a run from creation to deletion, recreated after the loss of a pod."""
+    """Manages the job of a run from creation to deletion; recreates it after a pod is lost."""
 
     def __init__(
         self,
@@ -173,7 +175,8 @@ class _Launch:
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
-        # The handler may run while a thread holds the lock of the other pool.
+        # The signal handler needs its own pool, because a thread may hold the lock of the other
+        # one.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
         grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
@@ -184,14 +187,13 @@ class _Launch:
         self._stop: stop.Stop | None = None
         self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
-        # The last message of the leading task, for an interrupt while there is no job.
+        # The leading task's last message, to be reported on an interrupt while there is no job.
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A program need not report its steps, and has its own deadline,
-            # `program.stall_timeout`.
+            # A program may not report its steps; it has its own deadline, `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
@@ -223,7 +225,7 @@ class _Launch:
         own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
         adoption = Adoption(self._engine, self._api, limits, self._wait)
-        # A pod on a lost node stays until Kubernetes detects the loss, which may take as long as a
+        # A pod on a lost node remains until Kubernetes detects the loss. Wait for this as long as a
         # pod may wait for a node.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
@@ -234,7 +236,7 @@ class _Launch:
         return created
 
     def _isolate(self) -> None:
-        """Restrict access to the pods by a network policy of the job, if permitted."""
+        """Prepare the pods for a network policy of the job, if the launcher may create one."""
         if rbac.may_isolate(self._api, self._namespace):
             self._manifest = copy.deepcopy(self._manifest)
             owned_objects.isolate(self._engine.templates(self._manifest))
@@ -245,7 +247,7 @@ class _Launch:
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
-        """Create the network policy of a job; an error must not leave an isolated job open."""
+        """Create the network policy of an isolated job, which must not run without it."""
         templates = self._engine.templates(job)
         policy = owned_objects.network_policy(self._kind, job, templates)
         if policy is None:
@@ -254,7 +256,7 @@ class _Launch:
             limit = self._settings.deadlines.unreachable
             call_with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
-            # It exists, perhaps because the response to the creation was lost.
+            # The policy exists already, perhaps because the response to its creation was lost.
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
@@ -263,12 +265,12 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job until it is deleted; return the loss after which it must be recreated."""
+        """Watch a job and delete it; return the loss of a pod if the job must be recreated."""
         relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            # The job may be deleted before it is listed.
+            # The job may be deleted before the watch first lists it.
             self._watch(self._kind.kind, self._kind.resource, by_name, created),
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
@@ -295,12 +297,12 @@ class _Launch:
             logs.drain(DRAIN_SECONDS)
             self._message = supervisor.termination_message() or self._message
             if lost:
-                # Count the loss only now: the last checkpoint, which the grace period publishes,
-                # counts as progress.
+                # Count the loss only now, because a last checkpoint that was published during the
+                # grace period counts as progress.
                 self._restarts.count_loss(lost)
             return lost
         except UserError as error:
-            # A job that is being deleted also fails, which is no error of the run.
+            # A job that is being deleted also fails, but this is not an error of the run.
             if self._is_interrupted:
                 raise self._finish_interrupted(supervisor, logs) from None
             error.traceback = relay.traceback
@@ -312,7 +314,7 @@ class _Launch:
                 watch.stopped.set()
 
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
-        """Write a line of a task to the log of the step, and relay it if it is an event."""
+        """Write a line of a task's log to the log of the step; relay it if it is an event."""
         streams.relay(str(task), text)
         event = events.parse(text, job=label_job(self._kind, self._name, self._namespace))
         if isinstance(event, events.Restart):
@@ -330,7 +332,7 @@ class _Launch:
             self._deadlines.unresolved = ""
 
     def _end(self, supervisor: Supervisor) -> None:
-        """Delete the job and wait for its pods, so that nothing outlives the step."""
+        """Delete the job and wait until its pods are gone, so that nothing outlives the step."""
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
             log.warning("pods of the job %s are still on their nodes", self._name)
 
@@ -358,7 +360,7 @@ class _Launch:
         return self._interruption()
 
     def _await_stop(self) -> None:
-        """Wait once for the end of a job that was requested to stop."""
+        """Wait for the end of a job that was asked to stop."""
         if self._is_stopping and self._stop:
             log.info("stopping: saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
@@ -381,13 +383,13 @@ class _Launch:
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
-        """Ask the leading task's guard to end the job; return whether it may respond."""
+        """Ask the leading task's guard to end the job; return whether it can respond."""
         try:
             if self._stop is None:
                 self._find_earlier()
             if self._stop is None:
                 return False
-            # The pods of an adopted job may run before this launcher has seen one.
+            # An adopted job may have running pods that this launcher has not seen yet.
             if not self._leader_runs() and not (
                 self._is_adopted and self._stop.leader_runs(self._handler_api)
             ):
@@ -398,14 +400,14 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the created or adopted job, or an earlier one whose chief still saves."""
+        """Find the existing job of this name, or an earlier one whose chief is still saving."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True
             self._stop = self._engine.stop(found)
 
     def _delete(self) -> bool:
-        """Delete the job unless it is gone or was replaced; return whether it was deleted."""
+        """Delete the job unless another launcher has taken it over; return whether this worked."""
         if self._heartbeat.is_taken_over:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)
@@ -419,7 +421,7 @@ class _Launch:
         return True
 
     def _uid_of_own(self) -> str:
-        """Return the uid of the last created job if the response to its creation was lost."""
+        """Return the uid of a job whose creation got no response; empty if there is none."""
         try:
             found = self._api.get(self._kind.resource, self._name)["metadata"]
         except RefusedError as error:
@@ -431,7 +433,7 @@ class _Launch:
         return str(found["uid"]) if is_own else ""
 
     def _wait(self, seconds: float) -> None:
-        """Sleep; raise `RunInterruptedError` at a signal."""
+        """Sleep; raise `RunInterruptedError` if a signal arrives."""
         with suppress(queue.Empty):
             if self._job_events.get(timeout=seconds) is None:
                 raise self._interruption()
@@ -440,7 +442,7 @@ class _Launch:
         self, kind: str, resource: Resource, query: Mapping[str, str], *known: Tree
     ) -> Watch:
         def put(item: Tree, deleted: bool) -> None:
-            # The items of a list lack their kind.
+            # Objects in an API list do not contain their kind.
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, resource, query, put, self._job_events.put, known)

@@ -1,7 +1,8 @@
-"""Follows the logs of all tasks: each line once, across broken connections, and their events.
+"""Follows the logs of all tasks, and relays their events.
 
-The API can repeat a log only from a whole second on. Timestamps identify lines that were read
-before, and the count identifies lines with equal timestamps.
+Each line is read exactly once, even if connections break. The API can resend a log only from a
+whole second on. So timestamps identify lines that were read before, and a count identifies lines
+with equal timestamps.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events.event_lines import LogLines, convert_to_work
 
 log = logging.getLogger(__name__)
-# The number of lines of a failed task in its report.
+# Number of log lines in the report of a failed task.
 TAIL = 5
 _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
-# Events of training; other events in the log of the leading task are ordinary lines.
+# The training events that are relayed; all other events are only written to the log.
 _TRAINING_EVENTS = (
     events.AttemptBegin,
     events.Progress,
@@ -39,7 +40,7 @@ _TRAINING_EVENTS = (
 )
 
 LogSink = Callable[[Task, str], None]
-# Seconds and nanoseconds, as texts that sort by time.
+# Seconds and nanoseconds, as strings that sort by time.
 _Timestamp = tuple[str, str]
 
 
@@ -47,15 +48,15 @@ class LogPosition:
     """The position in a log; `take` returns only new lines."""
 
     def __init__(self) -> None:
-        """Begin at the first line."""
+        """Start at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # The number of lines with the last timestamp: in all, and in the current request.
+        # Number of lines with the last timestamp: in total, and in the current request.
         self._read = self._repeated = 0
         self._catching_up = False
 
     def begin_request(self) -> str:
-        """Start a new request, and return its `sinceTime`; empty for the whole log."""
+        """Start a new request and return its `sinceTime`; empty for the whole log."""
         self._repeated, self._catching_up = 0, True
         return f"{self._last[0]}{self._zone}" if self._last[0] else ""
 
@@ -79,10 +80,10 @@ class LogPosition:
 
 
 class LogFollower(threading.Thread):
-    """A daemon thread that reads the log of one container, up to its next restart."""
+    """A daemon thread that reads the log of one container until its next restart."""
 
     def __init__(self, api: Api, pod: Tree, container: str, sink: LogSink) -> None:
-        """Store the arguments; `start` begins to read."""
+        """Store the arguments; `start` starts reading."""
         self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api
@@ -96,7 +97,7 @@ class LogFollower(threading.Thread):
         self.stopped = threading.Event()
 
     def run(self) -> None:
-        """Read until the container has ended, then the rest of its log, or until `stopped`."""
+        """Read the whole log of the container, until it has ended or `stopped` is set."""
         while not self.stopped.is_set():
             try:
                 pod = self._api.get(PODS, self._pod)
@@ -139,7 +140,7 @@ class LogFollower(threading.Thread):
         is_of_the_task = bool(_TIME.fullmatch(timestamp))
         self._partial = partial if is_of_the_task else ""
         if not is_of_the_task:
-            # The response of a kubelet that no longer has the log.
+            # This is the error of a kubelet that no longer has the log.
             log.warning("the log of %s (pod %s) cannot be read: %s", self.task, self._pod, line)
 
 
@@ -155,7 +156,7 @@ class Logs:
         self._lock = threading.Lock()
 
     def follow(self, pod: Tree) -> None:
-        """Follow the containers of a pod that have started, once for each restart."""
+        """Follow the logs of the started containers of a pod, once for each restart."""
         for name in pod_state.logging_containers(pod):
             key = (pod["metadata"]["uid"], name, pod_state.restart_count(pod, name))
             if pod_state.has_started(pod, name) and key not in self._followers:
@@ -163,12 +164,12 @@ class Logs:
                 self._followers[key].start()
 
     def tail(self, task: Task) -> list[str]:
-        """Return the last lines of a task."""
+        """Return the last lines of a task's log."""
         with self._lock:
             return list(self._tails.get(task, ()))
 
     def drain(self, seconds: float, task: Task | None = None) -> None:
-        """Wait until the logs of a task, or of all tasks, are read; at most `seconds`."""
+        """Wait up to `seconds` until the logs of a task, or of all tasks, have been read."""
         end = time.monotonic() + seconds
         for follower in list(self._followers.values()):
             if task in (None, follower.task):
@@ -186,12 +187,12 @@ class Logs:
 
 
 class EventRelay:
-    """Relays the events in the leading task's log; `traceback` comes from the user's code."""
+    """Relays events of the leading task. `traceback` is the traceback of failed user code."""
 
     def __init__(
         self, on_progress: Callable[[], None], on_published: Callable[[int], None]
     ) -> None:
-        """Store the functions to call after a change of the global step, and at each checkpoint."""
+        """Store the functions to call when the global step changes and at each checkpoint."""
         self._on_progress, self._on_published = on_progress, on_published
         self.traceback = ""
         self._step = -1
@@ -210,11 +211,11 @@ class EventRelay:
         if isinstance(event, events.CheckpointPublished):
             self._on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
-            # All events in the file have the time of this machine.
+            # All events in the file use the clock of this machine.
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):
-                # The leading task determines the progress of the step.
+                # The progress of the leading task is the progress of the step.
                 events.emit(convert_to_work(event), in_log=line)
             else:
                 log.info("%s", line)

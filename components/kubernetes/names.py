@@ -1,4 +1,4 @@
-"""Names of a job, its container, labels and annotations, and of the resources of the API."""
+"""Names of jobs, containers, labels and annotations, and the resources of the Kubernetes API."""
 
 from __future__ import annotations
 
@@ -13,61 +13,60 @@ Tree = dict[str, Any]
 
 # The controllers find the container by this name.
 CONTAINER = "tensorflow"
-# The sidecar of a user's program.
+# The sidecar container of a user's program.
 AGENT = "flotilla-agent"
 # A network policy and a PodMonitor refer to the metrics port by this name.
 METRICS_PORT = "metrics"
-# Labels that the controllers set on every pod: its role, and its index in the role.
+# Labels that the controllers set on every pod: its role, and its index within the role.
 ROLE_LABELS = ("training.kubeflow.org/replica-type", "jobset.sigs.k8s.io/replicatedjob-name")
 INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-index")
 # Flotilla's labels on the job and its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
-# The label of pods for their job's network policy; no other policy of Flotilla selects them.
+# Label of pods that only their own job's network policy selects.
 NETWORK = "flotilla/network"
-# The label of a job that waits for admission by a Kueue queue.
+# Label with the Kueue queue that must admit a job.
 KUEUE = "kueue.x-k8s.io/queue-name"
-# The prefix of the labels that Kubernetes recommends.
+# Prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"
-# Flotilla's annotations: the digest of a job, and the stop request, on the lease or on the job.
+# Flotilla's annotations: the digest of a job, and a stop request (on the lease or the job).
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# The start of the line that a guard writes while names do not resolve, and its line afterwards.
+# The start of a guard's log line if names do not resolve, and the line once they resolve again.
 UNRESOLVED = "these names do not resolve: "
 RESOLVED = "the names of all tasks resolve"
-# The line that the guard of the leading task logs when it has seen `STOP`.
+# The line that the guard of the leading task logs when it sees `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
-# The maximum length of pod names, service names and label values.
+# Maximum length of pod names, Service names and label values.
 MAX_LENGTH = 63
-# The length of the suffix of a JobSet's pod: the index of the pod in its Job and a random end.
+# The longest suffix of a pod's name: its role, its indexes and a random part.
 _LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))
 _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that trains to `checkpoints`, which is equal for every retry."""
+    """Return the name of the job that writes to `checkpoints`; every retry gets the same name."""
     return f"{_job_prefix(model)}{_digest(checkpoints)}"
 
 
 def is_job_name(name: str, model: str) -> bool:
-    """Return whether some job of a model has this name."""
+    """Return whether this is the name of a job of the model."""
     digest = re.compile(rf"[0-9a-f]{{{_DIGEST_LENGTH}}}")
     prefix = _job_prefix(model)
     return name.startswith(prefix) and digest.fullmatch(name.removeprefix(prefix)) is not None
 
 
 def _job_prefix(model: str) -> str:
-    """Return the common prefix of the names of a model's jobs."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
-    # The name of a service must begin with a letter.
+    # The name of a Service must start with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
     length = MAX_LENGTH - _LONGEST_SUFFIX - _DIGEST_LENGTH - 1
     return f"{slug[:length].rstrip('-')}-"
 
 
 def label_value(text: str) -> str:
-    """Return a text as a label value; replace a text that is too long by a digest."""
+    """Return a text as a label value; if it is invalid, clean it and append a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
@@ -75,7 +74,7 @@ def label_value(text: str) -> str:
 
 
 def app_labels(component: str, instance: str) -> dict[str, str]:
-    """Return the recommended labels for a part of a run."""
+    """Return the labels that Kubernetes recommends for a part of a run."""
     values = {
         "name": "flotilla",
         "part-of": "flotilla",
@@ -93,7 +92,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Resource:
-    """A namespaced kind of objects in the API; the group of the core API is empty."""
+    """A namespaced resource of the API; `group` is empty for the core API."""
 
     plural: str
     group: str = ""
@@ -112,13 +111,13 @@ class Resource:
 
 @dataclass(frozen=True, kw_only=True)
 class JobKind:
-    """The kind of the jobs of an engine.
+    """The kind of job that an engine creates.
 
     Attributes:
         resource: the API resource of the jobs.
         kind: the `kind` of the objects, such as `TFJob`.
-        label: the label of every pod that has the name of the job.
-        controller: the controller's name in words.
+        label: the label on every pod that contains the name of the job.
+        controller: the controller's name for messages.
         show: the command that shows whether the controller runs.
         remedy: what to do if the cluster does not serve the kind.
         has_child_jobs: whether the controller creates a Kubernetes Job for each task.
@@ -139,7 +138,7 @@ class JobKind:
         return f"{self.label}={name}"
 
     def owner(self, job: Tree) -> Tree:
-        """Return the owner reference for an object that is deleted with a job."""
+        """Return the owner reference for an object that must be deleted together with a job."""
         metadata = job["metadata"]
         return {
             "apiVersion": self.resource.api_version,

@@ -1,4 +1,4 @@
-"""The network policy that a job owns, and the owner of the job: the step's pod."""
+"""The owner of a job, which is the step's pod, and the network policy that the job owns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 
 
 def step_pod() -> Tree | None:
-    """Return the owner reference to the pod of this step; None outside of a pod.
+    """Return the owner reference to this step's pod; None outside a pod.
 
     Kubernetes considers an owner in another namespace missing, and would delete the job.
     """
@@ -21,17 +21,17 @@ def step_pod() -> Tree | None:
 
 
 def isolate(templates: Sequence[Tree]) -> None:
-    """Label these pod templates, so that only their job's network policy applies to them."""
+    """Label pod templates so that only their job's network policy applies to them."""
     for template in templates:
         template["metadata"]["labels"][names.NETWORK] = "job"
 
 
 def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
-    """Return the network policy of a job in the API; None for a job without isolation.
+    """Return the network policy of an existing job; None for a job without isolation.
 
-    The pods of the job reach each other on every port, because NCCL uses any port. All pods of the
-    cluster reach the metrics port. The name is unique to this job, because the policy of an earlier
-    job may still exist.
+    The pods of the job can reach each other on every port, because NCCL uses any port. All pods of
+    the cluster can reach the metrics port. The name is unique to this job, because the policy of an
+    earlier job may still exist.
     """
     labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
     if not all(names.NETWORK in each for each in labels):
@@ -56,16 +56,16 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
 
 
 def is_foreign(kind: JobKind, service: Tree) -> bool:
-    """Return whether the Service with a job's name belongs to no job of the kind.
+    """Return whether a Service with a job's name is not owned by that job.
 
-    JobSet 0.12 uses any existing Service with the name of its own Service.
+    JobSet 0.12 uses any existing Service that has the name of its own Service.
     """
     owners = service["metadata"].get("ownerReferences") or []
     name = service["metadata"]["name"]
     return not any((each.get("kind"), each.get("name")) == (kind.kind, name) for each in owners)
 
 
-# Prometheus may be in any namespace.
+# Prometheus may run in any namespace.
 _SCRAPED: Tree = {
     "from": [{"namespaceSelector": {}}],
     "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}],

@@ -1,4 +1,4 @@
-"""The restarts of the tasks of a run, and the report of a task that has failed."""
+"""Counts the restarts of a run's tasks, and describes the failure of a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAG
 def describe_failure(
     api: Api, end: TaskEnd, log_tail: Iterable[str], *, is_program: bool = False
 ) -> str:
-    """Return the report of a task that has failed; for a program, its agent's message."""
+    """Return the report of a failed task; for a program, its agent's message if there is one."""
     if (end.code in (FAILED, TRY_AGAIN, USAGE) or is_program) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
@@ -28,33 +28,33 @@ def describe_failure(
 
 
 class Restarts:
-    """The restarts of all tasks of a run; Kubernetes only counts those of one pod.
+    """Counts the restarts of all tasks of a run; Kubernetes counts only those of one pod.
 
-    Training does not cause the loss of a pod: lost pods count towards `cluster.max_restarts` only
-    until training has published a newer checkpoint.
+    Training does not cause the loss of a pod. Therefore lost pods count towards
+    `cluster.max_restarts` only until training has published a newer checkpoint.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        """Count from 0 up to `cluster.max_restarts`."""
+        """Start at 0 restarts; the limit is `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # The thread that reads the leader's log reports progress.
+        # Another thread, which reads the leader's log, reports progress.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
-        # Pods lost since the newest checkpoint.
+        # Number of pods lost since the newest checkpoint, by task.
         self._losses: Counter[Task] = Counter()
-        # The pods whose end is counted; the operator may detect their deletion later.
+        # Pods whose end was already counted; the operator may report their deletion later.
         self._counted: set[str] = set()
-        # The number of restarts at the last start of each task.
+        # Total number of restarts when each task last started.
         self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:
-        """Return whether the task does not restart, so that the job fails."""
+        """Return whether this exit of a task fails the job instead of restarting the task."""
         return self._engine.is_final(self._config, end)
 
     def record_progress(self, step: int) -> None:
-        """Record a published checkpoint; if it is newer than all before, it is progress."""
+        """Record a published checkpoint; if it is the newest so far, forget the lost pods."""
         with self._lock:
             if step > self._newest:
                 self._newest = step
@@ -70,7 +70,7 @@ class Restarts:
         return self._count_task(end.task, end.code, cause or end.cause, lost)
 
     def count_in_pod(self, restart: events.Restart) -> bool:
-        """Count the restart of a task by its guard, in its pod."""
+        """Count a restart of a task by its guard, inside the pod."""
         role, _, index = restart.task.rpartition("-")
         return self._count_task(Task(role=role, index=int(index)), restart.code, restart.cause)
 
@@ -87,7 +87,7 @@ class Restarts:
         return True
 
     def count_loss(self, loss: Loss) -> None:
-        """Count a lost pod that failed the job; raises `UserError` past the limit."""
+        """Count a lost pod that failed the job; raises `UserError` if it exceeds the limit."""
         if loss.uid in self._counted:
             return
         if not self._draw(loss.task):

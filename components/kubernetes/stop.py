@@ -1,7 +1,7 @@
-"""The early stop of a job, in which the chief saves the variables of the servers.
+"""Stops a job early, after its chief has saved the variables of the servers.
 
-The DNS names of pods disappear with the job, and TensorFlow could then open no further channel.
-Therefore the job is requested to stop, and deleted when its leading task has ended.
+The DNS names of pods disappear with the job, and then TensorFlow cannot open new channels.
+Therefore the job is first asked to stop, and deleted only after its leading task has ended.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer.config.topology import Task
 
 log = logging.getLogger(__name__)
-# How long the guard may take to respond to a stop request, and the interval of the checks.
+# Seconds that the guard may take to respond to a stop request, and seconds between two checks.
 ANSWER_SECONDS = 8.0
 POLL_SECONDS = 0.5
-# The grace period of a pod without a configured one.
+# Kubernetes' default grace period, in seconds.
 _GRACE_SECONDS = 30
 
 
 class Stop:
-    """The stop of a job by the guard of its leading task, which reads the lease."""
+    """Stops a job through the guard of its leading task, which watches the lease."""
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Store the job as the API returned it, its leading task, and the template of its pod."""
+        """Store the job as returned by the API, its leading task, and the task's pod template."""
         self.kind = kind
         self.name, self.uid = job["metadata"]["name"], job["metadata"]["uid"]
         self._leader = leader
@@ -42,13 +42,13 @@ class Stop:
         return leader is not None and pod_state.is_alive(leader)
 
     def request(self, api: Api) -> None:
-        """Request that the guard of the leading task ends training, and then the job."""
-        # The request does not apply to the lease of another job of this name.
+        """Ask the guard of the leading task to end training and then the job."""
+        # With the uid, the request does not apply to another job of this name.
         patch = {"metadata": {"annotations": {names.STOP: self.uid}}}
         api.patch(LEASES, self.name, patch, quick=True)
 
     def wait(self, api: Api, pause: Callable[[float], object]) -> None:
-        """Return when the leading task has ended or will not end, or `pause` returns true."""
+        """Wait until the leading task has ended, fails to end in time, or `pause` returns true."""
         began, limit = time.monotonic(), self.answer_seconds()
         while not pause(POLL_SECONDS):
             try:
@@ -72,7 +72,7 @@ class Stop:
             return
 
     def answer_seconds(self) -> float:
-        """Return how long to wait for a sign that the leading task ends."""
+        """Return the seconds to wait for a sign that the leading task is ending."""
         return ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:
@@ -98,33 +98,33 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        # The guard of the trainer is its container; the agent of a program is the last one.
+        # The trainer's guard logs in the task's container, and a program's agent in the last one.
         container = pod_state.logging_containers(leader)[-1]
         recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)
 
 
 class SuspendingStop(Stop):
-    """The stop of a job by suspension: its tasks get SIGTERM, and their DNS names stay.
+    """Stops a job by suspending it: its tasks receive SIGTERM, and their DNS names remain.
 
-    The guard is requested to stop too: it deletes the job if the launcher is killed or the
-    controller is away.
+    The guard is asked to stop too, because it deletes the job if the launcher is killed or the
+    controller is down.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Store the job as the API returned it, its leading task, and the template of its pod."""
+        """Store the job as returned by the API, its leading task, and the task's pod template."""
         super().__init__(kind, job, leader, template)
         self._is_suspended = bool(job["spec"].get("suspend"))
 
     def request(self, api: Api) -> None:
-        """Suspend the job, and mark it as cancelled."""
+        """Suspend the job, and add the stop request to it."""
         metadata = {"uid": self.uid, "annotations": {names.STOP: self.uid}}
         patch = {"metadata": metadata, "spec": {"suspend": True}}
         try:
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
-            # In that case only the leading task gets a signal.
+            # In this case, only the leading task receives a signal, from its guard.
             self._is_suspended = False
             super().request(api)
             return
@@ -132,18 +132,18 @@ class SuspendingStop(Stop):
             super().request(api)
 
     def answer_seconds(self) -> float:
-        """Return the grace period of a suspended job, whose tasks have received the signal."""
+        """Return the seconds to wait; a suspended job's tasks may use their grace period."""
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:
-        """Return whether no pod runs, because a chief saves the servers' variables."""
+        """Return whether the leading task has ended; for a suspended job, whether all pods have."""
         if not self._is_suspended:
             return super().has_ended(api)
         return all(pod_state.has_ended(pod) for pod in self.pods(api))
 
 
 def is_requested(api: Api, job: Tree) -> bool:
-    """Return whether a job was requested to stop, by its own annotation or that of its lease."""
+    """Return whether a stop of the job was requested, on the job itself or on its lease."""
     metadata = job["metadata"]
     if names.STOP in (metadata.get("annotations") or {}):
         return True

@@ -1,7 +1,7 @@
-"""Watches one job to its end: handles its events and those of its pods, and reports its failure.
+"""Watches one job until it ends: handles events of the job and its pods, and reports failures.
 
-The engine's controller replaces a lost pod, or fails the job. In the latter case `Supervisor.run`
-returns the loss, and the launcher recreates the job.
+If a pod is lost, the engine's controller replaces the pod or fails the job. In the latter case,
+`Supervisor.run` returns the loss, and the launcher recreates the job.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from flotilla.trainer.runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
-# The maximum number of seconds between two checks of the deadlines.
+# Maximum number of seconds between two checks of the deadlines.
 CHECK_SECONDS = 5.0
-# The seconds to wait for the rest of a log after its task has ended.
+# Seconds to wait for the rest of a log after its task has ended.
 DRAIN_SECONDS = 10.0
-# A running controller recreates a lost pod within this time.
+# A working controller recreates a lost pod within this many seconds.
 ABSENT_SECONDS = 30.0
-# The seconds to wait for the events of deleted pods after the job has failed.
+# Seconds to wait for the events of deleted pods after the job has failed.
 SETTLE_SECONDS = 10.0
 
-# An object and whether it was deleted, a restart that a guard has logged, a watch that the API
-# refused, the takeover by another launcher, or None for an interrupt.
+# An object and whether it was deleted, a restart logged by a guard, the refusal of a watch, the
+# takeover by another launcher, or None for an interrupt.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
 
 class Supervisor:
-    """Handles the events of a job and its pods in sequence."""
+    """Handles the events of a job and its pods one after another."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Store a job as the API created it, and the deadlines and restarts of the run."""
+        """Store the arguments; `created` is the job as the API created it."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -95,19 +95,19 @@ class Supervisor:
         self._losses: dict[str, Loss] = {}
         self._seen: dict[Task, list[str]] = {}
         self._logged_reasons: set[tuple[str, str]] = set()
-        # Lost pods that the controller must replace, and pods whose end is no loss.
+        # Lost pods that the controller must replace, and pods that ended because of a suspension.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
-        # The time of the last request for a new pod of each task.
+        # Time of the last request for a new pod, by task.
         self._asked_at: dict[Task, float] = {}
         self._start: Work | None = None
 
     def run(self) -> Loss | None:
-        """Return None if the job has succeeded, or the loss that made the operator fail it.
+        """Watch the job; return None if it succeeded, or the loss of a pod that made it fail.
 
         Raises:
             UserError: the job failed, was deleted, or exceeded a deadline.
-            RunInterruptedError: the launcher was interrupted; raised at once.
+            RunInterruptedError: the launcher was interrupted.
         """
         try:
             return self._run()
@@ -125,7 +125,7 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # The job's event may precede those of its pods, whose logs are deleted with it.
+                # Events of pods may arrive after the job's, and their logs are deleted with it.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -152,7 +152,7 @@ class Supervisor:
         return True
 
     def leader_runs(self) -> bool:
-        """Return whether the leading task is known to run or save."""
+        """Return whether the leading task is known to run or to save a checkpoint."""
         pods = [pod for pod in self._pods.values() if pod_state.find_task(pod) == self._leader]
         return any(map(pod_state.is_alive, pods))
 
@@ -186,7 +186,8 @@ class Supervisor:
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(describe_foreign_deletion(self._name))
             return over is not None
-        # A controller that is away, or may not create a pod of another task, writes no status.
+        # Do not wait for a status of the job: the controller may be down, or unable to create a
+        # pod.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
@@ -195,7 +196,7 @@ class Supervisor:
         return False
 
     def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
-        """Record an object; return the tasks whose end is new."""
+        """Record an object; return the ends of tasks that were not known before."""
         uid = item["metadata"]["uid"]
         if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
@@ -239,7 +240,7 @@ class Supervisor:
     def _log_waiting(self, pod: Tree) -> None:
         """Log why a pod does not run, once for each reason."""
         reason = pod_state.waiting_reason(pod)
-        # The rest of Kubernetes' message contains elapsed seconds.
+        # Ignore the rest of the message, which contains elapsed seconds.
         key = (pod["metadata"]["uid"], reason.partition(":")[0])
         if reason and key not in self._logged_reasons:
             self._logged_reasons.add(key)
@@ -251,7 +252,7 @@ class Supervisor:
         return end is not None and not end.is_done
 
     def _count_in_pod(self, restart: events.Restart) -> None:
-        """Count a restart by a guard; raise `UserError` past the limit."""
+        """Count a restart by a guard; raise `UserError` if it exceeds the limit."""
         if not self._restarts.count_in_pod(restart):
             raise UserError(
                 f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {restart.task} ended "
@@ -259,12 +260,12 @@ class Supervisor:
             )
 
     def _count_restart(self, end: TaskEnd) -> None:
-        """Count the restart of a task; raise `UserError` past the limit."""
-        # A worker of a program may end before the leading one.
+        """Count the restart of a task; raise `UserError` if it exceeds the limit."""
+        # A worker of a user's program may end before the leading task.
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
-        # A failed job ends all of its tasks, with any exit code.
+        # When a job fails, all of its tasks end, with any exit code.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         if self._engine.fails_with_a_pod and end.code == DONE:
@@ -277,17 +278,17 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
-        """Return why a pod was lost if only the pod is lost; else empty."""
+        """Return why a pod was lost if this does not fail the job; otherwise empty."""
         loss = self._losses.get(end.uid)
         is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
 
     def _lose(self, end: TaskEnd) -> None:
-        """Record that the pod of a task must be replaced, if it has ended permanently."""
+        """Record that a task's pod must be replaced, if it has ended for good."""
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        # A list of pods is in the order of their names. The failed pods of a Job stay.
+        # Compare creation times: pods are listed by name, and the failed pods of a Job remain.
         every = [self._last_seen[uid] for uid in self._seen[end.task]]
         is_last = not any(pod_state.is_older(pod, each) for each in every)
         if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):
@@ -295,7 +296,7 @@ class Supervisor:
             self._bring_back()
 
     def _bring_back(self) -> None:
-        """Let the controller replace lost pods; retry later if the request fails."""
+        """Make the controller replace lost pods; retry later if the API is unreachable."""
         for uid, pod in list(self._to_bring_back.items()):
             task = pod_state.find_task(pod)
             try:
@@ -327,7 +328,7 @@ class Supervisor:
         )
 
     def _is_ending(self) -> bool:
-        """Return whether the job needs no pods: it is finished, deleted, or suspended again."""
+        """Return whether the job needs no pods: it is finished, failing, deleted or suspended."""
         try:
             job = self._api.get(self._kind.resource, self._name)
         except UnreachableError:
@@ -344,7 +345,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss that made a job fail; None if its leader had succeeded before."""
+        """Return the loss that made the job fail; None if its leading task had succeeded before."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)
@@ -385,14 +386,14 @@ class Supervisor:
         return describe_failure(self._api, end, tail, is_program=is_program)
 
     def _last_events(self) -> str:
-        """Return the last events of the job, and of the objects below it that lack a pod."""
+        """Return the last events of the job, and of its child objects without pods."""
         uids = [self._uid]
         with suppress(RefusedError, UnreachableError):
             uids = list(self._engine.reporters(self._api, self._created))
         return last_events(self._api, *uids)
 
     def _refresh_pods(self) -> None:
-        """Record the current pods; handle missing ones by their last events."""
+        """Record the current pods; wait for the last events of missing ones."""
         try:
             pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         except (RefusedError, UnreachableError):
@@ -407,7 +408,7 @@ class Supervisor:
             self._observe({**pod, "kind": "Pod"}, False)
 
     def _forget_absent(self) -> None:
-        """Drop missing pods, and the job if missing, which no watch after an outage has seen."""
+        """Forget pods, and the job, that were deleted while no watch saw it, as in an outage."""
         with suppress(RefusedError, UnreachableError):
             there = self._api.list_labelled(PODS, self._kind.selector(self._name))
             uids = {pod["metadata"]["uid"] for pod in there}
@@ -421,7 +422,7 @@ class Supervisor:
             log.debug("cannot determine whether the job is deleted: %s", error)
 
     def _report_start(self) -> None:
-        """Report what the job waits for, until it trains."""
+        """Report what the job is waiting for, until it trains."""
         if self._deadlines.is_training:
             self._end_start()
             return
@@ -440,7 +441,7 @@ class Supervisor:
             self._start = None
 
     def _warn_of_absent(self) -> None:
-        """Report once that a pod is not recreated, because its controller may be away."""
+        """Warn once if a lost pod is not recreated; its controller may be down."""
         newest = pod_state.newest(self._pods.values())
         for task, at in list(self._asked_at.items()):
             pod = newest.get(task)
@@ -468,7 +469,7 @@ class Supervisor:
             raise UserError(f"the pods of the job {self._name} are refused: {refusal}")
         exceeded = self._find_exceeded()
         if exceeded:
-            # An operator that is away comes back, for example after an update.
+            # A controller that is down may come back, for example after an update.
             kind = UserError if self._deadlines.is_taken_up else TransientError
             raise kind(f"{exceeded} (job {self._name}){self._last_events()}")
         limit = self._unreachable
@@ -476,7 +477,7 @@ class Supervisor:
             raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
 
     def _find_exceeded(self) -> str:
-        """Return the deadline that the job exceeds now, because watches may be late."""
+        """Return the exceeded deadline, after reading the current state because watches lag."""
         seen = self._deadlines.find_exceeded(self._pods.values())
         self._is_holding = False
         if not seen:

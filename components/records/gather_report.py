@@ -125,7 +125,7 @@ def render_artifacts(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str
 def gather_facts(
     state: str, root: str, run_id: str, folder: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Return the data of a run that is known; see `flotilla.trainer.report.report`."""
+    """Return all known data of a run; see `flotilla.trainer.report.report`."""
     known = _read_state(folder)
     shared = [
         _add_traceback(each, known)
@@ -274,7 +274,7 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return a parsed JSON file, which must have type `of`; an empty `of` if it is missing."""
+        """Return a parsed JSON file, which must have type `of`; an empty value if missing."""
         with _skip_unreadable():
             uri = self.uri(kind)
             if uri:

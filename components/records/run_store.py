@@ -155,7 +155,7 @@ class Given:
 
     Attributes:
         arguments: arguments with JSON values, by name.
-        artifacts: all other arguments, by name: the `uri`, and as `tree` the content of the file.
+        artifacts: all other arguments, by name: their `uri`, and the content of the file as `tree`.
         code: digests of the user's modules that the configuration names, by module.
     """
 

@@ -116,7 +116,7 @@ def step_records(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return `step_records` and the steps that only earlier starts reached, as skipped."""
+    """Return `step_records`, and the steps that only earlier starts reached, marked as skipped."""
     earlier, last = _split_by_start(state)
     reached = {each.step for each in last}
     missed = {each.step: each for each in earlier if each.step not in reached}

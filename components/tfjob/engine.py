@@ -168,7 +168,7 @@ class TFJobs(Engine):
         program.check(config)
 
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the TFJob of a job."""
+        """Return the TFJob that trains `job`."""
         return manifest(job, place)
 
     def templates(self, tree: Tree) -> Sequence[Tree]:

@@ -1,8 +1,8 @@
-"""The Kubernetes API of one namespace: connection, objects, and logs of pods.
+"""A client of the Kubernetes API for one namespace: connection, objects, and pod logs.
 
 Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. Unlike
-that package's watch, this client has a timeout for each line of a stream, and keeps a truncated
-line, which has no newline.
+that package's watch, this client has a timeout for each line of a stream, and returns a truncated
+last line, which has no newline.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# A log stream for each task of a large job, and other requests.
+# Maximum number of connections: a large job needs a log stream for each of its tasks.
 _CONNECTIONS = 256
 _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
-# The seconds after which a silent stream is reopened, because a dead peer is silent too.
+# A stream that is silent for this many seconds is reopened, because its peer may be dead.
 STREAM_SECONDS = 60
-# Transient statuses: the node renews an expired token (401) after a while, 500 may be a webhook
-# without an answer, 502 to 504 come from proxies and overload. A method or protocol that the server
-# lacks (501, 505) is permanent.
+# Transient statuses. The kubelet soon renews an expired token (401), 500 may mean that a webhook
+# did not respond, and 502 to 504 come from proxies and overload. In contrast, a method or protocol
+# that the server does not support (501, 505) is a permanent error.
 _RETRYABLE = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# The API server's internal error (500) for a failed request to the controller of jobs: the training
-# operator or JobSet.
+# The API server's error (500) if the webhook of a job controller (the training operator or JobSet)
+# does not respond.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The address of the API and the credentials; outside a pod the service account is empty."""
+    """The address and credentials of the API. Outside a pod, `service_account` is empty."""
 
     configuration: client.Configuration
     namespace: str
@@ -61,7 +61,7 @@ class Connection:
 
 
 def connect() -> Connection:
-    """Return the connection of this pod, or of the kubeconfig; raises `UserError`."""
+    """Return the connection settings of this pod or of the kubeconfig; raises `UserError`."""
     configuration = client.Configuration()
     # The caller decides which requests to retry, and for how long.
     configuration.retries = False
@@ -99,7 +99,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API refused a request; `is_unserved`: it does not serve the resource."""
+    """The API refused a request. `is_unserved`: it does not serve this kind of object at all."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Store the HTTP status and the message of the API."""
@@ -119,21 +119,21 @@ class RefusedError(Exception):
 
     @property
     def is_of_unknown_fields(self) -> bool:
-        """Whether the object has a field that the API, in strict mode, does not know."""
+        """Whether the API, in strict mode, refused an unknown field of the object."""
         return "unknown field" in str(self)
 
 
 class UnreachableError(Exception):
-    """The API did not answer, or is overloaded and requests a pause of `retry_after` seconds."""
+    """The API did not respond, or is overloaded and asks for a pause of `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        """Store the cause and the seconds."""
+        """Store the cause and the seconds to wait."""
         super().__init__(message)
         self.retry_after = retry_after
 
 
 class SilentControllerError(UnreachableError):
-    """The admission webhook of the controller for a kind of jobs does not answer the API."""
+    """The admission webhook of the job controller does not respond to the API server."""
 
 
 class Api:
@@ -153,7 +153,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object; `strict` refuses unknown fields, and `is_tried` makes a dry run."""
+        """Create an object; `strict` refuses unknown fields, and `is_tried` requests a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
@@ -163,12 +163,12 @@ class Api:
         return self._ask("GET", self._path(resource, name))
 
     def patch(self, resource: Resource, name: str, patch: Tree, *, quick: bool = False) -> Tree:
-        """Merge a patch into an object."""
+        """Apply a merge patch to an object; `quick` shortens the timeout."""
         timeout = _QUICK_TIMEOUT if quick else None
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
-        """Delete an object and what it owns, if it exists and has the `uid` (if given)."""
+        """Delete an object and its dependents, if it exists and has the `uid` (if given)."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -188,20 +188,20 @@ class Api:
         return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:
-        """Return the response to an object that is only evaluated, such as an access review."""
+        """Post an object that is only evaluated, such as an access review; return the response."""
         return self._ask("POST", path, body=body)
 
     def list_objects(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
-        """Return the objects of a kind that match a query, and the version of the list."""
+        """Return the objects of a kind that match a query, and the resource version of the list."""
         found = self._ask("GET", self._path(resource), query)
         return found["items"], found["metadata"]["resourceVersion"]
 
     def list_labelled(self, resource: Resource, label: str) -> list[Tree]:
-        """Return the objects of a kind with a label."""
+        """Return the objects of a kind that match a label selector."""
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind; true if the user lacks the permission to ask."""
+        """Return whether the API serves a kind of object; true if the user may not ask."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -209,7 +209,7 @@ class Api:
         return any(each.get("name") == resource.plural for each in found.get("resources") or [])
 
     def watch(self, resource: Resource, query: Mapping[str, str], version: str) -> Iterator[Tree]:
-        """Yield the events of the objects of a kind after a version, until the stream ends."""
+        """Yield the watch events of a kind since a resource version, until the stream ends."""
         parameters = {
             **query,
             "watch": "true",
@@ -249,7 +249,7 @@ class Api:
         *,
         stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:
-        """Return the response with any status; raises only `UnreachableError`."""
+        """Send a request; return the response with any status, or raise `UnreachableError`."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         # Read the token for each request, because it may have been renewed.
         token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
@@ -321,7 +321,7 @@ def _make_error(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
         return UnreachableError(
             text, float(parse_number(answer.headers.get("Retry-After", "")) or 0)
         )
-    # For an unknown resource, the API server's HTTP server responds without a status object.
+    # For an unknown resource, the API server responds with plain text instead of a `Status` object.
     is_unserved = answer.status == HTTPStatus.NOT_FOUND and not is_object
     return RefusedError(answer.status, text, is_unserved=is_unserved)
 
@@ -333,9 +333,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
-    The thread calls `on_event(object, deleted)`. After an outage, or when the last seen version has
-    expired (410), it lists the objects again, and reports missing ones as deleted with their last
-    known state.
+    The thread calls `on_event(object, deleted)`. If the last seen version has expired (410), for
+    example after a long outage, it lists the objects again, and reports missing ones as deleted
+    with their last known state.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Watch(threading.Thread):
         on_refused: Callable[[RefusedError], None],
         known: Iterable[Tree] = (),
     ) -> None:
-        """Store the arguments; report `known` objects that the first list lacks as deleted."""
+        """Store the arguments; `known` objects that are missing are reported as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource
@@ -388,7 +388,6 @@ class Watch(threading.Thread):
             self._report(item, deleted=False)
 
     def _watch(self) -> None:
-        """Follow the stream to its end."""
         for event in self._api.watch(self._resource, self._query, self._version):
             item = event["object"]
             if event["type"] == "ERROR":

@@ -1,6 +1,6 @@
 """Native sidecars of Kubernetes 1.29 and later: init containers that keep running (KEP-753).
 
-An older API drops the field that marks them, and the program of such a pod would never start.
+An older API server drops the field that marks them, and then the user's program never starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def needs_sidecars(config: Config) -> bool:
 
 
 def describe_lack(version: str) -> str:
-    """Return why a cluster of this version cannot run a program; empty if it can or may."""
+    """Return why this Kubernetes version cannot run a program; empty if it can or is unknown."""
     found = _VERSION.match(version)
     if not found or (int(found[1]), int(found[2])) >= OLDEST:
         return ""
@@ -34,7 +34,7 @@ def describe_lack(version: str) -> str:
 
 
 def require_sidecars(api: Api, config: Config) -> None:
-    """Raise a `ConfigError` if a cluster is too old for the program of a run."""
+    """Raise a `ConfigError` if the cluster is too old for the run's program."""
     if not needs_sidecars(config):
         return
     try:

@@ -1,7 +1,7 @@
-"""The permissions that Flotilla needs from Kubernetes, as deploy/base/rbac.yaml grants them.
+"""The Kubernetes permissions that Flotilla needs; deploy/base/rbac.yaml grants them.
 
-The launcher reviews them before it creates a job. Without those on leases, the guard of the leading
-task would mistake a healthy job for an orphan.
+The launcher checks them before it creates a job. Without the permissions on leases, the guard of
+the leading task would mistake a healthy job for an orphan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 @dataclass(frozen=True)
 class Permission:
-    """One verb on one kind of objects; a run continues without an optional permission."""
+    """A verb on a kind of object. If an optional permission is missing, a run continues."""
 
     verb: str
     resource: str
@@ -37,22 +37,22 @@ class Permission:
         return f"{self.verb} {named}" + (f"/{part}" if part else "")
 
     def attributes(self, namespace: str) -> Tree:
-        """Return the permission as resource attributes of the API."""
+        """Return the permission as the `resourceAttributes` of an access review."""
         resource, _, part = self.resource.partition("/")
         named = {"verb": self.verb, "group": self.group, "resource": resource}
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
 POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
-# Without it, tasks of other Flotilla jobs in the namespace can reach the tasks of this job.
+# Without this permission, tasks of other Flotilla jobs in the namespace can reach the job.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
-# For a job with child Jobs: deleting the Job of a lost pod recreates the pod at once.
+# For a job with child Jobs: if the Job of a lost pod is deleted, the pod is recreated at once.
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
 def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
-    """Return the rules of a role for the jobs of a kind."""
+    """Return the permissions that a role needs for this kind of job."""
     resource = kind.resource
 
     def job_permissions(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
@@ -64,8 +64,8 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
 
     if role == TRAINER:
-        # Without these, an abandoned job ends only by its deadline, and a cancelled one without a
-        # checkpoint.
+        # Without these, an abandoned job runs until its deadline, and a cancelled one ends without
+        # a last checkpoint.
         return (
             *job_permissions("delete", is_optional=True),
             *lease_permissions("get", "list", "watch", is_optional=True),
@@ -76,16 +76,16 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without it, only the tasks detect another owner's Service, and only after minutes.
+        # Without it, only the tasks detect a Service of another owner, and only after minutes.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
-        # Without it, the report of a failure has no events.
+        # Without it, failure reports contain no events.
         Permission("list", "events", is_optional=True),
         ISOLATION,
     )
 
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
-    """Raise a `UserError` that lists all missing permissions; pass if the API has no reviews."""
+    """Raise a `UserError` if permissions are missing; do nothing if the API cannot review them."""
     asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]
@@ -98,7 +98,7 @@ def require(api: Api, namespace: str, kind: JobKind) -> None:
 
 
 def may_isolate(api: Api, namespace: str) -> bool:
-    """Return whether the launcher may create network policies; false if the API does not say."""
+    """Return whether the launcher may create network policies; False if this is unknown."""
     try:
         return may(api, ISOLATION, namespace)
     except (RefusedError, UnreachableError):
@@ -106,7 +106,7 @@ def may_isolate(api: Api, namespace: str) -> bool:
 
 
 def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
-    """Return the line about missing permissions, with the remedy."""
+    """Return the message about missing permissions, with the commands that grant them."""
     return (
         f"{user} lacks permissions in the namespace {namespace}: "
         f"{', '.join(map(str, missing))}; no job is launched. Grant it: "
@@ -115,7 +115,7 @@ def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
 
 
 def format_grant(namespace: str, user: str, role: str) -> str:
-    """Return the commands that create a role and bind a user to it."""
+    """Return the commands that create a role and bind it to a user."""
     if user.startswith("system:serviceaccount:"):
         *_, its_namespace, name = user.split(":")
         subject = f"--serviceaccount {its_namespace}:{name}"
@@ -129,7 +129,7 @@ def format_grant(namespace: str, user: str, role: str) -> str:
 
 
 def find_user(api: Api) -> str:
-    """Return the user name of this process in the API; empty before Kubernetes 1.28."""
+    """Return the API's user name for this process; `this user` if it is unknown."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
     except RefusedError:
@@ -140,7 +140,7 @@ def find_user(api: Api) -> str:
 def may(
     api: Api, permission: Permission, namespace: str, subject: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return whether this user, or the given `user` and `groups`, has a permission."""
+    """Return whether this user, or a `subject` with `user` and `groups`, has a permission."""
     kind = "SubjectAccessReview" if subject else "SelfSubjectAccessReview"
     body = _body("authorization", kind)
     body["spec"] = {"resourceAttributes": permission.attributes(namespace), **(subject or {})}

@@ -29,17 +29,17 @@ def call_with_retry(
     kind: JobKind | None = None,
     silent_seconds: float = 0.0,
 ) -> _Result:
-    """Return the result of `call`, retried while the API does not answer.
+    """Make an API call, and retry it while the API does not respond; return the result.
 
     Args:
-        call: the request; only `UnreachableError` leads to a retry.
+        call: the request; it is retried only after an `UnreachableError`.
         seconds: how long to retry; 0 means forever.
-        sleep: waits between two attempts, and may raise to stop them.
-        kind: the kind of the job in the request, which the controller's webhook checks.
+        sleep: waits between two attempts, and may raise an exception to stop retrying.
+        kind: kind of the job in the request, for the error message.
         silent_seconds: how long the controller may be silent; 0 means `seconds`.
 
     Raises:
-        TransientError: the API or the controller did not answer in time.
+        TransientError: the API or the controller did not respond in time.
     """
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
 
@@ -78,7 +78,7 @@ def _error(state: tenacity.RetryCallState) -> BaseException | None:
 
 
 def describe_refusal(error: RefusedError, kind: JobKind) -> str:
-    """Return the message for a request that the API refuses, with the remedy."""
+    """Return the message for a request that the API refused, with a suggested fix."""
     remedy = _remedy(error, kind)
     return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", remedy]))
 

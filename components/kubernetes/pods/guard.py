@@ -1,8 +1,10 @@
-"""The first process of every pod: writes the configuration, runs the task, forwards its signals.
+"""The first process of every pod: writes the configuration, runs the task and forwards signals.
 
-python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ... The guard
-restarts the task in its pod (`task_process`). Next to the leading task the guard watches the
-launcher (`launcher_watch`); elsewhere it delays SIGTERM until that task has ended (`shutdown`).
+Usage: python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
+
+The guard restarts the task inside its pod (`task_process`). In the leading task's pod, it watches
+the launcher (`launcher_watch`); elsewhere, it delays SIGTERM until that task has ended
+(`shutdown`).
 """
 
 from __future__ import annotations
@@ -47,20 +49,20 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task that has not ended this long before the end of its pod's grace period is killed, in time
-# for its termination message; for a short grace period this is a share of it.
+# A task that still runs this many seconds before its pod's grace period ends is killed, in time for
+# its termination message. If the grace period is short, this share of it is used instead.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds until unresolved names are reported, since a pod has its name once it has an address; and
-# between two look-ups.
+# Seconds until unresolved names are reported (a name resolves only once its pod has an address),
+# and seconds between two lookups.
 NAMES_SECONDS, LOOK_SECONDS = 90.0, 10.0
 
 
 class Guard:
-    """Forwards signals to one task and ends it; with `ends_job`, it also ends the whole job."""
+    """Forwards signals to a task and ends it. `ends_job`: whether it also ends the whole job."""
 
     def __init__(self, process: TaskProcess, grace: float) -> None:
-        """Take the process, which has `grace` seconds from SIGTERM to SIGKILL."""
+        """Store the process, which has `grace` seconds from SIGTERM to SIGKILL."""
         self.ends_job = False
         self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
         self._reason = ""
@@ -68,13 +70,13 @@ class Guard:
         self._sent: dict[int, object] = {}
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task, which is not restarted after it.
+        """Forward a signal to the task, and do not restart the task afterwards.
 
-        A second signal of a kind would end the task without a last checkpoint, and is not
-        forwarded: a job that is suspended and asked to stop sends two.
+        Each signal is forwarded only once, because a second one would end the task without a last
+        checkpoint. A job that is suspended and also asked to stop would send two.
         """
         mine = object()
-        # Atomic: a handler and the thread that watches the launcher may both send it.
+        # Atomic, because the signal handler and the launcher watch may both send the signal.
         if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
 
@@ -91,7 +93,7 @@ class Guard:
         killer.start()
 
     def wait(self) -> int:
-        """Return the exit code of the task, or one that fails the job; 128 + N for a signal."""
+        """Return the exit code of the task (128 + N for signal N), or one that fails the job."""
         code = self._process.wait()
         if not self.ends_job:
             return code
@@ -102,9 +104,9 @@ class Guard:
 
 
 class PeerNames:
-    """Reports which names of other tasks do not resolve; TensorFlow waits for them silently.
+    """Reports names of other tasks that do not resolve; TensorFlow waits for them silently.
 
-    If the Service of the job's name belongs to someone else, no name resolves and no event says so.
+    If another owner has the Service with the job's name, no name resolves, and no event says so.
     """
 
     def __init__(
@@ -113,14 +115,14 @@ class PeerNames:
         resolve: Callable[[str, int], object] = socket.getaddrinfo,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the function that looks a name up; it raises an `OSError` for an unknown name."""
+        """Store the names; `resolve` looks a name up, and raises an `OSError` if it is unknown."""
         every = [each for role in sorted(cluster.addresses) for each in cluster.addresses[role]]
         self._left = [each.rpartition(":")[0] for each in every]
         self._resolve, self._clock = resolve, clock
         self._began, self._said = clock(), ""
 
     def look(self) -> bool:
-        """Look up the names that have not resolved yet, and return whether there are any."""
+        """Look up the names that have not resolved yet, and return whether any are left."""
         self._left = [name for name in self._left if not self._has_address(name)]
         line = self._said
         if self._left and self._clock() - self._began >= NAMES_SECONDS:
@@ -165,7 +167,7 @@ def main(arguments: list[str]) -> int:
     )
     guard = Guard(process, _grace_seconds(settings, task))
     leads = cluster is not None and task == leader(cluster)
-    # Before the task starts, since an unhandled signal would end only the guard.
+    # Set the handlers before the task starts: an unhandled signal would end only the guard.
     _handle_signals(guard, cluster, task)
     try:
         if config:
@@ -202,14 +204,14 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
 
 
 def _parse_config(text: str) -> Config:
-    """Return the configuration; the defaults if it is invalid, which the task reports."""
+    """Return the configuration, or the defaults if it is invalid; the task reports the error."""
     with suppress(UserError, ValueError):
         return parse_config(json.loads(text))
     return Config()
 
 
 def _grace_seconds(config: Config, task: Task | None) -> float:
-    """Return the grace period of this task's pod, as in the manifest."""
+    """Return the grace period of this task's pod in seconds, as in the manifest."""
     settings = config.cluster.kubernetes.of(task.role if task else "worker")
     return float(settings.grace_seconds or GRACE_SECONDS)
 
@@ -224,7 +226,7 @@ def _restart_limit(config: Config, task: Task | None) -> float:
 
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
-    """Forward signals to the task; to a server's only when the leader has ended."""
+    """Forward signals to the task; in workers and servers, only after the leader has ended."""
     server = None
     if cluster and task == leader(cluster):
         server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
@@ -235,7 +237,7 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # The leader saved the values of the process that has ended.
+            # The leader saves the variables of the current process; a new one would not have them.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

@@ -1,8 +1,8 @@
-"""The guard of the leading task watches the launcher through the lease of the job.
+"""Watches the launcher through the lease of the job, in the guard of the leading task.
 
-An annotation of the lease requests the end of the job. A lease that is not renewed means a dead
-launcher; only time during which the lease was readable counts. A lease that was never renewed
-proves nothing: its launcher ends the job within the limit, and the guard waits twice as long. A job
+An annotation on the lease asks the guard to end the job. Without renewal, the launcher is assumed
+dead; only time during which the lease was readable counts. If the lease was never renewed, the
+guard waits twice as long, because such a launcher ends the job itself within the limit. A job
 without a lease was not created by a launcher.
 """
 
@@ -23,9 +23,9 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Reads of the lease before the job counts as an orphan.
+# How often the lease is read before the job is considered an orphan.
 READS_PER_LIMIT = 10
-# A launcher that has not renewed its lease within one limit has ended the job itself.
+# A lease that was never renewed gets more time: its launcher ends the job within one limit.
 UNRENEWED_LIMITS = 2
 
 
@@ -37,10 +37,10 @@ class Ending(Protocol):
 
 
 class HeartbeatAge:
-    """Seconds since the heartbeat last changed, counted while it was readable."""
+    """Measures the seconds since the heartbeat last changed, while it was readable."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a monotonic clock."""
+        """Store a monotonic clock."""
         self._clock = clock
         self._heartbeat = ""
         self._read_at: float | None = None
@@ -57,17 +57,17 @@ class HeartbeatAge:
         return self._seconds
 
     def unreadable(self) -> None:
-        """Pause: the time until the heartbeat is readable again does not count."""
+        """Pause the measurement until the heartbeat is readable again."""
         self._read_at = None
 
 
 def start(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """Watch the launcher of this job in threads; `watched` is its variable in the pod."""
+    """Watch the launcher of this job in threads; `watched` is the launcher's variable."""
     threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
 
 
 def delete_job(watched: Mapping[str, Any]) -> None:
-    """Delete the job if permitted; otherwise the failure of its leader ends it."""
+    """Delete the job if this is permitted; otherwise, the failed leading task ends it."""
     from flotilla.components.kubernetes.api.client import (
         Api,
         RefusedError,
@@ -81,8 +81,8 @@ def delete_job(watched: Mapping[str, Any]) -> None:
 
 
 def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """End the task when the launcher requests it or is dead."""
-    # Imported here since it is slow, and the task must not wait for it.
+    """End the task if the launcher requests it or is dead."""
+    # The import is slow, and the task must not wait for it.
     from flotilla.components.kubernetes.api.client import Api, connect
 
     try:
@@ -120,14 +120,14 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
 
 
 def is_stop_requested(lease: Tree) -> bool:
-    """Return whether the job that owns a lease, and not an earlier one, was asked to stop."""
+    """Return whether a stop was requested for the job that owns the lease, not an earlier one."""
     metadata = lease["metadata"]
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or []]
     return (metadata.get("annotations") or {}).get(names.STOP) in owners
 
 
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
-    """End the task if the launcher's heartbeat exceeds the limit; return whether to continue."""
+    """End the task if the launcher's heartbeat is too old; return whether to continue."""
     from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
     from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
     from flotilla.components.kubernetes.names import LEASES
@@ -135,7 +135,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     try:
         lease = api.get(LEASES, job)
         if is_stop_requested(lease):
-            # The watch may have been refused.
+            # Check this here too, because the API may have refused the watch.
             guard.end_job("")
             return False
         limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
@@ -152,7 +152,8 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     except UnreachableError:
         age.unreadable()
     except Exception:
-        # For example the page of a proxy: the loop continues, and the time does not count.
+        # For example, a proxy has responded with a web page. The loop continues, but the time does
+        # not count.
         age.unreadable()
         raise
     return True

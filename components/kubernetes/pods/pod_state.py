@@ -14,20 +14,21 @@ from flotilla.trainer.runtime.json_records import parse_number, parse_time
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128
-# Exit codes above 128 that mean a signal; 130 and 138 are Flotilla's own.
+# Signals that an exit code above 128 can mean; 130 and 138 are Flotilla's own codes.
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
-# The kubelet's reasons for a container that is not created; it retries with growing pauses.
+# The kubelet's reasons for a container that it cannot create; it retries with growing pauses.
 MALFORMED = "InvalidImageName"
 _START_FAILURES = (
     MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
-# The sidecar of a program ends before the program begins only if it cannot work.
+# The kubelet's reason for a container that keeps exiting. A sidecar that exits before its program
+# has started cannot work.
 _CRASHES = "CrashLoopBackOff"
-# Every container waits with these reasons before its start.
+# Reasons with which every container waits before it starts.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
 # Disruptions by Kubernetes, by the reason of the condition `DisruptionTarget`.
@@ -48,7 +49,7 @@ class TaskEnd:
         restart_count: number of earlier restarts of the container in this pod.
         code: exit code; None if the pod was lost without one.
         message: last line of the termination message, or the node's message.
-        pod_deleted: whether the deletion of the pod was requested before.
+        pod_deleted: whether the deletion of the pod was requested before the container ended.
     """
 
     task: Task
@@ -62,7 +63,7 @@ class TaskEnd:
 
     @property
     def is_done(self) -> bool:
-        """Whether the task has ended by itself with exit code 0."""
+        """Whether the task has ended on its own with exit code 0."""
         return self.code == DONE and not self.pod_deleted
 
     @property
@@ -78,7 +79,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A pod that was deleted, evicted or preempted; `explained` if Kubernetes gives a reason."""
+    """A pod that was deleted, evicted or preempted. `explained`: Kubernetes gives a reason."""
 
     task: Task
     pod: str
@@ -90,12 +91,12 @@ class Loss:
 
     @property
     def cause(self) -> str:
-        """Return the cause of a restart."""
+        """Return the cause of the loss, for the report of a restart."""
         return f"loss of its pod: {self.how}"
 
 
 def describe_exit(code: int) -> str:
-    """Return the cause of an exit code in a few words."""
+    """Describe an exit code, with the name of the signal if it means one."""
     number = code - _SIGNAL_BASE
     if number in _SIGNALS:
         return f"exit code {code} (signal {signal.Signals(number).name})"
@@ -103,7 +104,7 @@ def describe_exit(code: int) -> str:
 
 
 def loss(pod: Tree) -> Loss | None:
-    """Return how a pod was lost; None if it was not."""
+    """Return how a pod was lost; None if it was not lost."""
     status = pod.get("status", {})
     true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
     target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
@@ -125,7 +126,7 @@ def loss(pod: Tree) -> Loss | None:
 
 
 def loss_of_absent(pod: Tree) -> Loss:
-    """Return the loss of a deleted pod, from its last known state."""
+    """Return the loss of a pod that no longer exists, from its last known state."""
     return loss(pod) or Loss(
         task=find_task(pod),
         pod=pod["metadata"]["name"],
@@ -138,7 +139,7 @@ def loss_of_absent(pod: Tree) -> Loss:
 
 
 def first_loss(losses: Iterable[Loss]) -> Loss | None:
-    """Return the loss that caused the others, by time and then by the versions of the pods."""
+    """Return the loss that caused the others: the earliest one, if possible with a reason."""
     latest = datetime.max.replace(tzinfo=UTC)
     return min(
         losses,
@@ -158,7 +159,7 @@ def find_task(pod: Tree) -> Task:
 
 
 def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
-    """Return the current pod of each task: the newest that is not being deleted."""
+    """Return the current pod of each task: the newest one, if possible not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
         found[find_task(pod)] = pod
@@ -166,12 +167,12 @@ def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
 
 
 def is_owned_by(pod: Tree, uid: str) -> bool:
-    """Return whether a pod belongs to the job with this uid, not to an earlier one."""
+    """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
     return uid in [owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []]
 
 
 def logging_containers(pod: Tree) -> list[str]:
-    """Return the containers of a pod that write a log: the task's, and a program's sidecar."""
+    """Return the containers whose logs are read: the task's, and the sidecar of a program."""
     sidecars = [each["name"] for each in pod["spec"].get("initContainers") or []]
     return [CONTAINER, *([AGENT] if AGENT in sidecars else [])]
 
@@ -188,18 +189,18 @@ def has_started(pod: Tree, container: str = CONTAINER) -> bool:
 
 
 def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
-    """Return whether a container has terminated and is not restarted yet."""
+    """Return whether a container has terminated and has not been restarted."""
     state = _container(pod, container).get("state", {})
     return "terminated" in state or _phase(pod) in _ENDED_PHASES
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs, even if its pod is being deleted: a chief saves then."""
+    """Return whether the container runs; a chief still saves while its pod is being deleted."""
     return has_started(pod) and not has_ended(pod)
 
 
 def ends(pod: Tree) -> list[TaskEnd]:
-    """Return the container exits in a pod's status: before the last restart, and after it."""
+    """Return the exits of the container in a pod's status: the previous one and the last one."""
     container = _container(pod)
     current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
     count = restart_count(pod)
@@ -212,7 +213,7 @@ def ends(pod: Tree) -> list[TaskEnd]:
 
 
 def end_by_deletion(pod: Tree) -> TaskEnd:
-    """Return the end of a pod that was deleted before its status recorded one."""
+    """Return the end of a task whose pod was deleted before its status showed an exit."""
     return replace(
         _end(pod, {}, restart_count(pod)), reason="Deletion of its pod", pod_deleted=True
     )
@@ -237,19 +238,19 @@ def waiting_reason(pod: Tree) -> str:
 
 
 def waits_as_usual(pod: Tree) -> bool:
-    """Return whether a pod is starting normally: its image is pulled, its volumes are mounted."""
+    """Return whether a pod is starting normally: pulling its image or mounting its volumes."""
     return _waiting(pod).get("reason") in _USUAL
 
 
 def start_failure(pod: Tree) -> str:
-    """Return why the kubelet cannot create the container, such as `ErrImagePull`; else empty."""
+    """Return the reason if the kubelet cannot create the container, such as `ErrImagePull`."""
     reason = str(_waiting(pod).get("reason", ""))
     never = (*_START_FAILURES, _CRASHES) if _waits_for_agent(pod) else _START_FAILURES
     return reason if reason in never else ""
 
 
 def is_older(pod: Tree, other: Tree) -> bool:
-    """Return whether a pod was created before another one, in whole seconds."""
+    """Return whether a pod was created before another one; the API's times are whole seconds."""
     made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
     return made < then
 
@@ -265,7 +266,7 @@ def _phase(pod: Tree) -> str:
 
 
 def _waiting(pod: Tree) -> Tree:
-    """Return the waiting state of the container, or that of the sidecar which it waits for."""
+    """Return the waiting state of the container, or of the sidecar that it waits for."""
     container = AGENT if _waits_for_agent(pod) else CONTAINER
     found: Tree = _container(pod, container).get("state", {}).get("waiting") or {}
     return found
@@ -292,7 +293,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times are whole seconds: a task that failed in the same second has failed by itself.
+    # Times are whole seconds: a failure in the second of the deletion was not caused by it.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
@@ -308,7 +309,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
 
 
 def _deletion_requested(pod: Tree) -> datetime | None:
-    """Return when the deletion of a pod was requested; its timestamp includes the grace period."""
+    """Return when the deletion of a pod was requested: its timestamp minus the grace period."""
     metadata = pod["metadata"]
     end = parse_time(metadata.get("deletionTimestamp"))
     return end and end - timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))

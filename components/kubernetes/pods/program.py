@@ -1,10 +1,10 @@
-"""The containers of a user's program: the guard in the user's image, and the agent next to it.
+"""The containers of a user's program: the guard in the user's image, and the agent's sidecar.
 
-The agent is a native sidecar (Kubernetes 1.29): an init container that goes on, with the image of
-Flotilla. Before its startup probe succeeds it has put the guard, one file of Python, into the
-volume that both containers share; the guard is the command of the user's container. So the user's
-image needs a Python and nothing of Flotilla. Without a Python in the image the program is the
-command itself: Kubernetes restarts it, and there is no agent.
+The agent is a native sidecar (Kubernetes 1.29): an init container that keeps running, with
+Flotilla's image. Before its startup probe succeeds, it copies the guard, a single Python file, to
+the volume that both containers share. The guard is the command of the user's container. So the
+user's image needs Python but nothing of Flotilla. If the image has no Python, the program itself is
+the command: Kubernetes restarts it, and there is no agent.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The folder of a task in which agent and guard meet, the file of the guard, and its socket.
+# The folder that a task's agent and guard share, the file of the guard, and its socket.
 EXCHANGE, GUARD, SOCKET = "exchange", "guard.py", "guard.sock"
-# How long a guard goes on while its agent restarts.
+# How long a guard waits for an agent that restarts, in seconds.
 RECONNECT_SECONDS = 300
 INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
-# The user's container starts when the agent listens.
+# The user's container starts once the agent listens on its socket.
 _PROBE = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 600}
-# It uploads checkpoints with their checksums, and reads the shards of the dataset.
+# The agent uploads checkpoints with checksums, and reads the shards of the dataset.
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"cpu": "2", "memory": "1Gi"},
 }
-# It runs none of the user's code.
+# The agent runs no user code.
 _SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
 _ENTRY = "flotilla.components.kubernetes.pods.program_agent"
-# Variables that the user's container has in common with one of the trainer.
+# Variables that a program's container has in common with a trainer's container.
 _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
-# Those with which a program reads the object store itself.
+# Variables that a program needs to read the object store itself.
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
-#: What a run without the agent says at its start.
+#: The warning at the start of a run without the agent.
 WITHOUT_AGENT = (
     "program.python is empty: Kubernetes alone restarts the program, and neither its checkpoints "
     "nor its model are published"
 )
-# Placeholders for which there is no value without the agent.
+# Placeholders that have no value without the agent.
 _OF_AGENT = ("dataset_files", "checkpoints", "model", "logs", "metrics", "gpu")
 
 
 def check(config: Config) -> None:
-    """Raise a `ConfigError` for settings of pods that do not go with a program."""
+    """Raise a `ConfigError` for pod settings that a program does not support."""
     if not config.program.command:
         return
     for role in ROLES:
@@ -79,9 +79,9 @@ def check(config: Config) -> None:
 
 
 def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
-    """Return the containers of a program's pod, and its init containers.
+    """Return the containers and the init containers of a program's pod.
 
-    `own` is the container in which Flotilla's trainer would run, `image` that of Flotilla.
+    `own` is the container in which Flotilla's trainer would run; `image` is Flotilla's image.
     """
     config = job.config
     pod = config.cluster.kubernetes.of(role)
@@ -100,7 +100,7 @@ def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
         "--reconnect", str(RECONNECT_SECONDS), "--termination", f"{folder}/{termination.FILE}",
         "--umask", "000", "--",
     ]  # fmt: skip
-    # The guard gets the command from the agent, which fills its placeholders: `args` are to read.
+    # `args` is only informative: the agent sends the guard the command with filled placeholders.
     words = [word.replace("$", "$$") for word in config.program.command]
     return {
         "initContainers": [_agent(own, f"{exchange}/{SOCKET}", image)],
@@ -136,7 +136,7 @@ def _container(config: Config, pod: PodConfig, own: Tree) -> Tree:
     ]
     ports = [each for each in own["ports"] if each["name"] != names.METRICS_PORT]
     rest = {name: value for name, value in own.items() if name not in ("command", "args")}
-    # The image's own folder, unless the program names one: then the guard says if it is absent.
+    # Keep the image's own folder. If the program sets another one, the guard changes to it.
     rest.pop("workingDir")
     return {**rest, "env": env, "ports": ports}
 
@@ -150,10 +150,11 @@ def set_task(
     *,
     has_tf_config: bool = False,
 ) -> None:
-    """Tell the containers of a pod which task it is; that of a guard hears it from the agent.
+    """Tell the containers of a pod which task they run; an agent passes this on to its guard.
 
-    `fields` are the metadata of the pod by the variables to which the addresses refer, that of the
-    index among them. With `has_tf_config` the controller gives it to the container itself.
+    `fields` maps variables to the pod's metadata fields; one of them is the task's index, and the
+    addresses may refer to the others. With `has_tf_config`, the controller itself sets TF_CONFIG in
+    the task's container.
     """
     sources = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
@@ -165,14 +166,14 @@ def set_task(
     agents = spec.get("initContainers", [])
     for each in agents or spec["containers"]:
         own = [] if has_tf_config and not agents else [tf_config]
-        # A variable has to precede the one that refers to it.
+        # A variable must be defined before the variable that refers to it.
         each["env"] = [*sources, *own, *each["env"]]
     if config.program.command and not agents:
         _fill_container(spec["containers"][0], config, _values(config, role, addresses))
 
 
 def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> None:
-    """Make the program the command of a container."""
+    """Set the program, with filled placeholders, as the command of a container."""
     dataset = next(each for each in container["env"] if each["name"] == "FLOTILLA_DATASET")
     values = {**values, "dataset": dataset["value"]}
     own = [{"name": n, "value": _fill(t, values)} for n, t in config.program.env.items()]
@@ -183,7 +184,7 @@ def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> 
 
 
 def _values(config: Config, role: str, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the values of placeholders; Kubernetes inserts the index of the task."""
+    """Return the values of the placeholders; Kubernetes inserts the index of the task."""
     return task_values(config.training, role, f"$({INDEX_VARIABLE})", addresses)
 
 

@@ -1,10 +1,11 @@
 """The sidecar of a user's program: runs the agent of its task, and watches the launcher.
 
-python -m flotilla.components.kubernetes.pods.program_agent --dataset URI --checkpoints URI. The
-agent (`flotilla.trainer.program`) speaks with the guard in the user's container. Like the guard of
-Flotilla's trainer, the sidecar of the leading task ends the job when the launcher asks for it or is
-dead (`launcher_watch`), and a server ends after the leading task (`shutdown`). The kubelet ends the
-sidecar once the user's container has ended, and starts one again that has ended before.
+Usage: python -m flotilla.components.kubernetes.pods.program_agent --dataset URI --checkpoints URI
+
+The agent (`flotilla.trainer.program`) communicates with the guard in the user's container. As with
+Flotilla's trainer, the sidecar of the leading task ends the job if the launcher requests it or is
+dead (`launcher_watch`), and servers end after the leading task (`shutdown`). The kubelet stops the
+sidecar after the user's container has ended, and restarts a sidecar that exits earlier.
 """
 
 from __future__ import annotations
@@ -51,31 +52,31 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# The share of the pod's grace period that the program has; in the rest its last checkpoint is
+# Share of the pod's grace period for the program to end; in the rest, its last checkpoint is
 # published.
 PROGRAM_SHARE = 0.5
-# The kubelet ends the sidecar of an ended container at once; otherwise it is started again.
+# How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# The end of the guard is noticed here after the kubelet has noticed it.
+# How long to wait for the guard's end, which the kubelet may notice first, in seconds.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
 
 class EndOfPod:
-    """SIGTERM of the kubelet, which it sends when the container of the program has ended.
+    """Handles SIGTERM, which the kubelet sends after the container of the program has ended.
 
-    If no guard has announced that, as after a kill for too much memory, the agent publishes what
-    the program has left.
+    If the guard has not announced the end, for example after an out-of-memory kill, the agent
+    publishes what the program has left behind.
     """
 
     def __init__(self) -> None:
-        """Handle it from now on."""
+        """Install the signal handler."""
         self.agent: Agent | None = None
         self._event = threading.Event()
         signal.signal(signal.SIGTERM, self._handle)
 
     def wait(self) -> None:
-        """Return when the pod ends: a sidecar that ends before is started again."""
+        """Wait for SIGTERM, because the kubelet restarts a sidecar that exits earlier."""
         self._event.wait(END_SECONDS)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
@@ -83,19 +84,19 @@ class EndOfPod:
         threading.Thread(target=self._end, daemon=True).start()
 
     def _end(self) -> None:
-        # A guard that is still there goes on with the next agent of this pod.
+        # If the guard is still connected, it continues with the next agent of this pod.
         if not self.agent or not self.agent.lose_guard(GONE_SECONDS):
             os._exit(_KILLED)
 
 
 class Reaction:
-    """What the agent does when the container of the program, or the job, is asked to end.
+    """Stops the program when its container or the whole job is asked to end.
 
-    The leading task stops its program; a server does so when the leading task has ended.
+    The leading task stops its program at once; workers and servers wait for the leading task.
     """
 
     def __init__(self, cluster: Cluster, task: Task, seconds: float) -> None:
-        """Connect the tasks of a job; the leader has some seconds to end."""
+        """Connect the tasks of a job; the leader has `seconds` to end."""
         self.agent: Agent | None = None
         self.ends_job = False
         self._seconds = seconds
@@ -109,7 +110,7 @@ class Reaction:
             self._connection = ShutdownConnection(host)
 
     def take(self, _number: int) -> None:
-        """Stop the program, or wait for the leader first."""
+        """Stop the program; in a worker or server, wait for the leader first."""
         assert self.agent
         if self._connection:
             self.agent.begin_no_more()
@@ -120,13 +121,13 @@ class Reaction:
         self.agent.stop()
 
     def end_job(self, reason: str) -> None:
-        """Stop the program with a last checkpoint; the job fails, so that no pod is made again."""
+        """Stop the program after a last checkpoint; fail the job, so that no pod is recreated."""
         assert self.agent
         self.ends_job = True
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """Let servers end at once after a leader that is done; another one may begin again."""
+        """Let the servers end at once if the leader has succeeded; otherwise it may restart."""
         if self._server and code == DONE:
             self._server.announce()
 
@@ -137,7 +138,7 @@ class Reaction:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent of this pod's task; return the code with which the program has ended."""
+    """Run the agent of this pod's task; return the program's exit code."""
     streams.log_to_stderr()
     parser = argparse.ArgumentParser(prog="program_agent")
     for name in ("--config", "--dataset", "--checkpoints", "--workdir"):
@@ -145,14 +146,14 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     signals.end_with_parent()
     ended = EndOfPod()
-    # The program may run as another user, and has to write into the folders of the agent.
+    # The program may run as another user, and must be able to write to the agent's folders.
     os.umask(0)
     try:
         check_variables()
         cluster, task = from_tf_config(os.environ.get("TF_CONFIG", ""))
         config = parse_config(json.loads(os.environ.get(CONFIG_VARIABLE) or "{}"))
     except UserError as error:
-        # Kubernetes starts this container again, and the launcher reports that it cannot start.
+        # Kubernetes restarts this container, and the launcher reports that it cannot start.
         streams.say(f"agent: {error}")
         return USAGE
     job = Job(
@@ -186,7 +187,7 @@ def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
 
 
 def _refuse(error: UserError) -> int:
-    """Have the guard end with an error that came before there was an agent."""
+    """Make the guard exit with an error that occurred before there was an agent."""
     log.error("%s", error)
     link = Link(Path.cwd() / EXCHANGE)
     code = TRY_AGAIN if isinstance(error, TransientError) else error.exit_code

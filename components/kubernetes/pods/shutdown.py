@@ -1,9 +1,9 @@
 """The shutdown connection: servers end after the leading task, which saves their variables.
 
-Kubernetes sends SIGTERM to all pods of a job at the same time. The guard of the leading task
-accepts a connection from the guard of every server: a byte announces the leader's shutdown, and the
-end of the connection its end. A server serves in between. Without a connection a server ends at
-once.
+Kubernetes sends SIGTERM to all pods of a job at the same time. Therefore the guard of the leading
+task accepts a connection from the guard of every worker and server. A byte announces the leader's
+shutdown, and the end of the connection means that the leader has ended. Until then, a server
+continues to serve. Without an announcement, it ends after `NOTICE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import Counter
 from contextlib import suppress
 
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
-# The guard itself refuses a value that is not a number.
+# A value that is not a number is refused by the guard itself.
 _named_port = os.environ.get(_PORT_VARIABLE, "")
 PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"
-# Leader and server receive SIGTERM together; a server that is ended alone waits this long.
+# Seconds that a server waits for the leader's announcement, which is missing if only it ends.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 # Spare connections beyond one for each server.
@@ -30,14 +30,14 @@ SPARE = 8
 class ShutdownServer:
     """The leader's side: accepts a connection from every server.
 
-    Any process that reaches the port can open connections: beyond `SPARE` extra connections, the
-    address with the most loses its oldest one.
+    Any process that reaches the port can open connections. If there are more than `SPARE` extra
+    connections, the oldest one of the address with the most connections is closed.
     """
 
     def __init__(self, servers: int, port: int = PORT) -> None:
         """Listen on `port`; if it is taken, servers end without waiting for the leader."""
         self._limit = servers + SPARE
-        # With the address of the peer, oldest first.
+        # The address of each peer, oldest connection first.
         self._connections: dict[socket.socket, str] = {}
         self._shutting_down = False
         with suppress(OSError):
@@ -56,7 +56,7 @@ class ShutdownServer:
                 connection, (host, *_) = self._server.accept()
                 _expect_end(connection)
             except OSError:
-                # The peer has disconnected, or this process has no spare descriptor.
+                # The peer has disconnected, or this process has no free file descriptor.
                 time.sleep(CONNECT_SECONDS / 2)
                 continue
             self._make_room()
@@ -77,7 +77,7 @@ class ShutdownServer:
 
 
 class ShutdownConnection:
-    """The server's side: one connection to the leader, renewed while it lasts."""
+    """The server's side: one connection to the leader, reopened if it is lost."""
 
     def __init__(self, host: str, port: int = PORT) -> None:
         """Connect, and reconnect whenever the connection is lost, in a daemon thread."""
@@ -87,7 +87,7 @@ class ShutdownConnection:
         threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
     def wait(self, notice: float, timeout: float) -> None:
-        """Return when the leader has ended, announces nothing in time, or takes too long."""
+        """Wait at most `notice` s for the announcement, then `timeout` s for the leader's end."""
         if self._announced.wait(notice):
             self._ended.wait(timeout)
 
@@ -113,7 +113,7 @@ def _announce(connection: socket.socket) -> None:
 
 
 def _expect_end(connection: socket.socket) -> None:
-    """Detect within a minute that the peer is gone, although neither side sends anything."""
+    """Make the system detect within a minute that the peer is gone, even if nothing is sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Not every system has these options.
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
@@ -122,7 +122,7 @@ def _expect_end(connection: socket.socket) -> None:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Return whether the peer has disconnected, or sends data, which no server does."""
+    """Return whether the peer has disconnected or has sent data, which no server does."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:

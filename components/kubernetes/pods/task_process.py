@@ -1,22 +1,22 @@
-"""The process of a task, restarted in its pod after a kill or the loss of its cluster.
+"""The process of a task, which is restarted in its pod after it was killed or lost its cluster.
 
-A new pod has a new address, which the other tasks resolve up to 30 s later, and Kubernetes'
+A new pod would have a new address, which the other tasks resolve up to 30 s later, and Kubernetes'
 back-off grows each time. A process that is restarted in its pod keeps the address.
 
-The meaning of each exit code of the task (`RestartRule`):
+`RestartRule` decides by the exit code of the task:
 
-- A code below 128 is final: success, or a failure that would repeat.
-- From 128 on (a signal, or `BEGIN_AGAIN`) the task is restarted, up to a limit for this pod. Each
-  such restart is an event in the log of the pod. Past the limit the guard exits with the code of
-  the task, and the pod's controller decides.
-- A task that ends with `BEGIN_AGAIN` soon after its start has lost a cluster that was not yet
-  complete, for example after the restart of a server, whose new address the others resolve at
-  different times. This belongs to the incident of the server: for two minutes it is neither counted
-  nor an event.
+- A code below 128 is final: it means success, or a failure that would repeat.
+- From 128 on (a signal, or `BEGIN_AGAIN`), the task is restarted, up to a limit for this pod. Each
+  of these restarts is logged as an event. Past the limit, the guard exits with the code of the
+  task, and the pod's controller decides.
+- If a task ends with `BEGIN_AGAIN` soon after its start, its cluster was not complete yet: for
+  example, a server had restarted, and the other tasks resolve its new address at different times.
+  For two minutes, these restarts are neither counted nor logged as events, because they belong to
+  the incident of the server.
 
-Each attempt has its own session and process group, whose processes have all ended before the next
-attempt: a child of the task would hold its port. The guard is the init process of its container,
-and reaps orphans of the task.
+Each attempt has its own session and process group. All processes of the group must end before the
+next attempt, because a child of the task could hold its port. The guard is the init process of its
+container, and reaps orphans of the task.
 """
 
 from __future__ import annotations
@@ -42,39 +42,39 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
-# In a shorter attempt than the first number, the cluster was not yet complete. The restarts go on
-# up to the second, which is longer than gRPC takes to resolve a name again
-# (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
+# In an attempt shorter than the first number of seconds, the cluster was not complete yet. Such
+# restarts continue for the second number of seconds, which is longer than gRPC takes to resolve a
+# name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
-# Seconds between two attempts; the starts of short attempts are this far apart, then twice as far
-# each time, up to the second number.
+# Seconds between two attempts. After short attempts, the time between two starts doubles from the
+# first number up to the second.
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 10.0
 _MOST_DOUBLINGS = 10
-# How long killed children of a task may take to exit.
+# How long killed children of a task may take to exit, in seconds.
 GROUP_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class NextAttempt(NamedTuple):
-    """The decision to restart a task: the pause in seconds, and whether it counts as a restart."""
+    """The decision to restart a task: the pause in seconds, and whether the restart is counted."""
 
     pause: float
     is_counted: bool
 
 
 class RestartRule:
-    """Decides whether an ended task is restarted; `restarts` is the count in this pod."""
+    """Decides whether to restart a task that has ended; `restarts` is the count in this pod."""
 
     def __init__(self, limit: float) -> None:
         """Allow `limit` counted restarts."""
         self.restarts = 0
         self._limit = limit
-        # Consecutive short attempts, and their total seconds including the pauses after them.
+        # Number of consecutive short attempts, and their total seconds including the pauses.
         self._short, self._seconds = 0, 0.0
 
     def next_attempt(self, code: int, seconds: float) -> NextAttempt | None:
-        """Decide after an attempt of `seconds`; None if its end is final."""
+        """Return the next attempt after one that took `seconds`; None if there must be none."""
         if code < RETRYABLE:
             return None
         is_short = seconds < SHORT_ATTEMPT_SECONDS
@@ -96,16 +96,17 @@ class RestartRule:
 class TaskProcess:
     """The process of one task; the main thread starts its attempts and waits for them.
 
-    Signal handlers interrupt the main thread anywhere: the lock is reentrant, and a pipe wakes it.
+    Signal handlers may interrupt the main thread anywhere. Therefore the lock is reentrant, and a
+    pipe wakes the thread.
     """
 
     def __init__(
         self, command: list[str], environment: Mapping[str, str], *, name: str, rule: RestartRule
     ) -> None:
-        """Take the command of the task `name`, run by `start`."""
+        """Store the command of the task `name`; `start` runs it."""
         self._name, self._rule = name, rule
         self._command = command
-        # Outside of a container nothing else ends the task if the guard is killed.
+        # This ends the task if the guard is killed; outside a container, nothing else would.
         self._environment = {**environment, **signals.parent_environment()}
         self._lock = threading.RLock()
         self._is_ending = False
@@ -114,29 +115,29 @@ class TaskProcess:
         self._began = 0.0
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task, which is not restarted after it."""
+        """Forward a signal to the task, and do not restart the task afterwards."""
         self.begin_no_more()
         with self._lock:
-            # The main thread has not reaped it, so no other process has its PID.
+            # The main thread has not reaped the process, so no other process has its PID.
             if self._process:
                 os.kill(self._process.pid, number)
 
     def begin_no_more(self) -> None:
-        """Make this attempt the last one; end a pause at once."""
+        """Make the current attempt the last one, and end a pause between attempts at once."""
         if not self._is_ending:
             self._is_ending = True
             os.write(self._waker, b"\0")
 
     def wait(self) -> int:
-        """Return the exit code of the last attempt: 128 and its number for a signal."""
+        """Wait for the last attempt, and return its exit code: 128 + N for signal N."""
         while True:
             code, seconds = self._end()
             following = None if self._is_ending else self._rule.next_attempt(code, seconds)
             if following is None:
                 return code
-            # Reported at once: the launcher counts the first end as the incident.
+            # Report this at once, because the launcher counts the first report as the incident.
             self._report(code, following)
-            # Readable after `begin_no_more`.
+            # The pipe becomes readable after `begin_no_more`.
             if select.select([self._woken], [], [], following.pause)[0]:
                 return code
             termination.remove(Path.cwd())
@@ -147,13 +148,13 @@ class TaskProcess:
                 return code
 
     def start(self) -> None:
-        """Start an attempt; end it at once if it was asked to stop before. Raises `OSError`."""
+        """Start an attempt, or end it at once if a stop was requested before; raises `OSError`."""
         with self._lock:
             self._began = time.monotonic()
             self._process = subprocess.Popen(
                 self._command, env=self._environment, start_new_session=True
             )
-        # A handler that ran meanwhile has found no process.
+        # A signal handler that ran before this point found no process.
         if self._is_ending:
             self.send_signal(signal.SIGTERM)
 
@@ -163,7 +164,7 @@ class TaskProcess:
         assert process
         _await_end(process.pid)
         seconds = time.monotonic() - self._began
-        # Until the process is reaped, no other process group has its number.
+        # Until the process is reaped, no other process group has its id.
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         with self._lock:
@@ -184,13 +185,13 @@ class TaskProcess:
 
 
 def adopt_orphans() -> None:
-    """Become the reaper of the task's orphans if the containers share a PID namespace."""
+    """Make this process reap the task's orphans if the containers share a PID namespace."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _await_end(pid: int) -> None:
-    """Return when a child has ended, without reaping it; reap orphans until then."""
+    """Wait until a child has ended, without reaping it; reap orphans until then."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_pid == pid:
@@ -198,12 +199,12 @@ def _await_end(pid: int) -> None:
         if os.getsid(ended.si_pid) != os.getsid(0):
             os.waitpid(ended.si_pid, os.WNOHANG)
             continue
-        # A child that another thread of the guard waits for.
+        # Another thread of the guard waits for this child.
         time.sleep(_POLL_SECONDS)
 
 
 def _await_group(group: int) -> None:
-    """Return when all processes of a killed group have ended."""
+    """Wait until all processes of a killed group have ended."""
     until = time.monotonic() + GROUP_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The pods of a training job: one template for each role, since a server must not request GPUs."""
+"""The pods of a training job. Each role has its own template: servers must not request GPUs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.storage.uri import speaks_s3
 
 PORT = 2222
-# The variable with the configuration, which the guard writes to a file.
+# The variable with the configuration, and the file to which the guard writes it.
 CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
-# The job whose lease the guard watches, and the seconds after which it is an orphan.
+# The variable that tells the guard which lease to watch, and for how many seconds.
 LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
-# The default grace period, in which a chief publishes a last checkpoint.
+# Default grace period in seconds, in which a chief publishes a last checkpoint.
 GRACE_SECONDS = 120
-# Python, TensorFlow and KFP write here whatever the working folder is.
+# Python, TensorFlow and KFP write here, whatever the working folder is.
 TEMPORARY_FOLDER = "/tmp"
 _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 
@@ -44,10 +44,10 @@ class Place:
     """Where a job runs, and the defaults of its settings.
 
     Attributes:
-        namespace: empty means that of the creator.
-        service_account: empty means the default of the namespace.
-        variables: for every task, such as endpoints of the object store; no secrets.
-        secrets: variables that are references, `SECRET/KEY`.
+        namespace: namespace of the job; empty for the creator's namespace.
+        service_account: service account of the pods; empty for the namespace's default.
+        variables: variables of every task, such as endpoints of the object store; no secrets.
+        secrets: variables from secrets, as `SECRET/KEY`.
     """
 
     namespace: str
@@ -67,12 +67,12 @@ def replicas(config: Config) -> dict[str, int]:
 
 
 def leading(config: Config) -> Task:
-    """Return the task whose end ends the job."""
+    """Return the leading task, whose end is the end of the job."""
     return Task(role="chief" if "chief" in replicas(config) else "worker", index=0)
 
 
 def grace_seconds(config: Config, role: str) -> int:
-    """Return the grace period of the pods of a role, from SIGTERM to SIGKILL."""
+    """Return the grace period of a role's pods in seconds, from SIGTERM to SIGKILL."""
     return config.cluster.kubernetes.of(role).grace_seconds or GRACE_SECONDS
 
 
@@ -83,7 +83,7 @@ def labels(job: Job, component: str, launcher: str) -> dict[str, str]:
 
 
 def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str) -> dict[str, str]:
-    """Return the variables with which the guard finds the job and its lease."""
+    """Return the variables that tell the guard its job and its lease."""
     resource = kind.resource
     watched = {
         "namespace": namespace,
@@ -93,18 +93,18 @@ def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str)
     }
     return {
         LAUNCHER_VARIABLE: json.dumps(watched),
-        # A restarted chief, perhaps in another pod, is another attempt of the same job.
+        # Events name their job, because a restarted chief may run in another pod of the same job.
         events.JOB: label_job(kind, name, namespace),
     }
 
 
 def label_job(kind: JobKind, name: str, namespace: str) -> str:
-    """Return the label of a job in the lease and the log events of its tasks."""
+    """Return the name of a job in the events of its tasks."""
     return f"{kind.kind} {'/'.join(filter(None, [namespace, name]))}"
 
 
 def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name: str) -> Tree:
-    """Return the template of the pods of a role, for the engine with these names."""
+    """Return the pod template of a role; `launcher` and `port_name` are the engine's."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
     pod = _add_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
@@ -133,7 +133,7 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
 
 
 def _add_defaults(pod: PodConfig, arguments: list[str], place: Place) -> PodConfig:
-    """Return the settings with the run's image, and its secret if the store needs one."""
+    """Return the pod settings with the run's image, and its secret if the store needs one."""
     defaults = place.defaults
     update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
     has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
@@ -193,13 +193,13 @@ def _metrics_port(config: Config, role: str) -> list[Tree]:
 
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
-    """Return the variables of a role's tasks, except those of the launcher and the settings."""
+    """Return the variables that Flotilla itself sets for the tasks of a role."""
     task, settings, tree = (
         Task(role=role, index=0),
         config.cluster.kubernetes,
         config.model_dump(mode="json"),
     )
-    # Without defaults if only the launcher reads it.
+    # Leave out the defaults, because mainly the launcher uses this section.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
     leads = config.topology.leads(task) or task == leading(config)
@@ -207,13 +207,13 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # A dead peer is an error at once, without gRPC's retries.
+        # Report a dead peer at once, without gRPC's retries.
         "GRPC_FAIL_FAST": "use_caller",
-        # In an image for GPUs, a pod without a GPU request would see all GPUs of its node.
+        # With a GPU image, a pod without a GPU request would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        # The scraper is in another pod.
+        # The metrics are scraped from another pod.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
-        # With it TensorFlow does not import Keras 3, which a server never uses.
+        # This keeps TensorFlow from importing Keras 3, which workers and servers never use.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
     }
 
@@ -227,8 +227,8 @@ def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
     secret = []
     for variable, place in pod.secret_env.items():
         name, _, key = place.partition("/")
-        # Optional: without its secret a pod would not start and write no log. The storage code
-        # reports the missing variable.
+        # Optional, because a pod without its secret would not start and would write no log. The
+        # storage code reports the missing variable.
         reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
         secret.append({"name": variable, "valueFrom": reference})
     return [*plain, *secret]
@@ -242,7 +242,7 @@ def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
 
 
 def _pod_security(pod: PodConfig) -> Tree:
-    """Return the pod settings of the Pod Security Standard `restricted`, and the user's."""
+    """Return the settings of the Pod Security Standard `restricted`, and the user's settings."""
     required = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     return {**({} if pod.security == "image" else required), **pod.security_context}
 
@@ -287,10 +287,10 @@ def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
 
 
 def _escape(text: str) -> str:
-    """Escape a text for Kubernetes, which would replace `$(NAME)`."""
+    """Escape a text, because Kubernetes would replace `$(NAME)`."""
     return text.replace("$", "$$")
 
 
 def drop_empty(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree without empty values; 0 and false stay."""
+    """Return a tree without empty values; 0 and False are kept."""
     return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}
