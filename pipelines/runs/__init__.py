@@ -1,1 +1,1 @@
-"""Runs on this machine and on a KFP instance; functions return values and never print."""
+"""Local runs and runs on a KFP instance. The functions return values and never print."""

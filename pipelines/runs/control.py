@@ -1,9 +1,9 @@
-"""A run by its id, on this machine or on a KFP instance: list, status, logs, its page and cancel.
+"""Lists, shows and cancels runs, on this machine or on a KFP instance.
 
 A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
 imported only for a remote run, because the import takes a second. A cancelled run stops its own
-cluster: in `trainer/cluster/supervisor.py` on this machine, in `components/kubernetes/launcher.py`
-elsewhere.
+cluster: see `trainer/cluster/supervisor.py` for a local run, and
+`components/kubernetes/launcher.py` for a remote one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Cancellation:
-    """The result of a cancellation; `was_running` is false if the run had already ended."""
+    """The result of a cancellation. `was_running` is false if the run had already ended."""
 
     run_id: str
     was_running: bool
@@ -45,7 +45,7 @@ class Cancellation:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The page of a run: its report, or the KFP page of a run on an instance."""
+    """The page of a run: the report of a local run, or the KFP page of a remote run."""
 
     run_id: str
     report: Path | None = None
@@ -136,9 +136,9 @@ def logs(
     Args:
         run: id or name of the run.
         on_line: called with each line: its time, stage or training task, and text.
-        on_note: called with a line about each missing log.
-        step: the step or stage to read; all when empty.
-        task: the training task to read, such as `chief-0`; all when empty.
+        on_note: called with a message about each missing log.
+        step: the step or stage to read; all if empty.
+        task: the training task to read, such as `chief-0`; all if empty.
         follow: whether to continue until the run ends.
         verbose: whether to pass all lines, including those of KFP and of TensorFlow's start.
         workdir: the folder of local runs.
@@ -171,9 +171,9 @@ def logs(
 
 
 def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
-    """Return the matching step and its matching stages; raises `ConfigError`."""
+    """Return the step and the stages with this name; raises `ConfigError` if there is none."""
     own = name.replace("-", "_")
-    # If a step and one of its stages share a name, the step is meant.
+    # If a step and a stage have the same name, the step takes precedence.
     for row in rows:
         if row.name == own:
             return own, tuple(stage.name for stage in row.stages)
@@ -189,14 +189,14 @@ def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ..
 def cancel(
     run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None
 ) -> Cancellation:
-    """Cancel a run, which ends with a last checkpoint; raises `UserError`.
+    """Cancel a run; it publishes a last checkpoint and ends. Raises `UserError`.
 
     Example:
         flotilla.cancel("digits-20260101-120000-1a2b").was_running
     """
     folder = Path(workdir)
     if local_status.is_local(folder, run):
-        # A second signal would end the upload of the last checkpoint.
+        # Do not send a second signal: it would abort the upload of the last checkpoint.
         was_cancelled = local_status.is_cancelled(folder, run)
         was_running = was_cancelled or _interrupt((folder / run).absolute())
         already = "already " if was_cancelled else ""
@@ -219,7 +219,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
             ask(client.terminate_run, remote.run_id)
             asked = True
         except InstanceError as error:
-            # An instance refuses to end a run twice: the run is ending, or has ended.
+            # The instance refuses to cancel a run that is already being cancelled or has ended.
             remote = find_run(client, remote.run_id)
             if remote.state == "CANCELING" and error.is_of_absent_workflow:
                 raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None
@@ -234,7 +234,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
 
 
 def _interrupt(folder: Path) -> bool:
-    """Send SIGTERM to the process group of a run; return whether it was running."""
+    """Send SIGTERM to the process group of a run; return whether there was one."""
     process = local_status.find_process(folder)
     if not process:
         return False

@@ -1,6 +1,7 @@
-"""Access to a KFP instance: endpoint, namespace, credentials.
+"""Access to a KFP instance: endpoint, namespace and credentials.
 
-Secrets come from files or the environment, never from the command line, which all users can read.
+Secrets come from files or the environment, never from the command line, which other users of the
+machine can read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.masking import HIDDEN, is_sent_openly
 
-# The first is the variable of the SDK; the others are variables of its command line.
+# The SDK's own variable takes precedence over the variable of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
 NAMESPACE = ("KFP_NAMESPACE",)
 TOKEN = ("KFP_EXISTING_TOKEN",)
@@ -23,7 +24,7 @@ TOKEN_FILE = ("KF_PIPELINES_SA_TOKEN_PATH",)
 COOKIES = ("KFP_COOKIES",)
 CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 UI = ("FLOTILLA_KFP_UI",)
-# The path of a pod's token whose audience is KFP.
+# File with a pod's service account token for KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 _LEAST_SECRET = 4
 _NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -31,16 +32,16 @@ _NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A KFP instance as the user specifies it; missing values come from the environment.
+    """A KFP instance, as the user specifies it. Missing values come from environment variables.
 
     Attributes:
-        endpoint: its URL; else KF_PIPELINES_ENDPOINT.
-        namespace: the profile's namespace in multi-user mode; else KFP_NAMESPACE.
-        token_file: file with a bearer token; else KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.
-        cookies_file: file with the session's Cookie header; else KFP_COOKIES.
-        ca_file: PEM of the authority that signed its certificate; else KFP_CA_FILE.
-        ui: URL of its user interface, for links; else FLOTILLA_KFP_UI, else the endpoint if it
-        serves the interface.
+        endpoint: URL of the instance (default: KF_PIPELINES_ENDPOINT).
+        namespace: the profile's namespace in multi-user mode (default: KFP_NAMESPACE).
+        token_file: file with a bearer token (default: the token in KFP_EXISTING_TOKEN, or the file
+            in KF_PIPELINES_SA_TOKEN_PATH).
+        cookies_file: file with the session's Cookie header (default: KFP_COOKIES).
+        ca_file: PEM file of the CA of the instance's certificate (default: KFP_CA_FILE).
+        ui: URL of the user interface (default: FLOTILLA_KFP_UI, then the endpoint).
     """
 
     endpoint: str = ""
@@ -51,7 +52,7 @@ class Instance:
     ui: str = ""
 
     def plain_http_remark(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Return a warning if credentials are sent unencrypted, else an empty text."""
+        """Return a warning if credentials are sent unencrypted, or an empty string."""
         url = _url(_either(self.endpoint, ENDPOINT, environment).strip())
         variables = (*TOKEN, *TOKEN_FILE, *COOKIES)
         given = self.token_file or self.cookies_file or TOKEN_VOLUME.is_file()
@@ -60,13 +61,13 @@ class Instance:
         return f"{url} is plain http: others on the way can read the credentials; use https"
 
     def access(self, environment: Mapping[str, str] = os.environ) -> Access:
-        """Return endpoint and credentials; raises `UserError`."""
+        """Return the endpoint and the credentials; raises `UserError`."""
         where = _either(self.endpoint, ENDPOINT, environment).strip()
         if not where:
             raise ConfigError(f"no KFP instance is given: add --endpoint URL, or set {ENDPOINT[0]}")
         cookies = _read_secret(self.cookies_file, "cookies file") if self.cookies_file else ""
         cookies = _either(cookies, COOKIES, environment)
-        # The user's values take precedence over the environment.
+        # Explicit values take precedence over the environment.
         token = "" if self.token_file else _either("", TOKEN, environment)
         file = _either(self.token_file, TOKEN_FILE, environment)
         if not (token or file or cookies) and TOKEN_VOLUME.is_file():
@@ -78,7 +79,7 @@ class Instance:
             token_file="" if token else file,
             cookies=cookies.strip(),
             ca_file=_either(self.ca_file, CA_FILE, environment),
-            # A value copied from a browser may have a trailing page name.
+            # A URL that was copied from a browser may end with the name of a page.
             ui=_url(_either(self.ui, UI, environment).strip().partition("#")[0]),
         )
         access.check()
@@ -121,11 +122,11 @@ class Access:
             raise ConfigError(f"--ca-file {self.ca_file}: the file does not exist")
 
     def has_token(self) -> bool:
-        """Return whether requests have a token."""
+        """Return whether requests have a bearer token."""
         return bool(self.token or self.token_file)
 
     def read_token(self) -> str:
-        """Return the token, from its file if there is one; raises `UserError`."""
+        """Return the token, read from its file if necessary; raises `UserError`."""
         if self.token:
             return self.token
         token = _read_secret(self.token_file, "token file")
@@ -133,7 +134,7 @@ class Access:
         return token
 
     def mask(self, text: str) -> str:
-        """Return `text` without the access's secrets."""
+        """Return `text` with all secrets masked."""
         secrets = [self.token, self.cookies]
         secrets += [part.partition("=")[2] for part in self.cookies.split(";")]
         if self.token_file and not self.token:
@@ -142,7 +143,7 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # A shorter value is no secret, and masking it would remove letters from words.
+            # A shorter value is not a secret, and masking it would garble ordinary words.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
@@ -154,7 +155,7 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
 
 
 def find_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
-    """Return the given namespace, else that of the environment, else an empty text."""
+    """Return the given namespace, or the one from the environment, or an empty string."""
     return _either(namespace, NAMESPACE, environment)
 
 
@@ -172,7 +173,7 @@ def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) 
 
 
 def _url(text: str) -> str:
-    """Return a URL with a scheme; the default scheme is the SDK's."""
+    """Return the URL with a scheme; like the SDK, assume https."""
     return (text if "://" in text or not text else f"https://{text}").rstrip("/")
 
 
@@ -213,5 +214,5 @@ def _read_secret(path: str, what: str) -> str:
 
 
 def describe_no_page(endpoint: str) -> str:
-    """Return the line that replaces a broken link."""
+    """Return the message shown instead of a link if the user interface is unknown."""
     return f"no link: {endpoint} is the API alone; name the user interface by --ui or {UI[0]}"

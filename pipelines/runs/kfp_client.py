@@ -1,7 +1,7 @@
-"""The client of a KFP instance: bounded requests, and every failure as one line with its remedy.
+"""A client of a KFP instance with request timeouts and one-line error messages with a fix.
 
-The SDK's own client also writes to the home folder, searches for clusters, opens a browser, prints
-links, waits without a limit, and mistakes a login page for an empty list.
+In contrast, the SDK's own client writes to the home folder, searches for clusters, opens a browser,
+prints links, waits without a time limit, and mistakes a login page for an empty list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.trainer.runtime import masking
 from flotilla.trainer.runtime.errors import UserError
 
-# The length limit of an instance's message, which may contain a stack trace.
+# Maximum length of an instance's message, which may contain a stack trace.
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
@@ -50,31 +50,31 @@ _REDIRECTED = 3
 _SERVER = 500
 
 
-#: The statuses for an object that does not exist and an object that already exists.
+#: HTTP statuses if an object does not exist, and if it already exists.
 ABSENT, CONFLICT = 404, 409
 
 
 class InstanceError(UserError):
-    """A KFP instance refused a request (the HTTP `status`), or did not answer (0)."""
+    """A KFP instance refused a request (the HTTP `status`), or did not respond (0)."""
 
     def __init__(self, message: str, status: int = 0) -> None:
-        """Store the line and the status."""
+        """Store the message and the HTTP status."""
         super().__init__(message)
         self.status = status
 
     @property
     def passing(self) -> bool:
-        """Return whether the failure is transient, so that the same request may succeed later."""
+        """Return whether the failure is transient: the same request may succeed later."""
         return self.status in (0, 429) or self.status >= _SERVER
 
     @property
     def is_of_absent_workflow(self) -> bool:
-        """Return whether an object of the database no longer exists in the cluster."""
+        """Return whether the object is in the instance's database, but no longer in the cluster."""
         return self.status >= _SERVER and "not found" in str(self)
 
 
 def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
-    """Return the error for a status outside 200 to 299, the client's `ApiException`."""
+    """Return the error for an `ApiException` (a status outside 200 to 299)."""
     status = int(error.status or 0)
     words = _words(access, error)
     said = f"{access.endpoint} answered {status} {error.reason or ''}".rstrip()
@@ -83,7 +83,7 @@ def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     if status // 100 == _REDIRECTED:
         remedy = _describe_redirect(access, error)
     elif status >= _SERVER and "not found" in words.lower():
-        # The server wraps some refusals in another error.
+        # The server reports some missing objects as an internal error.
         remedy = _REMEDIES[404]
     elif status >= _SERVER:
         remedy = "the instance or a proxy before it is in trouble: try again, or ask its owner"
@@ -146,13 +146,13 @@ def _describe_redirect(access: Access, error: Any) -> str:
 
 
 def _words(access: Access, error: Any) -> str:
-    """Return the message of the instance, shortened, without secrets; empty for a web page."""
+    """Return the instance's message, shortened and without secrets; empty for a web page."""
     body = error.body
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body or "")
     try:
         tree = json.loads(text)
     except ValueError:
-        # Some refusals, such as those of a proxy, are plain text.
+        # Some error responses, for example from a proxy, are plain text.
         tree = {} if text.lstrip().startswith("<") else {"message": text}
     if not isinstance(tree, dict):
         return ""
@@ -167,13 +167,13 @@ def one_line(words: object) -> str:
 
 
 CONNECT_SECONDS = 3.0
-# The timeout for silence, not for the whole response.
+# Timeout in seconds for silence; the whole response may take longer.
 READ_SECONDS = 8.0
-# The time limit of a request with retries and DNS lookup. A log may be long.
+# Time limits in seconds for whole requests, with retries and DNS lookup. A log may be long.
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 PAGE_SECONDS = 5.0
-# A text of the page that the user interface returns for unknown paths.
+# Text on the page that the user interface returns for any path.
 _UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
@@ -186,7 +186,7 @@ _OwnClient: Any = make_client_type()
 
 
 class Client(_OwnClient):  # type: ignore[misc]
-    """The SDK's client of one instance: with timeouts, quiet, without files in the home folder."""
+    """The SDK's client with timeouts, without output, and without files in the home folder."""
 
     def __init__(self, access: Access) -> None:
         """Configure the client without sending a request."""
@@ -234,7 +234,7 @@ class Client(_OwnClient):  # type: ignore[misc]
 
     @functools.cached_property
     def _ui(self) -> str:
-        """Return the given address of the user interface, or the endpoint if it serves one."""
+        """Return the configured address of the user interface, or the endpoint if it serves one."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -270,7 +270,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         super().__init__(config)
 
     def request(self, method: str, url: str, **named: Any) -> Any:
-        """Return a response that is a JSON object."""
+        """Send a request, and return its response, which must be a JSON object."""
         answer, where = self._send_request(method, url, WHOLE_SECONDS, **named)
         try:
             tree = json.loads(answer.data)
@@ -284,18 +284,18 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
     def text(self, method: str, url: str, **named: Any) -> Any:
-        """Return a response that is not a web page; it may be long."""
+        """Send a request, and return its response, which may be long but not a web page."""
         answer, where = self._send_request(method, url, LOG_SECONDS, **named)
         if "html" in (answer.getheader("content-type") or ""):
             raise make_format_error(self._access, where, answer)
         return answer
 
     def page(self, method: str, url: str, **named: Any) -> Any:
-        """Return any response within a short time, because it is only needed for a link."""
+        """Send a request with a short timeout, because its response is only needed for a link."""
         return self._send_request(method, url, PAGE_SECONDS, **named)[0]
 
     def _send_request(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
-        """Return the response, and a description of the request."""
+        """Send a request; return the response and a description of the request."""
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
         send = functools.partial(super().request, method, url, **named)
@@ -312,7 +312,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 
 
 def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of `call`; raises `TimeoutError` if it takes longer, with DNS lookup."""
+    """Return the result of `call`; raises `TimeoutError` after `seconds`, even in a DNS lookup."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -327,7 +327,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect(access: Access) -> Client:
-    """Return a client of the instance, without a request; raises `UserError`."""
+    """Return a client of the instance without sending a request; raises `UserError`."""
     access.check()
     # The SDK configures logging, which would print each retry with its URL.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
@@ -335,7 +335,7 @@ def connect(access: Access) -> Client:
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a method of the client without its output; every failure is an `InstanceError`."""
+    """Call a client method and discard its output; every failure is an `InstanceError`."""
     try:
         # The client prints links to pages.
         with redirect_stdout(io.StringIO()):
@@ -346,7 +346,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
-    """Return the id of the object, which this or another client has just created."""
+    """Create an object and return its id; if another client was faster, find that object."""
     try:
         return str(getattr(create(), key))
     except InstanceError as error:
@@ -385,11 +385,11 @@ class Health:
 
 
 def health(access: Access) -> Health:
-    """Return version and mode, and check the access to the namespace; raises `UserError`."""
+    """Return the version and mode, and check access to the namespace; raises `UserError`."""
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):
-        # This older path returns more fields if it still exists.
+        # This older path, if it still exists, returns more fields.
         with suppress(InstanceError):
             found |= ask(client.get_json, _HEALTH[1])
     version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")

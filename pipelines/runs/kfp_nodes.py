@@ -1,11 +1,12 @@
-"""The nodes of a run, their logs and the UI's store: all code that depends on KFP's API version.
+"""Reads the nodes, logs and objects of a run: all code that depends on KFP's API version.
 
-A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns completely from a
-database, even after its pods are deleted. The newer list of nodes (v2beta1) lacks messages and pod
-names. KFP 3 removes this path, so that its runs have no steps and no logs here. A task `x` is a
-node `x`, and a node `x(0)` is its first attempt. The name of a node consists of the names of the
-enclosing tasks, joined by dots. Next to a step `train-model` is KFP's `train-model-driver`; the pod
-of the step is its task `executor`.
+A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns the whole workflow from a
+database, even after its pods were deleted. The newer list of nodes (v2beta1) lacks messages and pod
+names. KFP 3 removes this path, so its runs have no steps and no logs here.
+
+A task `x` has a node `x`; the node `x(0)` is its first attempt. The name of a node includes the
+names of the enclosing tasks, joined by dots. Each step `train-model` has a sibling
+`train-model-driver`, which is KFP's own, and a child task `executor`, which is the step's pod.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
 # Argo truncates the name of a pod to make room for the hash.
 _MOST_PREFIX = 242
-# Argo's message for a task between two attempts.
+# The start of Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# A log is a stream, so that an error has the status 200 that was sent before it.
+# The start of an error in a log stream. Its status is 200, which was sent before the log.
 _NO_LOG = '{"error_message":'
 
-# Names in the user interface, by the scheme of a URI.
+# The user interface's names of object stores, by URI scheme.
 _SOURCES = {"minio": "minio", "s3": "s3", "gs": "gcs"}
 
 Tree = Mapping[str, Any]
@@ -54,7 +55,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run; `state` is KFP's term."""
+    """One step of a run. `state` is KFP's state."""
 
     name: str
     state: str
@@ -64,7 +65,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Return the duration; for a running step, the time until now."""
+        """Return the duration in seconds; for a running step, until now."""
         if self.began is None:
             return 0.0
         return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
@@ -72,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod, with Argo's `message`; `step` is empty for a group's driver."""
+    """The last attempt of a pod. `message` is Argo's; `step` is empty for a group's driver."""
 
     name: str
     step: str
@@ -87,11 +88,11 @@ class Nodes:
     """The nodes of a run on the instance; empty before Argo has started it.
 
     Attributes:
-        root: the URI below which the run publishes, from a step's arguments; empty if unknown.
-        artifact: URI of a step's output, which contains the pipeline root; empty before a step
-            begins.
+        root: the URI below which the run publishes, from the arguments of a step; empty if unknown.
+        artifact: URI of a step's output, which contains the pipeline root; empty until a step has
+            begun.
         message: why the workflow failed as a whole, or empty.
-        is_pausing: whether Argo waits before it recreates a lost pod.
+        is_pausing: whether Argo is waiting before it recreates a lost pod.
     """
 
     steps: tuple[Step, ...] = ()
@@ -176,7 +177,7 @@ def _make_step(name: str, node: Tree, state: str, pod: str) -> Step:
 
 def _pods(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> Iterator[Pod]:
     for path, tries in tasks.items():
-        # Argo does not create a pod for a node that it refuses.
+        # If Argo refuses a node, it creates no pod for it.
         leaves = [each for each in tries if each.get("type") == "Pod" or _is_refused(each)]
         if not leaves:
             continue
@@ -206,7 +207,7 @@ def _is_refused(node: Tree) -> bool:
 
 
 def _whole(tries: Sequence[Tree]) -> Tree | None:
-    """Return the node of a task, and not those of its attempts, which have longer names."""
+    """Return the node of the task itself; the nodes of its attempts have longer names."""
     return min(tries, key=lambda each: len(str(each["name"])), default=None)
 
 
@@ -219,7 +220,7 @@ def _template(node: Tree) -> str:
 
 
 def _pod_name(workflow: Tree, node: Tree) -> str:
-    """Return Argo's pod name for a node; its hash is also the end of the node's id."""
+    """Return the name of a node's pod; it ends with the same hash as the node's id."""
     metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
     name = str(metadata.get("name") or node_id.rpartition("-")[0])
     if node["name"] == name:
@@ -257,7 +258,7 @@ def _root(executor_input: Tree) -> str:
 
 
 def _artifact(executor_input: Tree) -> str:
-    """Return the URI of a step's output, below the pipeline root and the id of the run."""
+    """Return the URI of an output of the step; it contains the pipeline root and the run id."""
     for found in _inner(_inner(executor_input, "outputs"), "artifacts").values():
         for artifact in found.get("artifacts") or ():
             return str(artifact.get("uri") or "")
@@ -290,7 +291,7 @@ def read_log(client: Client, run_id: str, created: datetime | None, pod: str) ->
 
 
 def read_object(client: Client, uri: str) -> bytes:
-    """Return an object through the user interface, which has the keys; raises `InstanceError`."""
+    """Read an object through the user interface, which has credentials; raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:

@@ -1,9 +1,9 @@
 """The result of a run on a KFP instance, from the records of its stages or from its nodes.
 
-KFP reports whether a run has ended; the records below its root say how its stages ended. They are
-read with this machine's keys, or through the user interface. Without them, the states of the nodes
-show the failed step, but not whether the model was promoted. Argo's messages say why a pod failed
-or does not start.
+KFP reports whether a run has ended, and the records below its root tell how its stages ended. The
+records are read with this machine's credentials, or through the user interface. Without them, the
+states of the nodes tell which step failed, but not whether the model was promoted. Argo's messages
+tell why a pod failed or does not start.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _Rows = Mapping[str, Sequence[StepRecord]]
 _Verdict = tuple[str, int, str]
 # Steps of earlier versions that are now stages.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# The seconds for which requests to a store are retried; the result does not depend on it.
+# How long requests to a store are retried, in seconds; a result does not require the store.
 STORE_SECONDS = 10.0
-# Argo's form of the termination message of a step (see `record`): stage and cause.
+# A step's termination message (see `record`) as Argo reports it: stage and cause.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
-# States of a step; see `kfp_nodes`.
+# Statuses of a step, by its state in `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """The published records of a run's steps; `unread` says why they are unknown."""
+    """The published records of a run's steps. `unread` tells why they could not be read."""
 
     records: Mapping[str, StepRecord] = field(default_factory=dict)
     unread: str = ""
@@ -91,7 +91,7 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
 
 
 def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
-    """Return the current stage of each running step; None if no record is readable."""
+    """Return the current stage of each running step; None if the records are unreadable."""
     published = _read_published(client, run.at)
     if published.unread:
         return None
@@ -101,9 +101,9 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 
 
 def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Explain the loss of a run whose deleted Workflow cannot report the end.
+    """Explain why a run will never be reported as ended, because its Workflow was deleted.
 
-    The instance keeps the last reported state. Deleting a schedule deletes its Workflows.
+    The instance keeps the last reported state. If a schedule is deleted, so are its Workflows.
     """
     is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
     if not is_scheduled and run.state != "CANCELING":
@@ -126,7 +126,7 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
 
 
 def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
-    """Return whether a pod has a log; None if no log is readable from here."""
+    """Return whether a pod has a log; None if logs are unreadable from here."""
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:
@@ -153,7 +153,7 @@ def _read_published(client: Client, at: str) -> _Published:
 
 
 def _read_through_page(client: Client, at: str) -> list[StepRecord]:
-    """Return the records through the user interface, if the endpoint serves it."""
+    """Read the records through the user interface, if the endpoint serves it."""
     found: list[StepRecord] = []
     if not client.page(""):
         return found
@@ -170,7 +170,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
 
 
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
-    """Return the known stages of each step; KFP decides how the step ended."""
+    """Return the known stages of each step; KFP's state tells how the step itself ended."""
     if not run.steps:
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
@@ -195,8 +195,8 @@ def _list_stages(step: str) -> tuple[str, ...]:
 def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
     """Return the stages of a step up to the current one, or one row for the step itself.
 
-    A recreated pod begins with the first stage. Until it rewrites the records of later stages, they
-    belong to an earlier attempt.
+    A recreated pod starts again with the first stage. Until it rewrites the records of later
+    stages, they belong to an earlier attempt.
     """
     found = [record for name in stages if (record := published.find_record(name))]
     if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
@@ -221,7 +221,7 @@ def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list
 
 
 def _done(step: Step, stage: str, published: _Published) -> StepRecord:
-    """Return the record of a finished stage; without results if another attempt wrote it."""
+    """Return the record of a finished stage, without results if they were not published."""
     said = published.find_record(stage)
     if said and said.ended is not None and said.status == "done":
         return said
@@ -229,7 +229,7 @@ def _done(step: Step, stage: str, published: _Published) -> StepRecord:
 
 
 def _row(step: Step, name: str) -> StepRecord:
-    """Return the state of a step, or of one of its stages, from the node."""
+    """Make the record of a step, or of one of its stages, from the state of the step's node."""
     return StepRecord(
         step=name,
         status=_STATUS.get(step.state, "skipped"),
@@ -247,7 +247,7 @@ def _judge_ended(client: Client, run: RemoteRun, published: _Published, rows: _R
 
 
 def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
-    """Judge a run that succeeded by the results of its stages."""
+    """Determine the result of a successful run from the results of its stages."""
     if not run.steps and published.unread:
         return _unknown("what its steps decided", DATA, published)
     if not _has_run(run, published, GATE):
@@ -262,7 +262,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a successful run has reached a stage, or the step of the stage."""
+    """Return whether a successful run has reached a stage, or at least its step."""
     if not run.steps:
         return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
@@ -310,9 +310,9 @@ def _and(message: str, more: str) -> str:
 
 
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
-    """Return exit code and cause from the first failed step, or from KFP."""
+    """Return the exit code and the cause from the first failed step, or from KFP."""
     pods = find_failed_pods(run.nodes)
-    # The exit step runs after the failure, and may fail because of it.
+    # The exit step runs last, and may fail because of an earlier failure.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
         said = next((each for each in published.records.values() if each.error), None)
@@ -323,11 +323,11 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         return FAILED, explain_pod(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
     if at and at.error:
-        # KFP's message only extends the message of a stopped step.
+        # Only for a stopped step does KFP's message contain more than the record.
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _exit_code(at), _and(f"{at.step}: {at.error}", more)
     if left := _TERMINATED.fullmatch(first.message):
-        # The record could not be written, but the pod has ended with the message of its stage.
+        # The record could not be written, but the pod's termination message states the cause.
         return USAGE if int(left["code"]) == USAGE else FAILED, left["words"]
     pod = replace(first, step=at.step) if at else first
     return FAILED, _and(explain_pod(pod), published.unread)
@@ -338,7 +338,7 @@ def _exit_code(record: StepRecord) -> int:
 
 
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
-    """Return the last line of the log of KFP's driver, which has the cause, or an empty text."""
+    """Return the last log line of KFP's driver, which states the cause; empty if unreadable."""
     try:
         lines = read_log(client, run.run_id, run.created, pod.name).splitlines()
     except InstanceError:
@@ -361,8 +361,8 @@ class Cause:
     """The meaning of an Argo message.
 
     Attributes:
-        blocks: whether a pod with this message usually does not start by itself.
-        at_once: whether this is certain, so that waiting does not help.
+        blocks: whether a pod with this message usually does not start without help.
+        at_once: whether it certainly does not start, so that waiting does not help.
         of_image: whether the image cannot be pulled.
     """
 
@@ -426,12 +426,12 @@ CAUSES = (
 
 
 def explain_message(message: str) -> Cause | None:
-    """Return the meaning of a message, None if unknown."""
+    """Return the known cause of an Argo message; None if it is unknown."""
     return next((each for each in CAUSES if re.search(each.pattern, message)), None)
 
 
 def explain_pod(pod: Pod, more: str = "") -> str:
-    """Return the line about a pod that failed or waits; `more` is the end of its log."""
+    """Return the message about a pod that failed or waits; `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
@@ -444,15 +444,15 @@ def explain_pod(pod: Pod, more: str = "") -> str:
 
 
 def find_failed_pods(nodes: Nodes) -> tuple[Pod, ...]:
-    """Return the failed pods, in order of start."""
+    """Return the failed pods in the order of their start."""
     return tuple(pod for pod in nodes.pods if pod.state == "FAILED")
 
 
 def waiting_pods(nodes: Nodes) -> tuple[Pod, ...]:
-    """Return the pods that do not start, if Argo gives a reason."""
+    """Return the pods that do not start and for which Argo gives a reason."""
     return tuple(pod for pod in nodes.pods if pod.state == "PENDING" and pod.message)
 
 
 def is_busy(nodes: Nodes) -> bool:
-    """Return whether a pod is running or about to start, perhaps after a pause of minutes."""
+    """Return whether a pod is running or about to start, even if Argo pauses for minutes."""
     return nodes.is_pausing or any(pod.state in ("PENDING", "RUNNING") for pod in nodes.pods)

@@ -24,14 +24,14 @@ _FOLDER = "flotilla"
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """One run; a run in a list has no nodes.
+    """One run. A run from a list has no nodes.
 
     Attributes:
-        state: KFP's term; CANCELED also for a terminated run, which KFP calls FAILED.
+        state: KFP's state; CANCELED also for a cancelled run that KFP reports as FAILED.
         at: the URI below which its steps publish; empty if unknown.
-        impasse: why it cannot continue although it has not ended; empty if it can.
+        impasse: why the run cannot continue although it has not ended; empty if it can.
         schedule_id: the id of the recurring run that started it, or empty.
-        doing: the current stage by step, if its record is known.
+        doing: the record of the current stage, by step, if known.
     """
 
     run_id: str
@@ -48,7 +48,7 @@ class RemoteRun:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return its steps in the order in which they began."""
+        """Return the steps in the order of their start."""
         return self.nodes.steps
 
     @property
@@ -78,7 +78,7 @@ def refresh_run(client: Client, run_id: str) -> RemoteRun:
 
 
 def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
-    """Convert the client's model of a run, with its nodes if they were read."""
+    """Convert the client's model of a run; add the nodes if they were read."""
     nodes = nodes or Nodes()
     said = " ".join(str(run.error.message or "").split()) if run.error else ""
     return RemoteRun(
@@ -104,7 +104,7 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which a run publishes, as its steps find it; empty if unknown."""
+    """Return the URI below which the run publishes, found as by its steps; empty if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
     # The parameters of the run do not include the defaults of the pipeline version.

@@ -23,13 +23,15 @@ from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer.runtime.errors import UserError
 
 LOOK_SECONDS = 3.0
-# The seconds between two reads of the stages' records, normally and after a failed read.
+# Seconds between two reads of the stages' records, normally and after a failed read.
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
-# An instance may be upgraded during a long run, which continues.
+# Longest outage in seconds. An instance may be upgraded during a long run, which continues.
 RETRY_SECONDS = 120.0
-# A registry may be briefly unavailable, or an image may be pushed while a pod waits for it.
+# Seconds until a pod that does not start blocks the run. The registry may be briefly unavailable,
+# or the image may still be pushed.
 START_SECONDS = 60.0
-# Argo and KFP take some seconds between the end of a pod and the next one.
+# Seconds without a running pod after which a failed run is considered stalled. Argo and KFP take
+# some seconds to start the next pod.
 STALL_SECONDS = 60.0
 
 OnChange = Callable[[RemoteRun], None]
@@ -45,14 +47,14 @@ def follow(
 ) -> RunResult:
     """Wait until a run on a KFP instance has ended or cannot continue.
 
-    An interrupt does not stop the run. A run that cannot continue is left unchanged, because the
-    cause may be temporary.
+    Interrupting this call does not stop the run. A run that cannot continue is left unchanged,
+    because the cause may be temporary.
 
     Args:
         run: the id or the name of the run.
         instance: the KFP instance; from the environment by default.
         on_change: called at every poll with the run and its steps.
-        on_note: called with one line while the instance does not answer.
+        on_note: called with a message if the instance does not respond or a pod does not start.
 
     Raises:
         UserError: there is no such run, or the instance is unreachable.
@@ -67,7 +69,7 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Return the run once it has ended or cannot continue, as `follow` does; raises `UserError`."""
+    """Follow a run as `follow` does; return it once it has ended or cannot continue."""
     outage, obstacles, stages = Outage(on_note), _Obstacles(on_note), _Stages(client)
     while True:
         try:
@@ -89,10 +91,10 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
 
 
 class Outage:
-    """The duration of an instance's outage."""
+    """Measures how long an instance has not responded."""
 
     def __init__(self, on_note: OnNote) -> None:
-        """Store the function that receives a line when an outage begins."""
+        """Store the function that receives a message when an outage begins."""
         self._on_note = on_note
         self._since: float | None = None
 
@@ -118,12 +120,11 @@ class _Stages:
         self._doing: Mapping[str, StepRecord] = {}
 
     def look(self, run: RemoteRun) -> RemoteRun:
-        """Return the run with the known stages."""
+        """Return the run with the current stages of its steps, if known."""
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
             found = find_running_stages(self._client, run)
-            # If the records are unreadable from here, this is usually permanent, and sometimes
-            # temporary.
+            # Retry rarely, because records that are unreadable from here usually remain unreadable.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
             self._doing = found or {}
@@ -131,7 +132,7 @@ class _Stages:
 
 
 class _Obstacles:
-    """Detects obstacles to a run, and reports each cause once."""
+    """Detects obstacles to a run and reports each cause once."""
 
     def __init__(self, on_note: OnNote) -> None:
         self._on_note = on_note
@@ -164,7 +165,7 @@ class _Obstacles:
 
 
 def command(access: Access, verb: str, run: str) -> str:
-    """Return the command line for an action on a run of an instance."""
+    """Return the command line for an action on a remote run."""
     where = f" --namespace {access.namespace}" if access.namespace else ""
     return f"flotilla {verb} {run} --endpoint {access.endpoint}{where}"
 

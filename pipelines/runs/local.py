@@ -1,7 +1,7 @@
-"""Runs on this machine: `run`, `train` and `prepare`.
+"""Local runs: `run`, `train` and `prepare`.
 
-A run is a folder below the workdir and a process with KFP's local runner; this process follows the
-events that the steps write.
+A run has a folder below the workdir and a child process with KFP's local runner. This process
+follows the events that the steps write.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _PIPELINES = ("run", "prepare", "train")
 
 
 class Loaded(NamedTuple):
-    """A configuration, and its proposal if the user gave files instead."""
+    """A configuration, and the `proposal` that it comes from if the user gave data files."""
 
     config: Config
     proposal: Proposal | None = None
@@ -70,15 +70,15 @@ class RunOptions:
 
     Attributes:
         pipeline: `run`, `prepare` or `train`.
-        config: a configuration, its YAML file, a mapping, files to learn from (a path, a URI or a
-            pattern), or None: that of the run to resume, else `configs/digits.yaml` in the current
-            folder, else the defaults of every key.
+        config: a configuration, its YAML file, a mapping, or data files to learn from (a path, a
+            URI or a pattern). None means the configuration of the run to resume, or else
+            `configs/digits.yaml` in the current folder, or else the defaults.
         settings: `section.key=value` texts that override the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
         code: folder of the user's modules, which are copied for the run, or empty.
-        label: column of the files to predict, or several.
+        label: name of the column to predict, or several names.
     """
 
     pipeline: str = "run"
@@ -91,7 +91,7 @@ class RunOptions:
     label: str | Sequence[str] = ""
 
     def __post_init__(self) -> None:
-        """Refuse an invalid combination; raises `ConfigError`."""
+        """Raise a `ConfigError` for an invalid combination of options."""
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is not one of {', '.join(_PIPELINES)}")
         if self.dataset and self.pipeline != "train":
@@ -108,7 +108,7 @@ class RunOptions:
         return loaded(config, self.settings, self.label)
 
     def target(self) -> tuple[str, dict[str, str]]:
-        """Return a name of `flotilla.pipelines.training.PIPELINES`, and its further arguments."""
+        """Return the pipeline's name in `pipelines.training.PIPELINES`, and its extra arguments."""
         return ("train_on", {"dataset": self.dataset}) if self.dataset else (self.pipeline, {})
 
 
@@ -123,25 +123,25 @@ def run(
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
-    """Run the whole pipeline on this machine and wait for its end.
+    """Run the whole pipeline on this machine, and wait until it ends.
 
-    In the main thread SIGINT and SIGTERM stop the run with a last checkpoint; use `cancel` from any
-    other thread or process.
+    In the main thread, SIGINT and SIGTERM stop the run after a last checkpoint. From any other
+    thread or process, use `cancel`.
 
     Args:
         config: a configuration, its YAML file, a mapping, files to learn from, or None for the
             default; see `RunOptions`.
-        settings: override the configuration: a mapping, nested or with dotted keys, or
+        settings: overrides of the configuration: a mapping, nested or with dotted keys, or
             `section.key=value` texts.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         code: folder of your modules, which are copied for the run; see `submit`.
-        label: column of the files to predict, or several.
+        label: name of the column to predict, or several names.
         on_event: called with every event, in this thread.
-        sections: of the configuration; they override `settings`.
+        sections: sections of the configuration; they override `settings`.
 
     Raises:
-        UserError: nothing was started; the message says why. A failed run is returned.
+        UserError: the run could not be started. A run that fails does not raise an error.
 
     Example:
         result = flotilla.run("configs/digits.yaml", training={"steps": 200})
@@ -206,8 +206,8 @@ def configuration(
 ) -> Config:
     """Return a configuration with `settings` applied; raises `ConfigError`.
 
-    `config` may also be files to learn from, with `label` as the column to predict. Relative paths
-    in a file are relative to the file, all others to the working folder.
+    `config` may also name data files, with `label` as the column to predict. Relative paths in a
+    configuration file are relative to that file, all others to the working directory.
     """
     return loaded(config, settings, label).config
 
@@ -215,14 +215,14 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return the defaults of a form: from a file, or the default of every key without a file."""
+    """Return the default values of a form, from `config` or else from every key's own default."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)
 
 
 def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = "") -> Loaded:
-    """Return a configuration, or the proposed configuration for files; see `configuration`."""
+    """Return a configuration, or the one proposed for data files; see `configuration`."""
     labels = [label] if isinstance(label, str) and label else [*label]
     of_label = [f"data.label={json.dumps(labels, ensure_ascii=False)}"] if labels else []
     if isinstance(config, Mapping):
@@ -230,7 +230,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
     if isinstance(config, Config):
         return Loaded(override(config, [*of_label, *settings]))
     if config is None:
-        # The last assignment counts.
+        # The last assignment takes effect.
         given = [each.partition("=") for each in settings]
         sources = [value for key, _, value in given if key.strip() == _SOURCE and value.strip()]
         if sources:
@@ -238,7 +238,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         elif labels:
             raise ConfigError("--label: also give the files that have the column")
     if config is not None:
-        # The import takes a tenth of a second, which a typo should not cost.
+        # Import this only here: it takes 0.1 s, and the errors above should come first.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
 
         if not is_source(config):
@@ -250,7 +250,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
 
 
 def list_runs(workdir: Path) -> dict[str, float]:
-    """Return the runs below `workdir`, with the time of their last start; raises `UserError`."""
+    """Return the ids of the runs below `workdir` with their last start; raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -258,7 +258,7 @@ def list_runs(workdir: Path) -> dict[str, float]:
     except OSError as error:
         raise UserError(f"cannot read {workdir}: {error.strerror}") from None
     found: dict[str, float] = {}
-    # A folder with another name is not a run, and a table cannot show it.
+    # A folder whose name is not printable is not a run, and a table could not show it.
     for name in filter(str.isprintable, folders):
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
@@ -272,13 +272,13 @@ class LocalRun:
 
     Attributes:
         config: the configuration, with a storage root.
-        lock: descriptor of a file, locked until the run or this process has ended.
-        begin: the offset in the file of events at which this start wrote its `RunBegin`.
+        lock: descriptor of a file that is locked until the run or this process has ended.
+        begin: the offset in the events file at which this start wrote its `RunBegin`.
         bundle: the bundle of the user's modules, if this start has published one.
-        written: the file with the configuration that was proposed for files, if any.
+        written: the file with the configuration that was proposed for data files, if any.
         parent: the id of the sweep that a trial belongs to, or empty.
-        saved: the content of `config.json` after training has begun; a refused resume changes
-        nothing.
+        saved: the content of `config.json`, written only once training has begun, so that a
+            refused resume changes nothing.
     """
 
     run_id: str
@@ -292,17 +292,17 @@ class LocalRun:
     parent: str = ""
 
     def save_config(self) -> None:
-        """Write `config.json`, from which a resume takes missing settings."""
+        """Write `config.json`, from which a resumed run takes missing settings."""
         with suppress(OSError):
             (self.folder / CONFIG).write_text(self.saved, encoding="utf-8")
 
 
 def start(options: RunOptions) -> LocalRun:
-    """Create the folder of a run; raises `ConfigError`."""
+    """Check the options and create the folder of a run; raises `ConfigError`."""
     require_current_folder()
     (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
-        # The import takes a tenth of a second, which commands that watch runs should not cost.
+        # Import this only here: it takes 0.1 s, and commands that watch runs do not need it.
         from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
 
         require_source(config.data)
@@ -321,7 +321,7 @@ def start(options: RunOptions) -> LocalRun:
 
 
 def _write_proposal(proposal: Proposal, folder: Path) -> Path:
-    """Write the configuration of an equal run next to the outputs of the run."""
+    """Write the proposed configuration, with which this run can be repeated, to its folder."""
     path = folder / proposal.file_name
     try:
         path.write_text(proposal.text(folder), encoding="utf-8")
@@ -336,7 +336,7 @@ def require_current_folder() -> None:
 
 
 def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
-    """Create a run below `workdir`, with a new id if empty; raises `ConfigError` on failure."""
+    """Create a run below `workdir`, with a new id if `run_id` is empty; raises `ConfigError`."""
     return _laid_out(config, workdir, run_id or run_name(config))
 
 
@@ -346,7 +346,7 @@ def run_name(config: Config) -> str:
 
 
 def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Prepare the existing run `run_id` for a resume; raises `ConfigError` if there is none."""
+    """Prepare the run `run_id` to be resumed; raises `ConfigError` if there is none."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
 
@@ -358,10 +358,10 @@ def config_file(workdir: Path, run_id: str) -> Path:
 
 
 def check_run_id(workdir: Path, run_id: str) -> None:
-    """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
+    """Raise a `ConfigError` if there is no run `run_id` below `workdir`."""
     runs = list_runs(workdir)
     if run_id not in runs:
-        # The part of the name after the timestamp.
+        # Compare the timestamp at the end of each name.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
         known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
@@ -377,14 +377,14 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     root = find_root(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
     try:
-        # The runner leaves a folder of every step in the temporary directory.
+        # The runner leaves a folder for every step in the temporary directory.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         begin = events.begin_again(folder / EVENTS, run_id)
         saved = config.model_dump_json(indent=2)
         if (folder / CONFIG).exists():
-            # The time of the run's last start.
+            # The modification time tells when the run last started.
             os.utime(folder / CONFIG)
         else:
             (folder / CONFIG).write_text(saved, encoding="utf-8")
@@ -404,10 +404,10 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
 def execute(
     run: LocalRun, pipeline: str, extra: Mapping[str, str], on_event: OnEvent | None = None
 ) -> RunResult:
-    """Run `pipeline` (a name of `flotilla.pipelines.training.PIPELINES`) to its end.
+    """Run a pipeline, named as in `flotilla.pipelines.training.PIPELINES`, until it ends.
 
-    In the main thread, where Python delivers signals, SIGINT and SIGTERM stop it with a last
-    checkpoint; a second signal stops it at once. `extra` are further arguments of the pipeline.
+    In the main thread, where Python delivers signals, a first SIGINT or SIGTERM stops the run after
+    a last checkpoint, and a second one stops it at once. `extra` contains further arguments.
     """
     history = run.folder / EVENTS
     tracked = tracker.LocalRun(run.config, run.run_id, history, on_event, parent=run.parent)
@@ -428,7 +428,7 @@ def _execute(
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
-        # The request arrived before the child could handle it.
+        # The signal arrived before the child could handle it.
         state.take(_wait_interrupted(run))
     result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted") and result.find_step("checkpoint"):
@@ -461,8 +461,7 @@ def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subpro
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,
-            # In a separate session, an interrupt of the terminal does not reach the process a
-            # second time.
+            # The process gets its own session, so that Ctrl+C does not reach it a second time.
             start_new_session=True,
         )
 
@@ -475,7 +474,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # The interrupt of another run may have set the event.
+    # This variable may still be set, because another run was interrupted before.
     found.pop(STOPPING, None)
     return found
 
@@ -500,7 +499,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Stop the run by SIGTERM at the first interrupt, by SIGKILL at the next; yield the signals."""
+    """Pass interrupts to the run: first as SIGTERM, then as SIGKILL. Yield their numbers."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

@@ -1,4 +1,4 @@
-"""The process of a local run: KFP's runner, which patches `print`, runs one pipeline in it."""
+"""The process of a local run. It is separate because KFP's local runner patches `print`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _is_over = threading.Event()
 
 
 def main() -> None:
-    """Run pipeline `argv[1]` with the arguments in folder `argv[2]`, new or `resumed`."""
+    """Run pipeline `argv[1]` with the arguments in folder `argv[2]`; `argv[3]` may be `resumed`."""
     name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     signals.end_with_parent()
     # The steps read their parent's PID from here, because a shell runs between the two processes.
@@ -39,13 +39,13 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _no_further_step)
     # The runner inserts the interpreter's path unquoted into a shell command, and replaces the word
-    # `python3` by it in every parameter value. Therefore both are the same word here.
+    # `python3` by this path in every parameter value. Therefore the path is `python3` here.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     with forking(folder, name) as fork_steps:
-        # The fork server loads its modules during this.
+        # The fork server loads its modules in the meantime.
         load_without_client()
         fork_steps()
         if name in TRAINING:
@@ -58,10 +58,10 @@ def main() -> None:
 
 
 def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
-    """Start a dry run in parallel with the steps; a mistake ends the run."""
+    """Start a dry run of the model in parallel with the steps; an error ends the run."""
     config = from_form(arguments)
     if is_resumed:
-        # A resumed run begins with its own checkpoints.
+        # A resumed run starts from its own checkpoints.
         training = config.training.model_copy(update={"warm_start": ""})
         config = config.model_copy(update={"training": training})
     began = time.monotonic()
@@ -85,9 +85,9 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
 
 
 def _await_first_stage(folder: Path) -> bool:
-    """Wait for the end of the first stage; return False if a stage has failed.
+    """Wait for the first stage to end; return False if a stage failed or the wait timed out.
 
-    A training task may have found the same mistake earlier.
+    A training task may already have reported the same mistake.
     """
     until = time.monotonic() + _SECONDS_TO_BEGIN
     while time.monotonic() < until:
@@ -115,7 +115,7 @@ def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:
-    # The signal may arrive between two steps; the next step reads the variable.
+    # The signal may arrive between two steps; then the next step reads the variable.
     if STOPPING not in os.environ:
         os.environ[STOPPING] = "1"
         events.emit(events.Interrupted())

@@ -1,4 +1,4 @@
-"""Local runs by their id: status, log and process, from any other process."""
+"""Reads the status and finds the process of a local run, from any process."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def is_name(run_id: str) -> bool:
 
 
 def run_ids(workdir: Path) -> list[str]:
-    """Return the runs below `workdir`, newest first; raises `UserError`."""
+    """Return the ids of the runs below `workdir`, newest first; raises `UserError`."""
     found = local.list_runs(workdir)
     return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
     """Return the result of each run, or its progress; `unknown` if it cannot be determined."""
-    # Read the processes before the events: a run that ends in between has written all of its
+    # Read the processes before the events. If a run ends in between, it has written all of its
     # events.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
@@ -95,7 +95,7 @@ def find_process(folder: Path) -> int:
 
 
 def _run_processes() -> Iterator[tuple[int, str]]:
-    """Yield the PID of every run's process, and the folder of the run."""
+    """Yield the PID of each run's process, and the folder of the run."""
     for pid, words in _processes():
         _, is_run, arguments = words.rstrip().partition(_RUN_PROCESS)
         if is_run:
@@ -126,7 +126,7 @@ def _judge_ended(state: RunState) -> RunResult:
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    """Yield PID and command line of every process."""
+    """Yield the PID and the command line of every process."""
     if _PROCESSES.is_dir() and sys.platform == "linux":
         for entry in _PROCESSES.iterdir():
             if not (process := parse_number(entry.name)):

@@ -32,7 +32,7 @@ from flotilla.trainer.runtime.json_records import is_number, make_time
 # A disk with fewer free bytes counts as full.
 LEAST_ROOM = 1 << 16
 
-# The name of a run: its model, the time of its start, and four digits.
+# The id of a run: its model, the time of its start, and four hexadecimal digits.
 _RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
@@ -41,16 +41,16 @@ class RunResult:
     """The result of a run, or its progress.
 
     Attributes:
-        run_id: the run.
+        run_id: id of the run.
         status: `done`, `blessed`, `refused`, `unchanged`, `trained`, `failed` or `interrupted`;
             `running` before its end; for a run on a KFP instance also `canceled` or `unknown`.
-        exit_code: of the command line.
-        message: the reason of a failure or refusal in one line, or empty.
+        exit_code: exit code of the command line.
+        message: reason for a failure or refusal, as one line, or empty.
         steps: the last record of every step, in the order of their start.
         folder: the folder of a local run.
-        state: KFP's word for the state of a run on an instance, else empty.
-        states: KFP's word for the state of each step, by its name.
-        page: the page of a run in the KFP user interface, else empty.
+        state: KFP's state of a remote run, or empty.
+        states: KFP's state of each step, by step name.
+        page: page of a remote run in the KFP user interface, or empty.
     """
 
     run_id: str = ""
@@ -82,7 +82,7 @@ class RunResult:
         return {name: value for name, value in self.metrics.items() if is_number(value)}
 
     def find_metrics(self, output: Output) -> dict[str, Any]:
-        """Return the metrics of the step that makes this output; empty if it has not ended."""
+        """Return the metrics of the step that makes this output; empty if it has not started."""
         step = self.find_step(output)
         return dict(step.metrics) if step else {}
 
@@ -123,12 +123,12 @@ class RunResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return notes for the reader about an evaluated model, in sentences."""
+        """Return remarks about an evaluated model, as sentences."""
         return list(map(str, self.find_metrics("decision").get("notes") or ()))
 
     @property
     def reasons(self) -> list[str]:
-        """Return the reasons of a refusal, one line each."""
+        """Return the reasons for a refusal, one line each."""
         if self.status != "refused":
             return []
         said = self._judge.metrics.get("reasons") if self._judge else None
@@ -136,7 +136,7 @@ class RunResult:
 
     @property
     def _judge(self) -> StepRecord | None:
-        """Return the step that has refused the data or the model."""
+        """Return the step that refused the data or the model."""
         return next(
             (each for each in self.steps if each.metrics.get("decision") == "refused"), None
         )
@@ -148,7 +148,7 @@ class RunResult:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return the URI of each step's output by the name of the artifact."""
+        """Return the URI of each step's output, by the name of the artifact."""
         uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
@@ -169,9 +169,9 @@ class RunResult:
 
 
 def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
-    """Judge a run by the state of its newest start and the exit code of the local runner.
+    """Determine the result of a run from its newest start and the local runner's exit code.
 
-    The code is None if the runner was killed and its code is unknown.
+    `returncode` is None if it is unknown, because the runner was killed.
     """
     interrupted = interrupted or state.interrupted
     steps = step_records(state)
@@ -200,7 +200,7 @@ def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
 
 
 def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
-    """Judge a run without a failure by the steps that judge the data and the model."""
+    """Determine the result of a run without failures from the decisions of its steps."""
     by_name = {step.step: step for step in steps}
     of_model = (find_maker("decision"), find_maker("registration"))
     is_whole = EXIT_STEP.name in by_name
@@ -226,7 +226,7 @@ def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
 
 
 def join_reasons(reasons: object) -> str:
-    """Join the reasons of a decision to one line."""
+    """Join the reasons for a decision into one line."""
     lines = reasons if isinstance(reasons, list | tuple) else [reasons]
     return "; ".join(str(each).removesuffix(".") for each in lines)
 
@@ -255,6 +255,6 @@ def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
 
 
 def find_model(run: RunResult) -> str:
-    """Return the model name of a local run, from the name of the run."""
+    """Return the model name in the id of a local run; empty if there is none."""
     found = _RUN_NAME.fullmatch(run.run_id)
     return found["model"] if found else ""

@@ -1,7 +1,8 @@
-"""Recurring runs on a KFP instance, one schedule for each name.
+"""Recurring runs on a KFP instance. Each name has one schedule.
 
-KFP reads cron expressions with six fields, seconds first, and reads the first of five fields as
-seconds too. Here five fields have their usual meaning, and a zero for the seconds is added.
+KFP's cron expressions have six fields, seconds first. If there are only five, KFP still reads the
+first one as seconds. Here, five fields have their usual meaning, and a zero for the seconds is
+added.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _EVERY = {
     "@midnight": "0 0 0 * * *",
     "@hourly": "0 0 * * * *",
 }
-# The name of a field, its minimum and maximum, and the attribute of cronsim.
+# The name, minimum and maximum of each field, and its attribute in cronsim.
 _FIELDS = (
     ("second", 0, 59, "seconds"),
     ("minute", 0, 59, "minutes"),
@@ -79,13 +80,13 @@ _PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A schedule: the six fields for KFP, and the expression parsed by cronsim."""
+    """A cron expression: `text` for KFP, and `known` for cronsim."""
 
     text: str
     known: str
 
     def after(self, moment: datetime) -> datetime | None:
-        """Return the first time after `moment`, in its time zone; None if there is none."""
+        """Return the first match after `moment`, in its time zone; None if there is none."""
         try:
             return next(CronSim(self.known, moment), None)
         except CronSimError:
@@ -117,7 +118,7 @@ def parse(text: str) -> Cron:
 
 
 def _normalize_part(part: str, place: int) -> str | None:
-    """Return a part of a field for cronsim; None if KFP or cronsim refuses it."""
+    """Return a part of a field in cronsim's syntax; None if KFP or cronsim refuses it."""
     _, _, most, values = _FIELDS[place]
     found = _PART.fullmatch(part)
     if not found:
@@ -155,7 +156,7 @@ class Timing:
         zone: the time zone of `cron`, which is a setting of the whole instance.
         catch_up: whether missed runs are started later.
         at_once: maximum number of concurrent runs.
-        latest: whether each run uses the newest version at its start, not one for all.
+        latest: whether each run uses the version that is newest at its start, not a fixed one.
     """
 
     cron: Cron | None
@@ -167,7 +168,7 @@ class Timing:
 
 
 def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
-    """Return when runs start, from the options of the command line; raises `ConfigError`."""
+    """Return when runs start, from the command line options; raises `ConfigError`."""
     if bool(cron) == bool(every):
         raise ConfigError("give either --cron or --every")
     if more["latest"] and version:
@@ -184,7 +185,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
 
 
 def find_zone(name: str) -> tzinfo:
-    """Return a time zone by its name; raises `ConfigError`."""
+    """Return the time zone with this name; raises `ConfigError`."""
     if name == "UTC":
         return UTC
     try:
@@ -201,10 +202,10 @@ class Scheduled:
 
     Attributes:
         action: the result, such as `was created` or `already exists`.
-        next: the next time in UTC; empty for an interval.
+        next: the next start in UTC; empty for an interval.
         removed: number of other schedules of this name that were removed.
-        version: the version of all its runs; with `Timing.latest`, the current newest version.
-        remarks: settings that were not copied, and where they are set now.
+        version: the version of all runs; with `Timing.latest`, the one that is newest now.
+        remarks: remarks about settings that were not copied and schedules that remain.
     """
 
     name: str
@@ -218,7 +219,7 @@ class Scheduled:
     remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Return the schedule, the action, and its next start."""
+        """Return the schedule, the action, and the timing."""
         return notebook.short("Scheduled", self.name, self.action, self.timing)
 
     def _repr_html_(self) -> str:
@@ -244,12 +245,12 @@ def schedule(
     """Schedule regular runs on a KFP instance. Each name has one schedule.
 
     Args:
-        config: with `settings` and `code`, as for `submit`.
-        settings: override the configuration.
+        config: the configuration, as for `submit`.
+        settings: overrides of the configuration, as for `submit`.
         cron: five fields, or six with seconds first.
-        every: in place of `cron`: 90s, 30m, 6h or 1d.
+        every: an interval instead of `cron`, such as 90s, 30m, 6h or 1d.
         timezone: the time zone of `cron` on the instance.
-        name: of the schedule; the name of the model if empty.
+        name: name of the schedule; the name of the model if empty.
         latest: whether each run uses the newest version at its start.
         catch_up: whether missed runs are started later.
         at_once: maximum number of concurrent runs.
@@ -275,7 +276,7 @@ def schedule(
 
 
 def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
-    """Make this the only schedule of its name; raises `UserError`."""
+    """Create this schedule, and replace all others with its name; raises `UserError`."""
     words, upcoming = _describe(timing)
     client = connect(access)
     if timing.latest:
@@ -315,8 +316,8 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
     """Recreate a schedule for the newest version with the steps of this code.
 
-    It keeps all settings except the version, including the configuration, which may be older than
-    the form. The image is that of the version, or `image`, because other images have other steps.
+    All settings except the version are kept, including the configuration, which may be older than
+    the form. The image is `image`, or else the version's, because other images have other steps.
     """
     check_image(image)
     client = connect(access)
@@ -408,13 +409,13 @@ def unschedule(
 ) -> int:
     """Remove every schedule of this name, and return their number; raises `ConfigError` if none.
 
-    A schedule owns its KFP Workflows: deleting it also deletes its active runs, whose end is never
+    Deleting a schedule also deletes the Workflows of its active runs, whose end is then never
     reported. Therefore the schedule is disabled first, and deleted after its runs have ended.
 
     Args:
         access: the instance.
-        name: of the schedules.
-        on_note: called with one line about each run that delays the removal, or is lost.
+        name: name of the schedules.
+        on_note: called with a message about each run that delays the removal or is lost.
         cancel: whether to cancel the active runs.
         now: whether to delete without waiting, which loses active runs.
     """
@@ -435,7 +436,7 @@ def unschedule(
 def _wait_for_runs(
     client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
 ) -> None:
-    """Wait until these disabled schedules have no active run."""
+    """Wait until these disabled schedules have no active runs."""
     seen, lost, outage = set[str](), set[str](), kfp_watch.Outage(on_note)
     while True:
         try:
@@ -461,7 +462,7 @@ def _wait_for_runs(
 
 
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
-    """Return the line about a run that must end before its schedule is deleted."""
+    """Return the message about a run that must end before its schedule is deleted."""
     what = f"the schedule is disabled, and removed when its run {run.run_id} has ended"
     if cancel:
         return f"{what}, which is being cancelled"
@@ -482,7 +483,7 @@ def _terminate(client: Client, run_id: str) -> bool:
 
 
 def _disable(client: Client, schedules: Sequence[Any]) -> None:
-    """Disable schedules; return when the runs that were about to start are visible."""
+    """Disable schedules, and wait until runs that were about to start are visible."""
     enabled = [each for each in schedules if _is_enabled(each)]
     for each in enabled:
         try:
@@ -496,7 +497,7 @@ def _disable(client: Client, schedules: Sequence[Any]) -> None:
 
 
 def _active_runs(client: Client, schedules: Sequence[Any]) -> list[RemoteRun]:
-    """Return the runs of schedules that have not ended."""
+    """Return the active runs of these schedules."""
     found: list[RemoteRun] = []
     for each in schedules:
         own = str(each.recurring_run_id)
@@ -511,7 +512,7 @@ def _replace(
 ) -> tuple[int, tuple[str, ...]]:
     """Remove schedules, but only disable those with active runs; see `unschedule`.
 
-    Return the number of removed schedules, and a remark about each of the others.
+    Return the number of removed schedules, and a remark about each remaining one.
     """
     _disable(client, schedules)
     active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
@@ -536,12 +537,12 @@ def _list_named(client: Client, name: str) -> list[Any]:
 
 
 def _schedule_key(access: Access, name: str) -> str:
-    """Return the key of a schedule among those of all instances."""
+    """Return a key that identifies the schedule across all instances."""
     return "\n".join((access.endpoint, access.namespace, name))
 
 
 def _describe(timing: Timing) -> tuple[str, str]:
-    """Return a timing in words and its next time; raises `ConfigError`."""
+    """Return a description of a timing, and its next start; raises `ConfigError`."""
     if timing.cron is None:
         return f"every {timing.interval} s", ""
     zone = find_zone(timing.zone)
@@ -562,7 +563,7 @@ def _make_wanted(
     client: Client, submission: Submission, timing: Timing, version: Version
 ) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
-    # Check the parameters first, so that a refusal leaves no empty experiment.
+    # Check the parameters first, so that a refused request leaves no empty experiment.
     parameters = run_parameters(submission.config, submission.image, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
@@ -607,7 +608,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
         # The instance uses its default if no value is given.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
-    # An enabled schedule is preferred to a disabled one.
+    # Prefer an enabled schedule to a disabled one.
     same.sort(key=_is_enabled, reverse=True)
     kept = same[0] if same else None
     return kept, [each for each in named if each is not kept]
@@ -623,7 +624,7 @@ def _is_enabled(each: Any) -> bool:
 
 
 def _meaning(each: Any) -> dict[str, Any]:
-    """Return the fields that define equality of schedules; JSON numbers compare as numbers."""
+    """Return the fields by which schedules are compared."""
     trigger, runtime = each.trigger, each.runtime_config
     cron = trigger.cron_schedule.cron if trigger and trigger.cron_schedule else None
     every = trigger.periodic_schedule if trigger else None
@@ -641,7 +642,7 @@ def _meaning(each: Any) -> dict[str, Any]:
 
 
 def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
-    """Remove schedules and their references to bundles other than `kept`; return their number."""
+    """Remove schedules, and their references to bundles except `kept`; return their number."""
     for each in schedules:
         try:
             # Since KFP 2.16, this option lets started runs continue; earlier versions ignore it.

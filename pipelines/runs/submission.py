@@ -1,4 +1,4 @@
-"""Starts a run on a KFP instance: of an uploaded version, or of a compiled pipeline."""
+"""Starts runs on a KFP instance, from an uploaded version or from a compiled pipeline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Submission:
     image: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse invalid values before a request is sent; raises `ConfigError`."""
+        """Raise a `ConfigError` for invalid values before any request is sent."""
         for option in ("pipeline", "experiment"):
             if not getattr(self, option).strip():
                 raise ConfigError(f"--{option} is empty: give a value, or leave the option out")
@@ -66,7 +66,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Submitted:
-    """A started run; `version` is None for a pipeline that was sent with the run."""
+    """A started run. `version` is None if the pipeline was sent with the run."""
 
     run_id: str
     page: str
@@ -86,11 +86,11 @@ class Target(Sections, total=False):
 
     Attributes:
         pipeline: name of the uploaded pipeline.
-        version: of the pipeline; the newest by default.
+        version: version of the pipeline; the newest by default.
         experiment: the group of runs, created if it does not exist.
         pipeline_root: where KFP stores artifacts; the instance's by default.
-        service_account: of the pods; the instance's by default.
-        image: of all steps and tasks; that of the compiled pipeline by default.
+        service_account: service account of the pods; the instance's by default.
+        image: image of all steps and tasks; the compiled pipeline's by default.
     """
 
     pipeline: str
@@ -118,12 +118,11 @@ def submit(
 
     Args:
         config: a configuration, its YAML file, a mapping, or None for the default.
-        settings: override the configuration, as for `run`.
+        settings: overrides of the configuration, as for `run`.
         instance: the KFP instance; from the environment by default.
         file: a compiled pipeline to run instead of an uploaded version.
-        name: of the run; from the configuration and the time when empty.
-        code: folder of your modules, which the steps import; if empty, they import the modules of
-        the image.
+        name: name of the run; if empty, made from the configuration and the time.
+        code: folder of your modules, which the steps import instead of the image's modules.
         target: see `Target`.
 
     Raises:
@@ -143,7 +142,7 @@ def submit(
 
 
 def make_submission(config: GivenConfig, settings: Settings, target: Target) -> Submission:
-    """Return the submission, without a name; raises `ConfigError`."""
+    """Return a submission without a run name; raises `ConfigError`."""
     given: dict[str, Any] = dict(target)
     own = {name: given.pop(name) for name in _TARGET if name in given}
     return Submission(config=configuration(config, make_assignments(settings, given)), **own)
@@ -170,7 +169,7 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
 
 
 def package_to_send(file: str | Path | None, version: str) -> Package | None:
-    """Return the compiled pipeline in a file, None without a file; raises `UserError`."""
+    """Return the compiled pipeline in a file; None without a file. Raises `UserError`."""
     if file and version:
         raise ConfigError("--file and --version name two pipelines: leave one out")
     return load_package(Path(file)) if file else None
@@ -190,7 +189,7 @@ def start(client: Client, submission: Submission) -> Submitted:
 def run_parameters(
     config: Config, image: str, spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the values of the form for a pipeline; raises `ConfigError`."""
+    """Return the run parameters for a pipeline with this `spec`; raises `ConfigError`."""
     values, known = (
         {**to_form(config), **({"image": image} if image else {})},
         list_parameters(spec),
@@ -204,7 +203,7 @@ def run_parameters(
 
 
 def experiment_id(client: Client, name: str) -> str:
-    """Return the id of an experiment, created if it does not exist."""
+    """Return the id of an experiment, and create it if it does not exist."""
     body = V2beta1Experiment(display_name=name, namespace=client.access.namespace or None)
     call = client.experiments.experiment_service_create_experiment
     create, find = partial(ask, call, experiment=body), partial(_find_experiment, client, name)

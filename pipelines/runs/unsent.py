@@ -1,7 +1,7 @@
-"""Sends the missing data of earlier runs on this machine to MLflow, and ends killed runs there.
+"""Sends data of earlier local runs that MLflow lacks, and marks killed runs there as ended.
 
-A run has the file `UNSENT` in its folder until MLflow has all of its data. The data comes from the
-records of the run, so that the file stays small.
+A run has the file `UNSENT` in its folder until MLflow has all of its data. The file is small,
+because the data itself comes from the records of the run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flotilla.trainer.runtime.errors import DONE, UserError
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
-# The maximum number of runs that one command completes, newest first.
+# Maximum number of runs that one command completes, newest first.
 MOST_RUNS = 20
-# The seconds that the end of a command waits for the data of earlier runs.
+# Seconds that a command waits at its end for the data of earlier runs.
 CLOSE_SECONDS = 5.0
 CONFIG, EVENTS = "config.json", "events.jsonl"
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
-    """Send the missing data of earlier runs and the champion of a model in the background."""
+    """In the background, send what MLflow lacks: data of earlier runs, and a model's champion."""
     if not addresses.is_tracked():
         yield
         return
@@ -78,7 +78,7 @@ def _modified(path: Path) -> float:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a run; yield False if it is running, or another command sends it."""
+    """Lock a run; yield False if it is running or another command is sending its data."""
     try:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError:
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _send(folder: Path, left: Unsent) -> bool:
-    """Send the missing data of one run; return whether nothing remains."""
+    """Send the missing data of one run; return False if some of it could not be sent."""
     if left.sendings >= MOST_SENDINGS:
         with suppress(OSError):
             (folder / UNSENT).unlink()

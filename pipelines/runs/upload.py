@@ -1,4 +1,7 @@
-"""Pipelines on a KFP instance: equal content is one version."""
+"""Uploads pipelines to a KFP instance, and finds their versions.
+
+Pipelines with equal content share one version.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,15 @@ from flotilla.pipelines.runs.kfp_client import (
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 NEWEST = "created_at desc"
-# The page size: a version includes its whole spec, which is 80 kB for Flotilla's pipeline.
+# Page size of version lists. A version includes its whole spec, which is 80 kB for Flotilla.
 _VERSIONS = 5
-# The maximum number of names in which to search for a similar one.
+# Maximum number of names in which to search for a similar one.
 _SOME = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline; `remark` is for a user who did not choose it by name."""
+    """A version of a pipeline. `remark` is for a user who did not choose the version by name."""
 
     pipeline: str
     pipeline_id: str
@@ -47,12 +50,12 @@ class Version:
 
     @property
     def is_of_this_code(self) -> bool:
-        """Return whether it has the steps of this code."""
+        """Return whether the version has the same steps as this code."""
         return contract.is_of_this_code(read_mark(self.spec))
 
     @property
     def origin(self) -> str:
-        """Return where the version comes from, in words."""
+        """Return a description of where the version comes from."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -61,7 +64,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded pipeline: `created` is false if it existed; `page` as in `Client.page`."""
+    """An uploaded pipeline. `created` is false if the version already existed."""
 
     version: Version
     created: bool
@@ -69,7 +72,7 @@ class Upload:
 
 
 def upload(access: Access, package: Package, name: str = "") -> Upload:
-    """Upload a pipeline, as a new version if it exists; equal content is uploaded once."""
+    """Upload a pipeline, or a new version of it; equal content is uploaded only once."""
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
@@ -84,7 +87,7 @@ def find_default(access: Access, version: Version) -> Version:
 
 
 def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version, bool]:
-    """Return the version with this content, and whether it was created now."""
+    """Return the version with this content, and whether it was created by this call."""
     pipeline_id = find_pipeline_id(client, name) or _create(client, name)
     for version in versions(client, name, pipeline_id, package.digest):
         if version.name.startswith(package.digest):
@@ -118,7 +121,7 @@ def find_pipeline_id(client: Client, name: str) -> str:
 def versions(
     client: Client, name: str, pipeline_id: str, part: str = "", most: int = 0
 ) -> Iterator[Version]:
-    """Yield the versions of a pipeline, newest first, with `part` in their names; `most` or all."""
+    """Yield at most `most` versions (0: all), newest first, with `part` in their names."""
     found = pages(
         client.list_pipeline_versions,
         "pipeline_versions",
@@ -135,8 +138,8 @@ def versions(
 def find_version(client: Client, name: str, wanted: str) -> Version:
     """Return an uploaded version of the pipeline `name`; raises `ConfigError` if there is none.
 
-    `wanted` is a name, an id or the prefix of a name; if empty, the newest version with the steps
-    of this code is returned, else the newest of all.
+    `wanted` is a name, an id or the prefix of a name. If it is empty, return the newest version
+    with the steps of this code, or else the newest of all.
     """
     pipeline_id = _find_pipeline(client, name)
     found = _find_wanted(client, name, pipeline_id, wanted)
@@ -195,13 +198,13 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
 
 
 def equals(key: str, value: str) -> str:
-    """Return an API filter for a text; the instance ignores case."""
+    """Return an API filter for a text; the instance ignores its case."""
     return _filter("EQUALS", key, value)
 
 
 def containing(key: str, value: str) -> str:
     """Return a filter for texts that contain `value`, in which `%` and `_` are wildcards."""
-    # A backslash would escape the next character.
+    # A backslash would escape the next character, so use the longest part without one.
     return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 
 
@@ -221,7 +224,7 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
             if error.status != ABSENT:
                 raise
         else:
-            # The instance ignores the id of the pipeline.
+            # The instance ignores the pipeline's id in the request, so check it here.
             return _version(name, made) if made.pipeline_id == pipeline_id else None
     begins: Version | None = None
     for version in versions(client, name, pipeline_id, wanted):

@@ -1,1 +1,1 @@
-"""The readable logs of a run, on this machine and on a KFP instance."""
+"""The readable logs of local runs and of runs on a KFP instance."""

@@ -1,6 +1,6 @@
 """The logs of a run's steps on a KFP instance.
 
-The log of the training step has the lines of the training tasks, which the launcher relays.
+The log of the training step includes the lines of the training tasks, which the launcher relays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEGUN = ("RUNNING", "SUCCEEDED", "FAILED")
 
 
 class LogFollower:
-    """Reads the new lines in the logs of a run."""
+    """Reads new lines from the logs of a run."""
 
     def __init__(
         self, client: Client, only: str, view: LogView, on_line: OnLine, on_note: OnNote
@@ -33,7 +33,7 @@ class LogFollower:
         self._only = only
         self._view, self._on_line = view, on_line
         self._on_note = on_note
-        # The position in each pod's log.
+        # The parser of each pod's log, and the length that was already read.
         self._texts: dict[str, LogText] = {}
         self._lengths: dict[str, int] = {}
         self._done: set[str] = set()
@@ -66,7 +66,7 @@ class LogFollower:
             # The last line is still being written.
             text = text[: text.rfind("\n") + 1]
         seen = self._lengths.get(step.pod, 0)
-        # A log is shorter than before if Kubernetes has started a new file.
+        # If the log is shorter than before, Kubernetes has started a new file.
         fresh = text[seen:] if len(text) >= seen else text
         self._lengths[step.pod] = len(text)
         text_of = self._texts.setdefault(step.pod, LogText(utc=True))
@@ -95,7 +95,7 @@ def follow_logs(
 ) -> RemoteRun:
     """Pass a run's logs, or those of the step `only`, to `on_line`; return its last known state.
 
-    `on_note` is called with a line about each missing log. Raises `UserError`.
+    `on_note` is called with a message about each missing log. Raises `UserError`.
     """
     names = [step.name for step in run.steps]
     # In earlier versions each stage was a separate step.

@@ -23,7 +23,7 @@ OnLine = Callable[[LogLine], None]
 
 
 def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
-    """Pass the logs of a run to `on_line`, with `follow` until it ends; raises `UserError`."""
+    """Pass the logs of a run to `on_line`; with `follow`, until it ends. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
     tasks = [path.parent.name for path in _task_logs(folder)]
@@ -47,7 +47,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The place of a failure: the step to replay, the log with the cause, the user's frame."""
+    """Where a run failed: the step to replay, the log with the cause, the user's stack frame."""
 
     step: str
     log: Path
@@ -55,7 +55,7 @@ class Failure:
 
 
 def find_failure(folder: Path) -> Failure | None:
-    """Return where the newest start of a run failed; None if no step has failed."""
+    """Return where the newest start of a run failed; None if no step failed."""
     ends: list[events.StepEnd] = []
     failed: events.TaskFailed | None = None
     trace = ""
@@ -82,7 +82,7 @@ def _task_logs(folder: Path) -> list[Path]:
 
 
 class _Logs:
-    """The new lines in the files of a run."""
+    """Reads new lines from the files of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +91,7 @@ class _Logs:
         self.leader = "chief-0"
 
     def read(self, *, whole: bool) -> Iterator[Line]:
-        """Yield new lines of all files; with `whole` also an incomplete last line."""
+        """Yield the new lines of all files; with `whole`, also an incomplete last line."""
         for path in [self._folder / local_status.LOG, *_task_logs(self._folder)]:
             if path not in self._files:
                 is_task = path.name == TASK_LOG
@@ -100,7 +100,7 @@ class _Logs:
         names = {path.parent.name for path in self._files}
         if "chief-0" not in names and "worker-0" in names:
             self.leader = "worker-0"
-        # Lines written before an event of the same time belong to the previous step.
+        # Yield lines before events: a line with an event's time belongs to the previous step.
         for file in self._files.values():
             yield from split_times(file.lines(whole=whole), file.time)
         for raw in self._events.raw(whole=whole):
@@ -112,26 +112,26 @@ class _Logs:
 
 
 class _File:
-    """A file that may grow."""
+    """A file that may still grow."""
 
     def __init__(self, path: Path, text: LogText) -> None:
         self._path, self._text, self._position = path, text, 0
 
     @property
     def time(self) -> float:
-        """Return the time of the last write."""
+        """Return the Unix time of the last write."""
         try:
             return os.stat(self._path).st_mtime
         except OSError:
             return time.time()
 
     def lines(self, *, whole: bool) -> Iterator[Line]:
-        """Yield its new lines."""
+        """Yield the new lines, parsed."""
         return map(self._text.take, self.raw(whole=whole))
 
     def raw(self, *, whole: bool) -> Iterator[str]:
-        """Yield its new lines unparsed."""
-        # The file can be removed while it is read.
+        """Yield the new lines, unparsed."""
+        # The file may be removed while it is read.
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._position)
             for line in file:

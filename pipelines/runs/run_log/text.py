@@ -15,15 +15,15 @@ from flotilla.trainer.runtime.output.stamps import split_stamp
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# A line of a logger without configuration.
+# The start of a line from a logger that is not configured.
 _PLAIN_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:")
 # The prefix with which the launcher relays a training task's lines into the log of its step.
 _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
 _REDRAWN = re.compile(r"\r|\\u000d")
 # absl's timestamp without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
-# The beginnings of noise lines of KFP and Argo, by program. A line that ends with an opening
-# bracket begins a document, which ends at the closing bracket.
+# How noise lines of KFP and Argo start, by program. A line that ends with an opening bracket
+# starts a document, which ends with the closing bracket.
 PLUMBING: tuple[tuple[str, str], ...] = (
     ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
     ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
@@ -35,7 +35,7 @@ PLUMBING: tuple[tuple[str, str], ...] = (
     ("pip", r"\[notice\] |WARNING: Running pip as the 'root' user"),
 )
 _PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
-# The end of such a document by its beginning.
+# The start and the end of each kind of document.
 _DOCUMENTS = (
     (re.compile(r"default session config: "), re.compile(r"$")),
     (
@@ -43,28 +43,28 @@ _DOCUMENTS = (
         re.compile(r"[}\]]\S*$"),
     ),
 )
-# KFP's local runner indents the output of a step, and logs the outputs itself.
+# KFP's local runner indents the output of a step, and logs the step's outputs itself.
 _INDENT, _STREAMED = "    ", "Streamed logs:"
-#: The end of the runner's traceback, which follows the failure of a step.
+#: The end of the runner's traceback after a failed step.
 RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
 _RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
 _HALF_A_DAY = 43200.0
-# The event at the end of the step has the same content.
+# A line whose content is also in the event at the end of the step.
 _ERROR_OF_STEP = re.compile(r"flotilla: [a-z_]+: ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line.
+    """One line of a log.
 
     Attributes:
         time: the Unix timestamp of this or an earlier line; None if there is none.
         label: the step or training task that wrote the line; empty for the current step.
-        text: without the timestamp.
-        begins: whether it has a timestamp and therefore begins a record.
+        text: the text without the timestamp.
+        begins: whether the line has a timestamp and therefore begins a record.
         level: the level of the logger; empty for printed text.
-        event: the event in it, if any.
-        is_noise: whether it is irrelevant to the run.
+        event: the event in the line, if any.
+        is_noise: whether the line is irrelevant to the run.
     """
 
     time: float | None
@@ -77,24 +77,24 @@ class Line:
 
 
 class LogText:
-    """Reads the text of one log, line by line."""
+    """Parses the text of one log, line by line."""
 
     def __init__(self, label: str = "", *, utc: bool = False) -> None:
-        """Read the log of the step or task `label`; with `utc`, timestamps are in UTC."""
+        """Parse the log of the step or task `label`; with `utc`, timestamps are in UTC."""
         self._label, self._utc = label, utc
         self._time: float | None = None
         self._closes: re.Pattern[str] | None = None
         self._tasks: dict[str, LogText] = {}
 
     def take(self, raw: str) -> Line:
-        """Return the next line."""
+        """Parse the next line."""
         text = _plain(raw)
         if task := _TASK.match(text):
             of_task = self._tasks.setdefault(task[1], LogText(task[1], utc=self._utc))
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        # The document of a killed process may be incomplete.
+        # The document may be incomplete, because its process was killed.
         if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
@@ -127,7 +127,7 @@ class LogText:
 
 
 class RunnerText(LogText):
-    """Parses the log of KFP's local runner, which contains those of the steps."""
+    """Parses the log of KFP's local runner, which contains the logs of the steps."""
 
     def __init__(self, since: float) -> None:
         """Store when the run began, because the runner's timestamps have no date."""
@@ -136,7 +136,7 @@ class RunnerText(LogText):
         self._is_of_step = self._is_output = False
 
     def take(self, raw: str) -> Line:
-        """Return the next line."""
+        """Parse the next line."""
         text = _plain(raw)
         is_of_step = self._is_of_step and text.startswith(_INDENT)
         if found := _RUNNER.match(text):
@@ -158,14 +158,14 @@ class RunnerText(LogText):
 
 def _plain(raw: str) -> str:
     task = _TASK.match(raw)
-    # Only the last state of a progress bar remains; a launcher writes it escaped.
+    # Keep only the last state of a progress bar. A launcher writes its carriage returns escaped.
     last = _REDRAWN.split(raw.rstrip("\r\n"))[-1]
     again = task[0] if task and last != raw.rstrip("\r\n") else ""
     return printable(COLOURS.sub("", f"{again}{last}")).rstrip()
 
 
 def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
-    """Yield lines with their times; lines before the first time get that time."""
+    """Yield all lines; a line without a time gets the time of the next line, or `otherwise`."""
     waiting: list[Line] = []
     for line in lines:
         if line.time is None:

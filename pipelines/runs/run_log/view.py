@@ -1,4 +1,4 @@
-"""Selects the readable lines of a run, in order, without duplicates and frequent repetitions."""
+"""Selects the log lines to show: without duplicates, and with fewer repeating lines."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# A repeating line is shown at most once in this share of the elapsed time.
+# A repeating line, such as progress, is shown once per this share of the elapsed time.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
-# The number of newest texts in which to search for a repetition.
+# Number of newest lines in which to look for a repetition.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
     Progress: lambda event: f"{format_reached(event)}  {format_metrics(event)}",
@@ -41,7 +41,7 @@ _PACED: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
 }
-#: Training events, which do not name their task on this machine.
+#: Training events, which do not name their task in a local run.
 _OF_TRAINING = (
     *_PACED, events.AttemptBegin, events.HandedOn, events.Saved, events.UploadFailed,
     events.CheckpointPassedOver, events.WarmStart, events.FromScratch, events.TableEmpty,
@@ -58,24 +58,24 @@ class LogLine:
 
 
 class LogView:
-    """Takes the lines of a run in order, and returns those to show."""
+    """Takes the lines of a run in order, and yields the lines to show."""
 
     def __init__(
         self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
-        """Show these stages or all, one training task or all; with `verbose`, show every line."""
+        """Select the lines of `stages` and `task` (all if empty); `verbose` selects every line."""
         self.stages, self.task, self._verbose = tuple(stages), task, verbose
-        # The task of training events that do not name one.
+        # The task of training events that do not name their task.
         self.leader = ""
         self._stage = self._pod = ""
-        # The state of each pod, because the lines of several logs may alternate.
+        # The current stage of each pod, because the lines of several logs may alternate.
         self._stage_in: dict[str, str] = {}
         self._begin: Line | None = None
         self._words = LogLines()
         self._paces: dict[type[Event], _Pace] = {}
         self._traceback: list[Line] = []
         self._tracebacks: set[str] = set()
-        # The newest lines as text and label.
+        # The newest lines, each as its text and label.
         self._recent: deque[tuple[str, str]] = deque(maxlen=_RECENT)
         self._by_library = ""
         self.labels: set[str] = set()
@@ -91,7 +91,7 @@ class LogView:
         self._pod, self._stage = step, self._stage_in.get(step, step)
 
     def take(self, line: Line) -> Iterator[LogLine]:
-        """Yield the lines to show after the next input line."""
+        """Process the next input line, and yield the lines to show."""
         if self._traceback and (line.begins or line.event or line.text.startswith(_ERROR)
                                 or line.label != self._traceback[0].label):  # fmt: skip
             yield from self._close_traceback()
@@ -101,7 +101,7 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that wait for a next line, because there is currently none."""
+        """Yield the lines that were waiting for the next line, because there is none at present."""
         yield from self._close_traceback()
         yield from self._began()
 
@@ -119,7 +119,7 @@ class LogView:
             return
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
             text = f"{line.level.lower()}: {text}"
-            # TensorFlow's logger writes a line itself, and passes it to the process's logger.
+            # TensorFlow's logger writes a line itself, and also passes it to the process's logger.
             if line.begins and self._by_library == text and not self._verbose:
                 return
             self._by_library = "" if line.begins else text
@@ -158,7 +158,7 @@ class LogView:
         if isinstance(event, StepEnd):
             self._begin = None
             if any(each and event.error.startswith(each) for each, _ in self._recent):
-                # Its task has reported the reason.
+                # The task has already reported the reason.
                 event = replace(event, error="")
         for text in _describe_event(event) or [self._words.take(event)]:
             if text and not self._was_said(line.label or self._stage, text):
@@ -192,7 +192,7 @@ class LogView:
             yield from self._make_line(line, _PACED[type(line.event)](line.event))
 
     def _flush_held(self) -> Iterator[LogLine]:
-        """Yield the last repeating line that was held back, and reset."""
+        """Yield the last held-back line of each kind, and reset."""
         kept = [each.kept for each in self._paces.values() if each.kept]
         self._paces.clear()
         for line in sorted(kept, key=lambda each: each.time or 0.0):
@@ -206,7 +206,7 @@ class LogView:
     def _make_line(self, line: Line, text: str) -> Iterator[LogLine]:
         label = line.label or self._stage
         self.labels.add(label)
-        # The end of a short stage is enough.
+        # Show the start of a stage only before its first line; of an empty stage, show the end.
         yield from self._began()
         self._recent.append((text, label))
         if self._is_selected(label):
@@ -250,14 +250,14 @@ def _is_task(label: str) -> bool:
 
 
 class _Pace:
-    """The rate of lines of one kind, which falls with the duration."""
+    """Limits how often lines of one kind are shown; the rate falls as the run gets longer."""
 
     def __init__(self) -> None:
         self._first = self._last = 0.0
         self.kept: Line | None = None
 
     def is_due(self, time: float) -> bool:
-        """Return whether the next line is due."""
+        """Return whether a line at this time is due."""
         self._first = self._first or time
         if self._last and time - self._last < max(LINE_SECONDS, (time - self._first) * _SHARE):
             return False
@@ -266,7 +266,7 @@ class _Pace:
 
 
 def _describe_event(event: Event) -> list[str]:
-    """Return the lines of an event that is in no log."""
+    """Return the lines for an event that no log contains; empty for any other event."""
     match event:
         case events.RunBegin():
             again = f" again, for the {event.number}th time" if event.number > 1 else ""
