@@ -78,8 +78,8 @@ class Answers(NamedTuple):
 class Baseline:
     """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
-    If it was not fitted, `skipped` is the reason. `outputs` are those of the task for the first
-    test examples. `validation` has the outputs by which a decision threshold is chosen.
+    `skipped` is the reason if it was not fitted. `outputs` are for the first test examples, in the
+    format of the task. A decision threshold is chosen by `validation`.
     """
 
     name: str

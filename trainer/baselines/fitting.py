@@ -47,7 +47,8 @@ class Label(NamedTuple):
 class Kind(NamedTuple):
     """A kind of model: functions that build its matrices, and one that fits it.
 
-    `known` is for training rows, and leaves out some if time runs out; `matrix` is for others.
+    `known` builds the matrix of training rows, perhaps not all if time is short; `matrix` is for
+    others.
     """
 
     known: Callable[[Rows, Clock], Matrix]

@@ -20,7 +20,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of pseudo-examples, at the mean rate, that each item starts with.
+# Number of pseudo-examples that each item starts with, which have the mean rate.
 _PRIOR = 10.0
 
 

@@ -37,8 +37,8 @@ _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 def choose_rows(rows: int, size: int, largest: int) -> int:
     """Return the number of rows per block.
 
-    `size` is the size of all rows, and `largest` that of the largest row, in bytes. All blocks of a
-    dataset have this number of rows, except the last one of each shard.
+    `size` is the total size of the rows and `largest` the size of the largest row, in bytes. All
+    blocks of a dataset have this number of rows, except the last one of each shard.
     """
     mean, bound = BYTES * rows // max(1, size), _LARGEST_BYTES // max(1, largest)
     return max(1, min(BLOCK_ROWS, mean, bound))

@@ -250,7 +250,7 @@ def _require_same(uri: str, written: Written) -> None:
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
     """Write the shards to `folder`; finished parts are stored below the URI `finished`."""
-    # Import here, because TensorFlow takes seconds to load and a reused dataset does not need it.
+    # Import here: TensorFlow takes seconds to load, and a reused dataset does not need it.
     from flotilla.trainer.data.preparation.assembly import assemble  # noqa: PLC0415
     from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 

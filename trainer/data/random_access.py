@@ -23,7 +23,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Minimum number of consecutive examples per read, if the split is not held in memory.
 RUN = 8
-# Number of runs per block. Shorter runs parse more blocks per batch; longer runs mix less.
+# Number of runs per block. Shorter runs parse more blocks per batch; longer runs shuffle less.
 _RUNS = 8
 _AT_ONCE = 4
 

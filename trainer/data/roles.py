@@ -64,5 +64,5 @@ def require_apart(name: str, roles: Roles) -> None:
 
 
 def below(key: str, leaves: list[str]) -> list[str]:
-    """Return the feature named `key`, or else those below it: a table may have `a` and `a/b`."""
+    """Return the feature named `key` if it exists, else all features below it, such as `a/b`."""
     return [key] if key in leaves else [leaf for leaf in leaves if leaf.startswith(f"{key}/")]

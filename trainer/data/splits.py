@@ -46,7 +46,7 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
 def plan(
     name: str, sizes: Mapping[str, int], *, validation: float, seed: int
 ) -> dict[str, NDArray[np.int8]]:
-    """Draw validation, and test if the source has none, from the training split.
+    """Draw a validation split, and a test split if there is none, from the training split.
 
     If the source has both a validation and a test split, they are used unchanged. For each split of
     the source, return the target split of each example as an index into `SPLITS`.

@@ -91,8 +91,7 @@ class Target:
     def counts(self) -> dict[str, list[int]]:
         """Return the number of examples of each class by split; empty unless the target is a class.
 
-        In a sequence, every label counts. For several bools, count the examples in which each is
-        true.
+        Every label of a sequence is counted. A vector of bools is counted element by element.
         """
         if not self._of_classes or not self._counts:
             return {}
@@ -102,7 +101,7 @@ class Target:
     def moments(self) -> Mapping[str, float]:
         """Return mean, standard deviation, minimum and maximum of the training split.
 
-        They cover all numbers of all examples. Return an empty mapping if there is no value.
+        They cover all numbers of all examples; the mapping is empty if there are none.
         """
         found = self._moments
         if not found.count:

@@ -140,7 +140,7 @@ def compare_together(question: Question) -> Iterator[Finding]:
 
     Use the test of Bai and Saranadasa (1996) on ranks. For p features with rank correlations R, the
     sum of squared Mann-Whitney statistics (scaled to variance 1) has mean p and variance 2 tr(R^2).
-    The p-value is from a gamma distribution with these moments.
+    The p-value comes from a gamma distribution with these moments.
     """
     sample = question.dataset.splits["train"].sample if "train" in question.dataset.splits else {}
     pairs = [

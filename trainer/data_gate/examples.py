@@ -1,8 +1,8 @@
 """Rules on whole examples: duplicates within a split, and leakage between splits.
 
 Examples are identified by the hashes of their inputs. For a large split, only the smallest hashes
-are known. They are a uniform sample of its distinct examples, and equal examples are sampled in
-every split.
+are known. They are a uniform sample of its distinct examples, and an example in one sample is in
+the samples of all splits that have it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSO
 
 # A number can identify examples if at least this share of its values is distinct.
 _TELLS_APART = 0.9
-# How much denser the values of a number may be than if they were spread evenly.
+# Factor by which the values of a number may be denser than if they were spread evenly.
 _DENSER = 4.0
 # If duplicates by chance are less probable than this, use the binomial test.
 _RARE = 0.005

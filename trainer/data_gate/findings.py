@@ -1,4 +1,4 @@
-"""Findings of rules, the input of a rule, and formatting for messages."""
+"""Findings and inputs of rules, and functions that format messages."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the feature that groups the splits; empty if the inputs decide the split."""
+        """Return the feature that groups the splits; empty if the inputs determine the split."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 

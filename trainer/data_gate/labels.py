@@ -44,7 +44,7 @@ def classes(question: Question) -> Iterator[Finding]:
 
 
 def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the number of examples of the champion's classes, in the spelling of the dataset."""
+    """Return the number of examples of the champion's classes, by the dataset's class names."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)

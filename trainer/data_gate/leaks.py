@@ -1,4 +1,4 @@
-"""The rule on leaks: an input decides a label, which legitimate inputs hardly ever do.
+"""The rule on leaks: an input determines a label, which legitimate inputs hardly ever do.
 
 An input leaks a class if all examples with the same value have the same class, or if a few
 thresholds separate the classes. Natural classes may also be separable, such as the petals of an
@@ -38,7 +38,7 @@ _MOST_REMAINDERS = 32
 
 
 def label_leakage(question: Question) -> Iterator[Finding]:
-    """Find inputs that decide a label."""
+    """Find inputs that determine a label."""
     dataset, champion = question.dataset, question.champion
     limit = question.limit("label_leakage")
     for name, each in dataset.features("train").items():
@@ -156,7 +156,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return a divisor by which the remainder of a row number decides the class; 0 if none does."""
+    """Return a divisor whose remainder of a row number determines the class; 0 if there is none."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0

@@ -1,4 +1,4 @@
-"""The profile of a dataset, which rules check: its features, classes and statistics.
+"""The profile of a dataset that the rules check: its features, classes and statistics.
 
 A profile is made from the manifest, `statistics.json` and `examples.npz` of a published dataset.
 """

@@ -34,7 +34,7 @@ _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find numbers that equal those of the champion's dataset after a unit conversion."""
+    """Find numbers that equal the champion's numbers after a unit conversion."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
@@ -156,7 +156,7 @@ def constant(question: Question) -> Iterator[Finding]:
 
 
 def _is_constant(each: FeatureProfile) -> bool:
-    # A feature with missing values is informative.
+    # A constant that is sometimes missing is informative.
     if each.present < 2 or each.missing:  # noqa: PLR2004
         return False
     if each.kind in (TEXT, CLASS):
@@ -165,7 +165,7 @@ def _is_constant(each: FeatureProfile) -> bool:
 
 
 def new_values(question: Question) -> Iterator[Finding]:
-    """Find features with more values new to the champion's dataset than chance explains."""
+    """Find features with more values that the champion's dataset lacks than chance explains."""
     pairs = [
         pair
         for pair in question.pairs()

@@ -28,7 +28,7 @@ _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 def normalize_text(text: str) -> str:
-    """Return a text in Unicode form NFC, with single spaces and none at the ends."""
+    """Return a text in Unicode form NFC, with whitespace collapsed and stripped."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
@@ -136,7 +136,7 @@ class ClassIndex:
     """Maps every spelling of a class to the class index."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Index the names of classes, such as those of a prepared dataset or a model."""
+        """Index the names of classes, for example of a prepared dataset or a model."""
         self._exact = {name: number for number, name in enumerate(names)}
         keys = [class_key(name) for name in names]
         senses = [_SENSES.get(key.lower(), -1) for key in keys]

@@ -43,7 +43,7 @@ class BuilderSource(Source):
         return datasets.builder(self._config, self._data_dir)
 
     def select(self) -> Selection:
-        """Return the selected features, for which the builder's metadata suffice."""
+        """Return the selected features, from the builder's metadata."""
         return features.select(self._config, self._builder.info)
 
     def fetch(self) -> None:
@@ -92,8 +92,7 @@ class BuilderSource(Source):
             for columns in self._builder.columns(split, first, end):
                 yield {name: columns[name] for name in selection.specs}
             return
-        # Import here, because TensorFlow takes seconds to load and a reused dataset does not need
-        # it.
+        # Import here: TensorFlow takes seconds to load, and a reused dataset does not need it.
         from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
 
         yield from batches(self.name, self._builder, selection, split, first, end)

@@ -144,7 +144,7 @@ class _Bar:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
         known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
         what = next((words for begin, words in known.items() if title.startswith(begin)), "")
-        # Ignore the bars of splits and URLs, which enclose those of examples and bytes.
+        # Ignore the bars of splits and URLs, which contain the bars of examples and bytes.
         is_counted = what and unit not in ("splits", "url")
         unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
         self._work = Work(what, unit, given.get("total") or 0) if is_counted else None

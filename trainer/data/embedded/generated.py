@@ -83,7 +83,7 @@ ITEMS = 500
 EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
-# Scale of each term of the score, whose sigmoid is the probability of a click.
+# Scales of the terms of a score, whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
 # A fixed seed instead of the configured one, because every run needs the same examples.

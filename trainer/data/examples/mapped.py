@@ -48,7 +48,7 @@ _CAST: dict[str, np.dtype[Any]] = {
 
 
 class UnsuitableError(ValueError):
-    """An example cannot be stored. The caller adds the function to the message."""
+    """An example cannot be stored. The caller adds the name of the function to the message."""
 
 
 def source_config(config: DataConfig) -> DataConfig:

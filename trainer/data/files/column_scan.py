@@ -222,7 +222,7 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the times among texts of a format that has other types; return a mask of the rest.
+        """Add the times among texts of a format with types; return a mask of the rest.
 
         The format may lack a type for times, as JSON does, so they are recognized in every format.
         """
@@ -262,7 +262,7 @@ class ColumnScan:
     def _add_written(
         self, array: pa.Array, chosen: NDArray[np.bool_], counts: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Add lists that are written as texts; return which of the chosen texts are lists."""
+        """Add lists that are written as texts; return a mask of the chosen texts that are lists."""
         found = chosen.copy()
         for place in np.flatnonzero(found):
             values = parse_numbers(array[int(place)].as_py())

@@ -161,7 +161,7 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
 
 
 def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
-    """Convert floats, NaN if missing, to numbers of a kind; those of another kind are invalid."""
+    """Convert floats, NaN if missing, to numbers of a kind; other numbers are invalid."""
     missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
     if kind == "bool":

@@ -1,4 +1,4 @@
-"""Labels of files: classes or a quantity, decided by all rows in the same way for every format."""
+"""Labels of files: whether they are classes or a quantity, decided from all rows of any format."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Return whether a file may lack a label by its name, as the test file of a contest may."""
+    """Return whether a file's name suggests that it lacks a label, like a contest's test file."""
     return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:
-    """Return whether a file, judging by its name, has only examples or only answers."""
+    """Return whether a file's name suggests that it has only examples or only answers."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 from flotilla.trainer.data.files.text_values import matches
 
-#: Minimum share of the values that must have a type for the column to have it.
+#: A column has a type if at least this share of its values has it.
 NEARLY_ALL = 0.9
 # With more units, the texts are something else that begins with a number, such as addresses.
 _MOST_UNITS = 3
@@ -69,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts, NaN if missing; also return those that are invalid or lack the unit."""
+    """Parse trimmed texts, NaN if missing; return a mask of those without the unit or invalid."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)

@@ -66,7 +66,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the parameters of streaming; None if all shards of a worker fit in `data.disk`.
+    """Return the streaming parameters; None if all shards of a worker fit in `data.disk`.
 
     Raises:
         ConfigError: not even two shards fit, or all workers share one folder.

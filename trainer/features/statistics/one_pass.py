@@ -23,7 +23,7 @@ Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
 # Ratio of counted to requested texts. It keeps the requested texts from being dropped.
 _MARGIN = 4
-# Maximum number and total bytes of texts that wait to be counted together.
+# Maximum number of pending texts, and their maximum size in bytes.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
 # Differences of integers below this bound do not overflow.
 _CLOSE = 2.0**62
@@ -119,7 +119,7 @@ class BoundedCounter:
             self.settle()
 
     def settle(self) -> None:
-        """Count the texts that wait to be counted."""
+        """Count all pending texts."""
         if self._pending:
             found = _sum(self._pending)
             self._pending, self._size, self._bytes = [], 0, 0
@@ -141,7 +141,10 @@ class BoundedCounter:
         return len(self._texts)
 
     def counts(self) -> dict[str, int]:
-        """Return the most frequent texts (valid UTF-8 only) and their counts, ties by value."""
+        """Return the most frequent texts and their counts, with ties sorted by value.
+
+        Texts that are not valid UTF-8 are left out.
+        """
         self.settle()
         chosen = self._rank()[: self._most]
         found = {}
@@ -182,7 +185,7 @@ class BoundedCounter:
             self._texts, self._counts = self._texts.take(pa.array(kept)), self._counts[kept]
 
     def _rank(self) -> NDArray[np.int64]:
-        """Return the indices of the texts, the most frequent first, ties by value."""
+        """Return the indices of the texts, the most frequent first, with ties sorted by value."""
         table = pa.table({"count": self._counts, "text": self._texts})
         keys = [("count", "descending"), ("text", "ascending")]
         ranks: NDArray[np.int64] = pc.sort_indices(table, keys).to_numpy().astype(np.int64)

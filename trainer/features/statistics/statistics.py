@@ -143,7 +143,7 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
         values = enumerate(each.sample.values())
         arrays |= {f"{split}/sample/{number}": column for number, column in values}
     out = io.BytesIO()
-    # NumPy writes the same date for every file in the archive.
+    # NumPy writes the same date for every file in the archive, so the bytes are reproducible.
     np.savez(out, **arrays)
     return out.getvalue()
 

@@ -150,7 +150,7 @@ def _rows_at_once(
 
 
 def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
-    """Return an upper bound of the memory of a column of a row group, in bytes."""
+    """Return the maximum memory of a row group's column, in bytes."""
     stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
     width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
     if chunk.physical_type != "BYTE_ARRAY":

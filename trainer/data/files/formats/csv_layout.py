@@ -175,7 +175,7 @@ class _Head:
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
     def rows(self, width: int) -> list[list[str]]:
-        """Return those of the first rows that have `width` values."""
+        """Return the first rows that have `width` values."""
         below = self._rows[self._header() + 1 :]
         return [row for row in below if len(row) == width]
 

@@ -31,12 +31,13 @@ _HEAD = 1 << 20
 # Block sizes to try, in bytes. Pyarrow reads 32 blocks ahead, so the larger size is only used if a
 # row does not fit in the smaller one.
 _BLOCKS = (1 << 20, 8 << 20)
-# Rows are yielded together up to this size in the file, in bytes.
+# Approximate size of the part of a file whose rows are yielded together, in bytes.
 _JOINED = 8 << 20
 # Pyarrow's message for a row that is larger than a block.
 _STRADDLING = "straddling"
 _QUOTE = b'"'
-# A quote in the middle of an unquoted field. With it, counting quotes does not find record ends.
+# A quote in the middle of an unquoted field. If there is one, counting quotes cannot find record
+# ends.
 _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
 
 

@@ -28,7 +28,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A range of a file: of bytes of text, or of row groups of Parquet; up to the end for `END`.
+    """A range of a file: bytes of text, or row groups of Parquet. `END` is the end of the file.
 
     For a folder of images, it is a range of files, and `file` is the first one.
     """
