@@ -176,7 +176,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
         listing: all files of the source.
         spans: value of `data.spans`.
         seen: digests of the spans that the champion and its predecessors were trained on. Any other
-        span is new, even if it is an old one that arrived late or was rewritten.
+            span is new, even if it is an old one that arrived late or was rewritten.
     """
     there = list(listing.spans)
     if not there and spans != NEWEST:

@@ -74,7 +74,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         config: the data section.
         root: `storage.root`; the dataset is published below it.
         scratch: local folder for downloads and temporary files, which are deleted at the end. If
-        `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
+            `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
 
     Raises:
         ConfigError: the dataset, version or folder does not exist.

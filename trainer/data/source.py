@@ -55,7 +55,7 @@ class Source(ABC):
     Attributes:
         name: the configured name, for messages.
         identity: what identifies its content, such as the version or the digest of a listing. It is
-        part of the dataset's key and of its manifest.
+            part of the dataset's key and of its manifest.
     """
 
     name: str

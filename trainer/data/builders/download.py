@@ -105,7 +105,7 @@ def download(
         ConfigError: the folder does not exist.
         TransientError: a host is unreachable or overloaded, or the connection broke.
         UserError: files are missing and cannot be downloaded, are not the official ones, or the
-        builder failed.
+            builder failed.
     """
     # `is_prepared()` would log a warning for each dataset that is not prepared.
     if (builder.data_path / "dataset_info.json").exists():

@@ -34,7 +34,7 @@ class ColumnScan:
 
     Attributes:
         kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
-        float, bool, time, text, tensor, image.
+            float, bool, time, text, tensor, image.
         empty: number of values that are null or an empty text.
         marks: counts of words for a missing value, such as NA; not used for text columns.
         texts: the first text values, with their piece and row number.
@@ -44,7 +44,7 @@ class ColumnScan:
         shapes: shapes of tensors.
         tensor: the widest kind of their elements: bool, int, float, text.
         lowest: lowest finite number, also in tensors, exact for integer types; `highest` is the
-        highest one.
+            highest one.
         whole: whether all finite numbers are whole.
     """
 
@@ -101,7 +101,7 @@ class ColumnScan:
 
     @property
     def missing(self) -> int:
-        """The number of missing values, unless the column is a text."""
+        """The number of missing values, if the column is not text."""
         return self.empty + self.marks.total()
 
     def lack(self, rows: int) -> None:

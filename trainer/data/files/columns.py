@@ -78,7 +78,7 @@ def decide(  # noqa: PLR0913
     Raises:
         UserError: the values have several types or shapes, or there are too many classes.
     """
-    # A label of lists with at most one element is a single value.
+    # A label whose lists have at most one element is a single value.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):

@@ -40,7 +40,7 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Choose the type of a single-valued label; it is empty if it is read like other columns.
+    """Choose the type of a single-valued label; empty if the label is read like other columns.
 
     Args:
         name: name of the column.

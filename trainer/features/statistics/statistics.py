@@ -46,21 +46,21 @@ class FeatureStatistics:
 
     Attributes:
         kind: number, text, class, tensor or image. For an encoded image, the number is its size in
-        bytes.
+            bytes.
         examples: number of examples of the split.
         missing: number of examples without a value, that is, with NaN or an empty text.
         mean: mean of the numbers, or of all elements of a tensor. Like `std`, `least` and `most`,
-        it is None if there are no numbers.
+            it is None if there are no numbers.
         means: mean of each element of an input vector; `stds` has the standard deviations.
         quantiles: equally spaced quantiles of a sample of the examples, including minimum and
-        maximum. For a tensor, they are of the mean of each example.
+            maximum. For a tensor, they are of the mean of each example.
         counts: number of examples by value, the most frequent first; classes are given by name.
         distinct: number of distinct values of a number, a text or a class; estimated if large.
         words: for input texts, number of examples by word, in lower case and without punctuation.
-        In scripts without spaces, each letter is a word.
+            In scripts without spaces, each letter is a word.
         pairs: the same for pairs of consecutive words, separated by a space.
         association: association with each label in a sample, from 0 to 1: a correlation, a
-        correlation ratio, or Cramér's V.
+            correlation ratio, or Cramér's V.
     """
 
     kind: str

@@ -78,7 +78,11 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits named by folders above the class folders, and these folders."""
+    """Return files with the splits named by folders above the class folders, and these folders.
+
+    Raises:
+        UserError: only some of the folders are split folders.
+    """
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

@@ -130,6 +130,6 @@ class Reader(ABC):
         """Yield the records of a piece; raises `UserError`."""
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the row number of a record as an editor shows it, from 1."""
+        """Return the row number of a record, counted from 1 as in an editor."""
         del path
         return piece.start + number + 1
