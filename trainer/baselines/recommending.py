@@ -2,7 +2,8 @@
 
 Popularity recommends the most frequently taken items to every user. Item-item scores an item by the
 sum of its cosine similarities to the items that the user took (Sarwar et al. 2001, "Item-based
-collaborative filtering"). They come from a truncated SVD (Cremonesi et al. 2010, "PureSVD").
+collaborative filtering"). The similarities come from a truncated SVD (Cremonesi et al. 2010,
+"PureSVD").
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: Maximum length of a text in bytes; the rest is cut off.
+#: Maximum length of a text in bytes; longer texts are truncated.
 TEXT_BYTES = 2000
 # Maximum size of the fetched shards, and of the records drawn from them, in bytes.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20

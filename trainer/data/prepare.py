@@ -235,7 +235,7 @@ def _whole(uri: str) -> Manifest | None:
 
 
 def _require_same(uri: str, written: Written) -> None:
-    """Raise `UserError` if the examples differ from those of the corrupted dataset at `uri`."""
+    """Raise `UserError` if the examples differ from the corrupted dataset at `uri`."""
     try:
         there = storage.read_manifest(uri).fields.get("fingerprint")
     except storage.Corrupt:

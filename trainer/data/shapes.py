@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 #: Padding at the end of a label sequence; losses and metrics ignore it.
 NO_LABEL = -1
-#: A size in `data.shapes` that varies between examples.
+#: Size in `data.shapes` of a dimension that varies between examples.
 VARIES = 0
 _IMAGE_RANK = len(("height", "width", "channels"))
 # Sizes that messages suggest.

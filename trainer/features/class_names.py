@@ -104,10 +104,7 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of each class that has more than one.
-
-        Case variants of boolean words do not count.
-        """
+        """Return the spellings of each class that has several, ignoring case in boolean words."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:

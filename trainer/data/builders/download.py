@@ -40,7 +40,7 @@ class UnreachableError(ConnectionError):
 def reach(url: str, *, seconds: float = SECONDS) -> None:
     """Check that the host of `url` is available; other errors are left to the download.
 
-    Proxies and certificates are those of `requests`, which TFDS uses. A local file needs no host.
+    It uses the proxies and certificates of `requests`, as TFDS does. A local file needs no host.
 
     Raises:
         UnreachableError: the host refused the connection, or did not answer within `seconds`.

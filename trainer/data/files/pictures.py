@@ -38,7 +38,7 @@ _TURNED = (5, 6, 7, 8)
 _MOST_BYTES = 256 << 20
 # Errors that concern a single object; all others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
-# Absolute paths, including those of Windows.
+# Absolute paths, including Windows paths.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
 
@@ -120,7 +120,7 @@ class Pictures:
         return encoded, bad, reasons
 
     def _below(self, value: str) -> str:
-        """Return the URI of a path in a cell; raises `UndecodableError` outside the folder."""
+        """Return the URI of a path in a cell; raises `UndecodableError` if it leaves the folder."""
         path = value.replace("\\", "/")
         names = [name for name in path.split("/") if name not in ("", ".")]
         if _ABSOLUTE.match(path) or "://" in path or ".." in names or not names:

@@ -120,7 +120,7 @@ def _share(count: int, rows: int) -> str:
 
 @dataclass
 class Scan:
-    """Statistics of files; statistics of later pieces are merged into those of earlier ones.
+    """Statistics of files; the statistics of later pieces are merged into the earlier ones.
 
     Attributes:
         names: names of all columns.

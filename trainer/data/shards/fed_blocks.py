@@ -73,7 +73,7 @@ def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextmanager
 def allow_tensor_seed() -> Iterator[None]:
-    """Allow a tensor as a seed, which TensorFlow would compare with 0 if the graph's seed is 0."""
+    """Clear the graph's seed in this block: if it is 0, a tensor as a seed raises an error."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:

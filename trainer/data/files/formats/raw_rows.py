@@ -56,7 +56,7 @@ class Rows:
 
 
 def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of all records; raises `UserError` if there are too many."""
+    """Return the keys of all records; raises `UserError` if they are too many or too different."""
     names = list(dict.fromkeys(name for record in records for name in record))
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
