@@ -147,7 +147,7 @@ def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> 
 
 
 def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
-    # bfloat16 needs a conversion, because it has no NumPy kind.
+    # Convert to float64, because bfloat16 has no NumPy kind.
     wide = values.astype(np.float64)
     if not (finite := np.isfinite(wide)).all():
         raise UserError(

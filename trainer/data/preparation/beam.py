@@ -103,7 +103,7 @@ class PartMapper:
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the objects that a worker opens when pickling."""
+        """When pickling, leave out the objects that a worker opens."""
         return {**vars(self), "_opened": None}
 
     def __call__(self, part: Part) -> int:

@@ -84,7 +84,7 @@ class ExampleReader(Reader):
 
 
 def _example(data: bytes) -> dict[str, Any] | str:
-    # The context of a `SequenceExample` corresponds to the features of an `Example`.
+    # Parse an `Example` as a `SequenceExample`, whose context has the same format.
     try:
         found = tf.train.SequenceExample.FromString(data)
     # The class of protobuf's error differs between its implementations.
