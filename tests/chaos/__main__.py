@@ -48,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
-    """Run one plan; print its faults and the violated invariants."""
     draw = ON_THIS_MACHINE.get(where)
     plan: Plan = draw(seed) if draw else draw_job_plan(seed, where)
     began = time.monotonic()

@@ -86,7 +86,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(launcher: str, folder: Path, seconds: float, every: float) -> None:
-    """Print both runs of an engine, and its goodput."""
     quiet = train(launcher, folder / "quiet", seconds, math.inf)
     say(f"{launcher}, undisturbed: {quiet.step} steps in {seconds:g} s, {_load()}")
     lossy = train(launcher, folder / "losses", seconds, every)

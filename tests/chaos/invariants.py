@@ -271,7 +271,6 @@ def repeated(outcome: Outcome) -> int:
 
 
 def restarts(outcome: Outcome) -> int:
-    """Return the number of task restarts."""
     return sum(isinstance(event, Restart) for event in outcome.events)
 
 

@@ -92,7 +92,6 @@ class Kills:
 
     @property
     def config(self) -> Path:
-        """Return the configuration file of the run."""
         (found,) = self.workdir.glob("*/config.json")
         return found
 

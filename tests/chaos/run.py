@@ -156,5 +156,4 @@ def _attempts_lost(plan: Plan, fault: Fault) -> int:
 
 
 def forget(folder: Path, seed: int) -> None:
-    """Delete the files of a run on this machine."""
     shutil.rmtree(folder / f"run-{seed}", ignore_errors=True)

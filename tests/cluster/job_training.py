@@ -121,7 +121,6 @@ class Training:
         self.wait(Progress, goes_on)
 
     def require_nothing_left(self) -> None:
-        """Wait until no object or process of the run remains."""
         self.kube.store.wait(lambda: not self.kube.of_jobs())
         # A forced deletion removes a pod before its processes end.
         _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)

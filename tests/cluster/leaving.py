@@ -35,8 +35,6 @@ IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 
 
 def problem(config: Config, *, layers: int = 0) -> Problem:
-    """Return a problem with a fixed table, a growing table and layers."""
-
     def looked_up(given: Any) -> Any:
         # All models of a run must have the same variable names.
         reset_uids()

@@ -59,8 +59,6 @@ def _ip(*words: str) -> None:
 
 
 class NameServer:
-    """A name server that answers with the current addresses in `names`."""
-
     def __init__(self, address: str) -> None:
         self.names: dict[str, str] = {}
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -52,7 +52,6 @@ def number() -> tf.Tensor:
 
 
 def two_layers() -> keras.Model:
-    """Return a small network with fixed weights."""
     # `clear_session` would break a strategy's active scope.
     reset_uids()
     keras.utils.set_random_seed(7)
@@ -167,8 +166,6 @@ def net(spec: InputSpec) -> keras.Model:
 
 
 class Idle(keras.layers.Layer):
-    """A layer with an unused variable."""
-
     def build(self, _shape: object) -> None:
         self.idle = self.add_weight(shape=(2,), name="idle")
 

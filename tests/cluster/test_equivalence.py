@@ -212,7 +212,6 @@ def settings(strategy: str, steps: int) -> dict[str, Any]:
 
 
 def state(run: Launched) -> dict[str, np.ndarray]:
-    """Return the moving averages and seeds in the newest checkpoint."""
     uri, _ = newest_checkpoint(run.checkpoints)
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     wanted = ("moving_mean", "moving_variance", "seed_generator_state")

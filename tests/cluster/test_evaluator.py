@@ -26,7 +26,6 @@ SETTINGS = {
 
 
 def measured(dataset, uri, folder):
-    """Compute the validation loss of a checkpoint in this process."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     config = parse_config({})
     objective = tasks.make_objective(config, spec)

@@ -108,7 +108,6 @@ def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, b
 
 
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:
-    """Return the objects of the requested namespace or experiment."""
     if experiment := query.get("experiment_id"):
         return [row for row in rows if row.get("experiment_id") == experiment]
     if not instance.multi_user:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 class Fault:
     """A faulty response, sent `times` times to requests that match `pattern`.
 
-    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a
-    response, -1 sends nothing until the server ends, and -2 sends a byte from time to time. A
-    `late` fault first executes the request.
+    The pattern is a regular expression that is searched in `METHOD /path?query`. Status 0 closes
+    the connection without a response, -1 sends nothing until the server ends, and -2 sends a byte
+    from time to time. A `late` fault first executes the request.
     """
 
     pattern: str

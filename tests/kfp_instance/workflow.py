@@ -102,7 +102,6 @@ class Workflow:
         self.logs[self.pod(step)] += text
 
     def say_begin(self, stage: str) -> None:
-        """Write the start of a stage to the log of its step and to its record."""
         self.write(stage, log_of(StepBegin(step=stage)))
         folder = self.root
         if not folder.startswith("file://"):

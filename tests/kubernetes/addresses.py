@@ -17,8 +17,6 @@ _TFJOB = "training.kubeflow.org/job-name"
 
 
 class Addresses:
-    """The addresses of pods by their UID, and the ports on which they listen."""
-
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
         """Write the free port of each pod to `ports`, by the port in its manifest."""
         self._ports = ports

@@ -29,8 +29,6 @@ _USUAL_PATH = "/usr/bin:/bin"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """The process of a container."""
-
     words: list[str]
     folder: str
     environment: dict[str, str]

@@ -12,9 +12,9 @@ SILENCE = -1
 class Fault:
     """A faulty response, sent `times` times to requests that match `pattern`.
 
-    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a
-    response. A `late` fault first executes the request. If the fault `echoes`, its message contains
-    the headers of the request.
+    The pattern is a regular expression that is searched in `METHOD /path?query`. Status 0 closes
+    the connection without a response. A `late` fault first executes the request. If the fault
+    `echoes`, its message contains the headers of the request.
     """
 
     pattern: str

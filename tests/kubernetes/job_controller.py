@@ -46,7 +46,6 @@ class Backoff:
         return at - self.failed >= self.seconds(unit, limit) and at - self.refused >= tries
 
     def seconds(self, unit: float, limit: float) -> float:
-        """Return the seconds between the last failure and a new pod."""
         return min(limit, unit * 2 ** (self.failures - 1)) if self.failures else 0.0
 
 
@@ -238,7 +237,6 @@ class Sync:
         return bool(restarts >= max(1, spec.get("backoffLimit", 6)))
 
     def missing(self) -> list[int]:
-        """Return the indexes that need a new pod."""
         held = [*self.active, *(self.terminating if self.waits else [])]
         taken = self.succeeded | {index_of(pod) for pod in held}
         left = [index for index in range(self.completions) if index not in taken]

@@ -40,7 +40,6 @@ def check(job: Tree) -> None:
 
 
 def refuse(kind: str, name: str, found: list[str], before: str = "") -> None:
-    """Reject an object for these reasons, if there are any."""
     if found:
         listed = found[0] if len(found) == 1 else f"[{', '.join(found)}]"
         raise RefusedError(422, "Invalid", f'{before}{kind} "{name}" is invalid: {listed}')

@@ -19,8 +19,6 @@ KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
 
 
 class JobSetApi:
-    """The API server's handling of JobSets and of their pods."""
-
     def __init__(self) -> None:
         self.is_installed = False
         self.is_away = False

@@ -273,7 +273,6 @@ def marks(jobset: Tree, role: Tree, index: int) -> dict[str, str]:
 
 
 def job_of(jobset: Tree, role: Tree, index: int) -> Tree:
-    """Return a new Job of a JobSet, with the defaults of the API."""
     template = copy.deepcopy(role["template"])
     spec, meta = template["spec"], jobset["metadata"]
     labels = marks(jobset, role, index)

@@ -189,7 +189,6 @@ class Kubelet:
         running(self._store, self._store.get("pods", *_key(pod)), address)
 
     def _run_pod(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
-        """Run a pod in a separate thread until it ends."""
         uid = pod["metadata"]["uid"]
         inits = self._inits.get(uid)
         if inits:
@@ -204,7 +203,6 @@ class Kubelet:
     def _follow(
         self, pod: Tree, begin: Callable[[], subprocess.Popen[bytes]], message: Path
     ) -> None:
-        """Follow the container of a pod and its restarts until the pod ends."""
         uid = pod["metadata"]["uid"]
         for restarts in itertools.count():
             code = self._wait(uid, restarts)
@@ -268,7 +266,6 @@ class Kubelet:
         return self._stays(pod)
 
     def _stays(self, pod: Tree) -> bool:
-        """Return whether a pod exists and is not being deleted."""
         uid = pod["metadata"]["uid"]
         with suppress(RefusedError):
             meta = self._store.get("pods", *_key(pod))["metadata"]

@@ -46,7 +46,6 @@ class Logs:
             return found
 
     def is_asked(self, uid: str) -> bool:
-        """Return whether a client has started to read a log of a pod."""
         with self._changed:
             return any(log.asked for (pod, _), log in self._logs.items() if pod == uid)
 

@@ -4,11 +4,12 @@ Every pod of a TFJob has a headless Service of the same name: `POD.NAMESPACE.svc
 Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one
 Service: `HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service exists
 and selects a running pod. If the Service publishes pods that are not ready, this includes pods that
-are being deleted. All pods are processes on this machine. Each pod of a TFJob has its own port.
-Each pod of a JobSet has its own loopback address, which a replacement does not inherit; because
-TensorFlow's servers listen on all addresses, they use ports that only the network knows. If two
-pods have the same hostname because the old one is terminating, a caller gets the old pod; a real
-DNS server returns both.
+are being deleted. If two pods have the same hostname because the old one is terminating, a caller
+gets the old pod; a real DNS server returns both.
+
+All pods are processes on this machine. Each pod of a TFJob has its own port. Each pod of a JobSet
+has its own loopback address, which a replacement does not inherit. Because TensorFlow's servers
+listen on all addresses, they use ports that only the network knows.
 
 TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which resolves the name when a
 connection is opened; Python's sockets also ask the proxy (`tests.kubernetes.resolver`). These tests

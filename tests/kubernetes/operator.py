@@ -116,7 +116,6 @@ class Operator:
         condition(job, "Suspended", message=f"TFJob {job['metadata']['name']} is suspended.")
 
     def _pods(self, job: Tree) -> dict[str, list[Tree]]:
-        """Create missing pods and replace failed ones; return the pods by role."""
         found = {pod["metadata"]["name"]: pod for pod in self._of(job)}
         by_role: dict[str, list[Tree]] = {}
         for role, spec in job["spec"]["tfReplicaSpecs"].items():

@@ -19,8 +19,6 @@ _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
 class RefusedError(Exception):
-    """An error response of the API."""
-
     def __init__(self, code: int, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
         self.code = code
