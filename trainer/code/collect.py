@@ -16,13 +16,13 @@ from pathspec import GitIgnoreSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
-#: #: Files that are not code or are generated from code; left out by default.
+#: Files that are not code or are generated from code; left out by default.
 DEFAULTS = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
     ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",
     ".vscode", "node_modules", "*.egg-info", ".DS_Store", ".*.part", "/MANIFEST.json",
 )  # fmt: skip
-#: #: Names of files that probably contain secrets.
+#: Names of files that probably contain secrets.
 SECRETS = (
     ".env", ".env.*", "*.env", "credentials", "credentials.json", "credentials.y*ml",
     "credentials.ini", "credentials.toml", "client_secret*.json", "service[-_]account*.json",

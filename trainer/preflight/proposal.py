@@ -79,7 +79,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of the first rows: a scan of each column, and whether the source has more rows."""
+    """Statistics of the first rows: a scan of each column, and whether these are all rows."""
 
     count: int
     columns: Mapping[str, Any]

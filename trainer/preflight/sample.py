@@ -117,7 +117,6 @@ def _publish(
 
 
 def _rename_files(error: UserError, copies: Mapping[str, str]) -> UserError:
-    """Return the error with the names of the original files instead of their copies."""
     says = str(error)
     for copy, original in copies.items():
         says = says.replace(copy, original)

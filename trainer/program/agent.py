@@ -66,7 +66,7 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.tracking.tracker import following_training
 
-#: #: Time from SIGTERM to SIGKILL for a program, in seconds. The supervisor waits twice as long.
+#: Time from SIGTERM to SIGKILL for a program, in seconds. The supervisor waits twice as long.
 GRACE_SECONDS = 30.0
 # Interval at which the agent looks for files of the program, in seconds.
 LOOK_SECONDS = 1.0
@@ -123,7 +123,7 @@ class Agent:
         self._code: int | None = None
         self._refuses = self._is_ready = self._is_gone = False
         self._pid = 0
-        #: #: Why the agent killed the program, and why its attempt is over; empty if neither is the
+        #: Why the agent killed the program, and why its attempt is over; empty if neither is the
         #: case.
         self._why = self._lost = ""
         self._publisher: Publisher | None = None
@@ -333,7 +333,6 @@ class Agent:
     # While the program runs.
 
     def _follow(self, link: Link) -> Message:
-        """Follow the program until it ends; return its end message."""
         is_asked = False
         while True:
             message = link.receive(LOOK_SECONDS)
@@ -408,7 +407,6 @@ class Agent:
         ).start()
 
     def _ask_store(self) -> bool:
-        """Look for a new attempt, or for a checkpoint to evaluate."""
         if self._task.role == "evaluator":
             uri, _ = find_published(self._job.checkpoints)
             if uri and uri != self._filled:
@@ -509,7 +507,6 @@ class Agent:
         completion.record(self._job, uri)
 
     def _dismiss(self, link: Link, code: int, message: str) -> None:
-        """Tell the guard to exit, and wait until it has."""
         if self._is_gone:
             return
         while not self._is_ready:

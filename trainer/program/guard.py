@@ -38,7 +38,7 @@ import time
 from typing import Any, Callable, Dict, List  # noqa: UP035
 
 SOCKET, LOCK = "guard.sock", "guard.lock"
-#: #: Environment variable of all processes of a program, with the identity of its guard's folder.
+#: Environment variable of all processes of a program, with the identity of its guard's folder.
 MARK = "FLOTILLA_GUARD"
 BEGIN_AGAIN, NOT_EXECUTABLE, NOT_FOUND = 138, 126, 127
 # The kernel limits the path of a socket to 108 bytes.

@@ -1,9 +1,9 @@
 """Finds complete checkpoints and models in the folders of a program.
 
-The known layouts are those of `tf.train.Checkpoint` and `tf.compat.v1.train.Saver`, Keras files,
-SavedModels and Orbax checkpoints. If a marker is configured, only folders that have the marker file
-count. Only regular files inside of the folder count: reading a pipe would never end, and a link out
-of the folder points elsewhere in another container.
+The known layouts are checkpoints of `tf.train.Checkpoint` and `tf.compat.v1.train.Saver`, Keras
+files, SavedModels and Orbax checkpoints. If a marker is configured, only folders that have the
+marker file count. Only regular files in the folder count: reading a pipe would never end, and a
+link out of the folder points elsewhere in another container.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.errors import UserError
 TENSORFLOW, KERAS, ORBAX, SAVED_MODEL, MARKER = LAYOUTS = (
     "tensorflow", "keras", "orbax", "saved_model", "marker",
 )  # fmt: skip
-#: #: The name of TensorFlow's checkpoint state file, which names the newest checkpoint.
+#: The name of TensorFlow's checkpoint state file, which names the newest checkpoint.
 STATE = "checkpoint"
 _KERAS = (".keras", ".h5", ".hdf5")
 _OF_ORBAX = {"_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA", "manifest.ocdbt"}
@@ -60,7 +60,7 @@ class Stored:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the layout guarantees that the checkpoint is not written to any more."""
+        """Whether the layout guarantees that the checkpoint will not be written to again."""
         return bool(self.state) or self.layout == ORBAX
 
 

@@ -81,7 +81,7 @@ class Metrics:
         self.step = start
         self.said_steps = False
         self.stepped_at = time.monotonic()
-        #: #: The newest metrics, for the manifest of the next checkpoint.
+        #: The newest metrics, for the manifest of the next checkpoint.
         self.newest: dict[str, Any] = {}
         self._said: deque[tuple[float, int]] = deque(maxlen=10_000)
         self._rate = (time.monotonic(), start)

@@ -41,7 +41,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
 
 CHECKPOINT, MODEL = "checkpoint", "model"
-#: #: The manifest field that describes the checkpoint and model of a program.
+#: The manifest field that describes the checkpoint and model of a program.
 FIELD = "program"
 # The file that records which checkpoint in the folder is already published.
 _KNOWN = "known.json"
@@ -169,7 +169,7 @@ class Publisher:
         found = newest if newest and newest.is_committed else before
         digest = self._digest(found) if found else self._known
         if found and digest != self._known and self._is_unchanged(found):
-            # Do not queue it again.
+            # Remember it, so that the next look does not queue it again.
             self._known = digest
             step = self._count(found, step_at(found.modified, found.number))
             self._uploads.put(CHECKPOINT, partial(self._publish, found, step, dict(metrics)))
@@ -259,7 +259,7 @@ class Publisher:
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
         if is_whole:
             storage.delete(uri)
-        # Let the next look queue it again.
+        # Forget it, so that the next look queues it again.
         self._known = self._read_known()
         if is_last:
             raise UserError(

@@ -37,11 +37,11 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: #: The key of the rule that the model must be comparable with the champion.
+#: The key of the rule that the model must be comparable with the champion.
 COMPARABLE = "the champion"
 # Maximum number of lost classes that a rule lists.
 _FEW = 4
-# Maximum factor by which a rule proposes to increase the number of examples.
+# A rule suggests at most this many times the current number of examples.
 _MOST_TIMES = 100
 
 

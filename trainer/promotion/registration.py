@@ -129,7 +129,7 @@ def _compare_again(
     gained = seen.get("gained", False)
     if champion.uri != seen.get("champion", ""):
         decided = request.compare(champion)
-        # The gate's other rules do not depend on the champion.
+        # Leave out the comparison with the constant, which does not depend on the champion.
         rules = tuple(each for each in decided.rules if each.key != CONSTANT)
         gained, lineage["decision"] = decided.gained, decided.uri
         lineage["measured"] = dict(decided.measured)

@@ -12,8 +12,8 @@ MOST_POINTS = 600
 MARKED_POINTS = 40
 # Values with a larger magnitude are not drawn, because their grid would overflow.
 _LARGEST = 1e100
-# Maximum ratio of the largest to the smallest value on a linear scale. A series with a larger ratio
-# is drawn on a log scale.
+# Maximum ratio of the largest to the smallest value on a linear scale. Above it, a log scale is
+# used if the chart allows one.
 MOST_LINEAR = 20.0
 # An axis starts at zero if its lowest value is at most this share of its highest value.
 _NEAR_ZERO = 0.25
@@ -33,7 +33,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """One grid line: its position and label."""
+    """A grid line with its position and label."""
 
     at: float
     label: str

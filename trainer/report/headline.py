@@ -109,7 +109,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the values of the model and the constant, if known, with enough digits to compare."""
+    """Format the values of the model and the constant, if known, so that they can be compared."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 
@@ -199,7 +199,7 @@ def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
-    """Return the weaker end of the confidence interval or, without one, a bound below the value."""
+    """Return the weaker end of the interval or, without one, a bound weaker than the value."""
     ends, constant = found.get("interval"), number(found.get("constant"))
     bound = number(ends[is_lower]) if isinstance(ends, list | tuple) and len(ends) > 1 else None
     if bound is None:

@@ -32,7 +32,7 @@ _SEVERAL = '{each["feature"]: given[each["name"]] for each in manifest["inputs"]
 
 
 def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return a program for each library that can load the model in `folder`, by library.
+    """Return a program for each library that can load the model in `folder`, keyed by library.
 
     `fields` are the fields of the model's manifest. A model of an earlier version has no program
     for Keras.

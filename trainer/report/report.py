@@ -263,7 +263,6 @@ def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
 
 
 def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict[str, Any]:
-    """Return the plots of the classes of a model, or of one of its outputs."""
     calibration = views.calibration(evaluation)
     return {
         "of": f" of {output}" if output else "",

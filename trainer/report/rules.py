@@ -23,11 +23,11 @@ from flotilla.trainer.report.wording import (
     spell_metric,
 )
 
-#: #: Configuration keys of the comparison rules.
+#: Configuration keys of the comparison rules.
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
-#: #: Prefixes and suffixes of metric names in rules that measure a difference.
+#: Prefixes and suffixes of metric names in rules that measure a difference.
 EXPORTED = "difference of "
 DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}
@@ -45,7 +45,7 @@ _SEEN = {
         "the champion cannot be compared with this model",
     ),
 }
-#: #: Metrics of the rules that check whether the model can replace the champion.
+#: Metrics of the rules that check whether the model can replace the champion.
 IDENTITY = ("same_signature", "comparable")
 _NAMES = {
     "megabytes": "the size of the model in megabytes",

@@ -107,7 +107,7 @@ def weak_classes(evaluation: Facts) -> list[Facts]:
 
 
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
-    """Return the ROC and precision-recall curves; with many classes, those of the weakest ones."""
+    """Return ROC and precision-recall curves by class; of many classes, only the weakest."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (
@@ -190,7 +190,7 @@ def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
 
 
 def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
-    """Return the columns of each metric in a history, with their splits."""
+    """Return the history columns of each metric, with the split that each column belongs to."""
     columns = dict.fromkeys(name for row in history for name in row)
     names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
     names = [*main_first(dict.fromkeys([LOSS, *names]), main)][:_MOST_PARTS]

@@ -23,7 +23,7 @@ SECRET_KEYS = {
     "MLFLOW_TRACKING_USERNAME": "username",
     "MLFLOW_TRACKING_PASSWORD": "password",
 }
-#: #: All tracking variables that a manifest may contain.
+#: All tracking variables that a manifest may contain.
 VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
 # Address of the Model Registry, used if `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run is in MLflow: the id of the MLflow run, or its experiment by id or name."""
+    """The location of a run in MLflow: its run id, or an experiment by id or name."""
 
     run: str = field(default_factory=lambda: os.environ.get(RUN, ""))
     experiment: str = field(default_factory=lambda: os.environ.get(EXPERIMENT, ""))

@@ -28,7 +28,7 @@ import yaml
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.json_records import finite
 
-#: #: The file that makes a folder an MLflow model.
+#: The file that makes a folder an MLflow model.
 FILE = "MLmodel"
 FOLDER = "mlflow"
 EXAMPLE, SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"

@@ -50,7 +50,7 @@ _LONGEST_TAG = 4000
 _TEST = "evaluation"
 # The events that are tracked.
 _TRACKED = (AttemptBegin, Progress, Validation, Restart, StepEnd)
-#: #: The file that marks a local run or sweep whose data in MLflow may be incomplete.
+#: The file that marks a local run or sweep whose data in MLflow may be incomplete.
 UNSENT = "mlflow.json"
 # Maximum number of later commands that try to send the missing data of a run.
 MOST_SENDINGS = 5
