@@ -1,4 +1,4 @@
-"""Compares the time to 97 % test accuracy on MNIST with that of the published program.
+"""Compares how long Flotilla and the published program take to 97 % accuracy on MNIST.
 
 Both sides save snapshots of their weights, which are evaluated after training. The time of the
 program includes fetching the snapshots (320 KB each) but not writing them; the time of Flotilla
@@ -87,7 +87,7 @@ def time_to_accuracy() -> Comparison:
 
 
 def first_reach(course: Course, goal: float) -> tuple[float, bool]:
-    """Return when a course first reaches the goal (or else ends), and whether it reaches it."""
+    """Return the time when a course first reaches the goal, or else ends, and whether it did."""
     seconds = 0.0
     for at, share in course:
         seconds = at

@@ -44,7 +44,7 @@ CHIEF = Task(role="chief", index=0)
 
 
 def checkpoint_parts() -> Comparison:
-    """Return the seconds that a save pauses training, divided by those of a copy on the servers."""
+    """Return how long a save pauses training, relative to an in-memory copy on the servers."""
     seen = _led()
     return Comparison(
         name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
@@ -57,7 +57,6 @@ def checkpoint_parts() -> Comparison:
 
 
 def _led() -> Any:
-    """Return the measurements of a chief with two servers and one worker."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         with reserve_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:

@@ -64,7 +64,7 @@ Measured = Mapping[str, float]
 
 
 def same_tables() -> Comparison:
-    """Return, for each seed, 1 minus the AUC that growing tables lose against dense ones."""
+    """Return 1 minus the loss of AUC compared with dense tables, for each seed."""
     # The builder and the model are modules in this folder.
     sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
@@ -127,7 +127,6 @@ def _config(settings: Mapping[str, Any]) -> Config:
 
 
 def _ids(dataset: str, scratch: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Return the ids of the training split, by feature."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     files = stage_shards(dataset, scratch, "train")
     batches = [
@@ -153,7 +152,6 @@ def _plain(seed: int, dataset: str, folder: Path, ids: Path) -> Measured:
 
 
 def _measured(config: Config, dataset: str, home: Path) -> Measured:
-    """Return the metrics of the model of a run on the test split."""
     trained = launched.trained(config, home, dataset)
     output = storage.join(storage.uri_of(home), "evaluation")
     with tempfile.TemporaryDirectory(dir=home) as scratch:

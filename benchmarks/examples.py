@@ -137,7 +137,7 @@ def shards_of(dataset: str, folder: Path) -> tf.data.Dataset:
 
 
 def main() -> None:
-    """Measure one of them, and print its speeds as a JSON object."""
+    """Measure one of the two inputs, and print its speeds as a JSON object."""
     which, *places = sys.argv[1:]
     staging = 0.0
     if which == FLOTILLA:

@@ -70,7 +70,7 @@ def _measured(name: str, dimension: int) -> list[Comparison]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """Functions that run a number of steps, and of updates, with one table."""
+    """Functions that run a given number of steps or updates with one table."""
 
     step: Callable[[int], Any]
     update: Callable[[int], Any]
@@ -92,7 +92,7 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
     def build_model() -> keras.Model:
         ids = keras.Input((), dtype="int64")
         found = keras.layers.Embedding(rows, dimension, name="table")(ids)
-        # The hidden layers are those of the `tabular` model.
+        # The same hidden layers as in the `tabular` model.
         for number, units in enumerate((64, 32)):
             found = keras.layers.Dense(units, activation="relu", name=f"hidden_{number}")(found)
         return keras.Model(ids, keras.layers.Dense(1, name="out")(found))

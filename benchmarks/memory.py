@@ -49,7 +49,7 @@ def memory() -> Comparison:
 
 
 def table_memory() -> Comparison:
-    """Compare the resident memory of all tasks, with a full table that replaces its rows."""
+    """Compare the resident memory of all tasks, with a full table that reuses its rows."""
     (run,) = _runs(OF_TABLE, TABLE_LOOKS, 1)
     return Comparison(
         name=f"memory of all tasks with a full table after {LATE:,} steps, over after {EARLY:,}",
@@ -64,7 +64,6 @@ def table_memory() -> Comparison:
 
 
 def _runs(settings: Mapping[str, Any], steps: Sequence[int], count: int) -> list[tuple[Look, ...]]:
-    """Return the measurements at the given steps for each of `count` runs."""
     config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         return [watched(config, Path(name) / f"{each}", list(steps)) for each in range(count)]

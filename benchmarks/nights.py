@@ -104,7 +104,6 @@ def _shift(data: Data, value: float) -> float:
 
 
 def _precision(share: float, shift: float) -> float:
-    """Return the true average precision of a model."""
     hits, alarms = share * stats.norm.sf(_GRID - shift), (1 - share) * stats.norm.sf(_GRID)
     density = stats.norm.pdf(_GRID - shift)
     return float(density @ (hits / (hits + alarms)) / density.sum())
@@ -203,7 +202,7 @@ def promoted(
 
 
 def first(data: Data, examples: int, nights: int = NIGHTS) -> float:
-    """Return the share of nights in which a model without positives becomes the first champion."""
+    """Return the share of nights in which a model that finds no positives becomes champion."""
     generator, model = np.random.default_rng(examples), Model(shift=0.0, threshold=1.0)
     drawn = (Night(data, examples, generator) for _ in range(nights))
     return sum(night.over_constant(night.answered(model)) for night in drawn) / nights

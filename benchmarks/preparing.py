@@ -1,4 +1,4 @@
-"""Compares the cost of preparing a dataset with that of TFDS alone.
+"""Compares the cost of preparing a dataset with Flotilla and with TFDS alone.
 
 `python -m benchmarks.preparing WHICH FOLDER` prepares MNIST in its own process.
 """

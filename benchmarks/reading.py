@@ -79,7 +79,6 @@ def _rounds(size: int) -> list[tuple[list[float], list[float]]]:
 
 
 def _write(folder: Path) -> None:
-    """Write the same rows in both forms."""
     draw = np.random.default_rng(0)
     kinds = np.array([f"category {number}".encode() for number in range(50)], object)
     columns: dict[str, Any] = {

@@ -119,7 +119,7 @@ def _penguins() -> Table:
 
 
 _VOTES = [f"r{number}" for number in range(1, 11)]
-#: #: The kind of each table, its label, and the function that loads it.
+#: The kind of each table, its label, and the function that loads it.
 TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "breast_cancer": ("two classes", "target", lambda: _scikit("breast_cancer")),
     "fair": ("two classes", "affair", _fair),
@@ -146,7 +146,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "movies": ("numbers, texts, gaps", "rating", lambda: _r("movies", *_VOTES, most=10_000)),
     "companies": ("numbers, very skewed, texts", "marketvalue", lambda: _r("Forbes2000", "rank")),
 }
-#: #: The kind, the label and the function of each table whose only input is a text.
+#: The kind, the label and the function of each table whose only input is a text.
 TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "tweets": (
         "two classes",
@@ -320,7 +320,6 @@ def _lines(
     titles: Sequence[str],
     ways: Sequence[str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the lines of a Markdown table, and the verdicts on each row."""
     lines = [
         f"| table | label | rows, test | metric | {' | '.join(titles)} | |",
         "|" + "---|" * (len(ways) + 5),

@@ -64,7 +64,7 @@ PATHS = {
 
 
 def same_accuracy(name: str) -> Comparison:
-    """Return the test accuracy of a fast path divided by that of `model.fit`, for each seed."""
+    """Return the test accuracy of a fast path relative to `model.fit`, for each seed."""
     path = PATHS[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         home = Path(folder)

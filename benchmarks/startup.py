@@ -1,6 +1,7 @@
-"""Measures how long the processes of steps and training tasks take to start, mostly for imports.
+"""Measures how long the processes of steps and training tasks take to start.
 
-The unit is CPU time, which depends little on other programs on the machine.
+Most of this time is spent on imports. The unit is CPU time, which depends little on other programs
+on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BODIES = {
     "evaluate_model": ("flotilla.trainer.evaluation.evaluate",),
     "export_model": ("flotilla.trainer.export.export",),
 }  # fmt: skip
-#: #: Modules that each process loads, by the name of the step or task.
+#: Modules that each process loads, by the name of the step or task.
 PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         **{
@@ -40,7 +41,7 @@ PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         },
     }
 )
-#: #: Maximum total of all processes, in units of one import of TensorFlow.
+#: Maximum total of all processes, in units of one import of TensorFlow.
 AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
@@ -53,7 +54,7 @@ print(len(sys.modules))
 
 
 def startup() -> Comparison:
-    """Compare the CPU seconds of the imports of all steps and tasks with those of TensorFlow."""
+    """Compare the CPU seconds to import all steps and tasks with the time to import TensorFlow."""
     rounds: list[float] = []
     table: dict[str, list[float]] = {name: [] for name in PROCESSES}
     modules = {name: loaded(name)[1] for name in PROCESSES}

@@ -56,7 +56,7 @@ class Stubs(AsyncParameterServer):
 
 
 def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
-    """Lead all workers for some seconds; return the update rate and the chief's CPU time."""
+    """Train with all workers for `seconds`; return the update rate and the chief's CPU time."""
     cluster = Cluster(addresses={role: tuple(addresses) for role, addresses in spec.items()})
     began, used = time.monotonic(), time.process_time()
     stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
@@ -93,7 +93,6 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
 
 
 def _of_one_worker(stubs: Stubs, workers: int) -> dict[str, float]:
-    """Return the CPU seconds of the chief per worker, for a stretch and for a look."""
     used = time.process_time()
     for _ in range(STRETCHES):
         # Enough updates for turns. All workers already have the closure of a turn.

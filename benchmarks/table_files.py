@@ -1,4 +1,4 @@
-"""Compares the CPU time and memory of preparing a table with those of reading it with pyarrow.
+"""Compares the CPU time and memory to prepare a table and to read it with pyarrow.
 
 `python -m benchmarks.table_files WHICH FILE` prepares or reads one file in its own process.
 """

@@ -53,7 +53,7 @@ def synchronous() -> Comparison:
 
 
 def local_steps() -> Comparison:
-    """Compare local steps per second with rare pulls to those of one process without a cluster."""
+    """Compare the local steps per second of workers that rarely pull with one process alone."""
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
@@ -128,7 +128,6 @@ def _compared(
     other: Callable[[_Bench], float],
     rounds: int = ROUNDS,
 ) -> Comparison:
-    """Compare two speeds, with bounds for the median and for the worst round."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         bench = _Bench(Path(folder))
         pairs = alternating(rounds, lambda: own(bench), lambda: other(bench))

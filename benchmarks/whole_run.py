@@ -16,7 +16,7 @@ CONFIG = "configs/digits.yaml"
 
 
 def whole_run() -> Comparison:
-    """Compare the seconds of `flotilla run` on the digits with those of `import tensorflow`."""
+    """Compare how long `flotilla run` on the digits and `import tensorflow` take, in seconds."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         workdir = Path(name)
         # Warm up: the first run prepares the dataset, and the system caches its files.

@@ -178,7 +178,6 @@ def _collected() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
-    """The folder with the four official MNIST files."""
     folder = Path(os.environ.get("FLOTILLA_MNIST_DIR", ROOT / "../shared/data/mnist")).resolve()
     absent = [name for name in MNIST_FILES if not (folder / name).is_file()]
     if absent:

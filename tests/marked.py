@@ -47,7 +47,6 @@ def _tests(
 
 
 def _assigned(tree: ast.Module | ast.ClassDef) -> list[ast.expr]:
-    """Return the markers in `pytestmark`."""
     for node in tree.body:
         if not isinstance(node, ast.Assign):
             continue

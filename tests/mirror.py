@@ -67,7 +67,6 @@ class Selection:
 
 
 def is_test(path: PurePosixPath) -> bool:
-    """Return whether pytest collects a file."""
     return path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
 
 

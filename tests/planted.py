@@ -51,7 +51,7 @@ def found_in(texts: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     for name, secret in SECRETS.items():
         data = secret.encode()
         forms = {data, quote(secret, safe="").encode(), quote(secret).encode()}
-        # In base64, a text is encoded differently after 0, 1 or 2 preceding bytes.
+        # The base64 form of a text depends on the number of bytes before it, modulo 3.
         for before in range(3):
             encoded = base64.b64encode(b"x" * before + data)[4 if before else 0 : -4]
             forms |= {encoded, encoded.translate(bytes.maketrans(b"+/", b"-_"))}

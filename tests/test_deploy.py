@@ -1,4 +1,4 @@
-"""`deploy/`: each overlay is complete, in one namespace, labelled, and has valid types."""
+"""Each overlay in `deploy/` is complete; its objects are valid, labelled and in one namespace."""
 
 import json
 import re
@@ -119,7 +119,6 @@ def test_the_page_names_every_overlay():
 
 @pytest.fixture(scope="module")
 def build():
-    """Return a function that builds a kustomization and returns its objects."""
     tool = next((words for name, words in BUILDERS.items() if shutil.which(name)), None)
     if tool is None:
         pytest.skip("neither kubectl nor kustomize is installed")

@@ -1,4 +1,4 @@
-"""The guarantees of `conftest.py` hold even for tests that violate them; `-m` imports few files."""
+"""`conftest.py` fails tests that break its rules, and `-m` imports only the files it needs."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 from tests.marked import may_match
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation
+OUTSIDE = ("192.0.2.1", 9)  # an address that is reserved for documentation
 
 LEAVES_ONE = """
     import os, subprocess, sys

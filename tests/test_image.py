@@ -1,4 +1,4 @@
-"""The contents of the image, and the build context with all files that the Dockerfile copies."""
+"""The image has the right contents, and the build context has all files that it needs."""
 
 import platform
 import re

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.wheels import write_wheel
 
 SCRIPT = runpy.run_path(str(ROOT / ".ci" / "uv.py"))
-#: #: A uv that records its arguments and environment, and exits with the given code.
+#: A uv that records its arguments and environment, and exits with the given code.
 RECORDER = """
 import json, os, sys
 with open(os.environ["RECORD"], "w") as file:

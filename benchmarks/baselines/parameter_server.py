@@ -140,7 +140,7 @@ class _Record:
         self._kept.append((time.time(), self._marks[-1][1], weights))
 
     def write(self) -> None:
-        """Write the measurements during training, because not every worker reaches the end."""
+        """Write the measurements, even before the end, which some workers never reach."""
         result = {"local_steps": self._local_steps, "marks": self._marks}
         result["kept"] = [(when, step) for when, step, _ in self._kept]
         # The process may be killed at any moment, so only a complete file is renamed to its name.

@@ -154,7 +154,7 @@ def _solved(rows: Sequence[Sequence[float]], sums: Sequence[float]) -> list[floa
 
 
 def _memory(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
-    """Return for each role the bytes of its process, and the bytes per byte that it holds."""
+    """Return the fixed memory of each role's process, and its memory per byte of variables."""
     found = {}
     for role in ("chief", "ps", "worker"):
         seen = [p for p in points if role in p.memory]

@@ -91,7 +91,7 @@ _LIMITS = (
     "of ideal",
     "limit",
 )
-# Time between checkpoints in seconds, and as a minimum number of updates of each worker.
+# Minimum time between checkpoints: in seconds, and in updates of each worker.
 _SECONDS, _UPDATES = 60.0, 12
 _TROUBLES = ("what happens", "asynchronous", "synchronous, all", "synchronous, 95 of 100")
 

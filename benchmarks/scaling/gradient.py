@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import launched
 
-# Number of repetitions after tracing, of which the median is used, and local steps in each.
+# Number of repetitions after tracing, and of local steps in each. The median repetition is used.
 ROUNDS, STEPS = 5, 100
 SERVERS = (1, 2, 3, 4)
 MODELS: dict[str, tuple[str, str]] = {

@@ -28,7 +28,7 @@ MANY_STEPS = 2 * STEPS
 # Number of workers in runs that vary the model and `pull_every`.
 FEW = 2
 PULL_EVERY = 10
-# Shares of all steps. Tracing has ended at the first; the last ends the measurement, and training
+# Shares of all steps at which to measure. At the first, tracing has ended. After the last, training
 # continues, so that all tasks still run.
 FIRST, HALF, LAST = 0.3, 0.5, 0.7
 MIDDLE = "784-100-10"
@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
 
 
 def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
-    """Run a case below a folder; `found` is the gradient of its model, `dataset` is a URI."""
+    """Run a case below `workdir`; `found` has the measured gradient of its model."""
     config = launched.configuration(
         {
             **gradient.settings_of(case.model),

@@ -340,7 +340,7 @@ class _Simulation:
             self.waiting.append(worker)
 
     def _passed(self, way: str, times: Iterable[float]) -> float:
-        """Return when the last part has passed. Each part has its own card and arrival time."""
+        """Return the end time of a transfer of all parts; each part has its own network card."""
         cards, wires = self.cards[way], self.work.wire
         cards.used += wires[0]
         queues = zip(times, cards.free, wires, strict=False)

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-#: #: The page on the site for each added file; both paths are relative to their root.
+#: The page on the site for each added file; both paths are relative to their root.
 ADDED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -26,7 +26,7 @@ ADDED = {
     },
 }
 FOLDERS = {"benchmarks/results": "measurements/README.md"}
-#: #: Factors for the rank of a page in search results: short pages come first, internals last.
+#: Factors for the rank of a page in search results: short pages come first, internals last.
 BOOSTS = {"start/": 1.5, "decisions/": 0.2, "measurements/": 0.2, "changelog": 0.5}
 _SOURCES = {page: source for source, page in ADDED.items()}
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Return the text of a page with its links changed to pages of the site."""
+    """Set the search rank of a page; return its text with links changed to pages of the site."""
     where = page.file.src_uri
     boost = next((each for begin, each in BOOSTS.items() if where.startswith(begin)), 1.0)
     page.meta.setdefault("search", {})["boost"] = boost

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import tensorflow_datasets as tfds
 
 LAST_DAY = 9999
-#: #: Number of events drawn at once, and number of consecutive events of one user.
+#: Number of events drawn at once, and number of consecutive events of one user.
 PART = 1 << 16
 VISIT = 8
 RANK = 2
@@ -364,7 +364,7 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         whole("test_events", test_events, 1, _MOST)
         self.days = days
         self.clickstream = Clickstream(events=events, **truth)
-        #: #: Examples per split. Because of this attribute, Flotilla reads the data with `columns`,
+        #: Examples per split. Because of this attribute, Flotilla reads the data with `columns`,
         #: and TFDS writes nothing.
         self.sizes: Mapping[str, int] = {"train": events * days, "test": test_events}
         self.VERSION = tfds.core.Version(f"{_RELEASE}{self.day}")

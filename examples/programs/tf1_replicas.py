@@ -25,7 +25,7 @@ class Recorder(tf.train.CheckpointSaverListener, tf.train.SessionRunHook):
             run_context.request_stop()
 
     def end(self, session, global_step_value=None):
-        """Both base classes have a method of this name."""
+        """Override this method, which both base classes define."""
 
     def before_save(self, session, global_step_value):
         said = {"step": int(global_step_value), "loss": float(session.run(self.loss))}

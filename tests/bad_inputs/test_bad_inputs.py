@@ -111,7 +111,6 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
 
 
 def check_json(out: str, err: str) -> None:
-    """Check that the output is one line of JSON with the message of standard error."""
     assert out.count("\n") == 1, out
     answer = json.loads(out)
     assert set(answer) == KEYS

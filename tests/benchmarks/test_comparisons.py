@@ -306,7 +306,6 @@ def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, mnist_dir):
-    """Prepare MNIST with Flotilla and with TFDS."""
     folder = tmp_path_factory.mktemp("mnist")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
@@ -347,7 +346,6 @@ def test_both_give_each_example_once_an_epoch_in_another_order(prepared):
 
 
 def _sums(batches, skip):
-    """Return a fingerprint of each image in an epoch, in order."""
     weights = np.random.default_rng(0).integers(1, 1 << 20, 784)
     taken = batches.skip(skip).take(550).as_numpy_iterator()
     return np.concatenate([images.reshape(len(images), -1) @ weights for images, _ in taken])

@@ -1,4 +1,4 @@
-"""Benchmarks of tables: dense tables with a row for each listed id, large ones, and real ones."""
+"""The table benchmarks: dense tables with a row per listed id, large tables, and real tables."""
 
 import json
 import subprocess

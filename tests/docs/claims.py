@@ -53,7 +53,6 @@ def refusal(words, *, whole=True):
 
 
 def wrong_space(params):
-    """Return why a sweep would refuse its search space, or ""."""
     if params["resume"]:
         return ""
     if params["auto"]:
@@ -72,7 +71,6 @@ def wrong_space(params):
 
 
 def wrong_settings(params):
-    """Return why a run would refuse its configuration, or ""."""
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
@@ -90,7 +88,6 @@ def wrong_settings(params):
 
 
 def wrong_make(words):
-    """Return why `make` would refuse these words, or ""."""
     for word in words[1:]:
         name, is_variable, value = word.partition("=")
         if name not in (VARIABLES if is_variable else TARGETS):
@@ -102,7 +99,6 @@ def wrong_make(words):
 
 
 def wrong_task(words):
-    """Return why `python -m flotilla.trainer` would refuse these words, or ""."""
     try:
         _parser().parse_args(words[words.index("flotilla.trainer") + 1 :])
     except SystemExit as end:
@@ -111,7 +107,7 @@ def wrong_task(words):
 
 
 def wrong_command(words, *, whole=True):
-    """Return why a command is invalid, or ""; commands of other programs are not checked."""
+    """Commands of other programs are not checked."""
     if words[0] in FLOTILLA:
         return refusal(words, whole=whole)
     if words[0] == "make":
@@ -127,7 +123,6 @@ def wrong_command(words, *, whole=True):
 
 
 def wrong_kubectl(words):
-    """Return which kustomization does not exist in this repository, or ""."""
     folders = [
         after
         for word, after in pairwise(words)
@@ -138,7 +133,6 @@ def wrong_kubectl(words):
 
 
 def wrong_install(words):
-    """Return which extra does not exist in the package, or ""."""
     for word in words:
         package, bracket, extra = word.partition("[")
         if bracket and package == "kfp-flotilla" and extra.rstrip("]") not in EXTRAS:

@@ -39,7 +39,6 @@ class Page:
                     yield f"{self.path}:{number}", words
 
     def inline(self) -> list[str]:
-        """Return the inline code in the prose."""
         return _INLINE.findall(self.prose)
 
     def links(self) -> list[str]:

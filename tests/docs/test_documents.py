@@ -72,7 +72,6 @@ def test_every_snippet_of_a_configuration_is_valid():
 
 
 def blocks(language):
-    """Yield all code blocks in a language, each with its page and line."""
     for document in PAGES:
         for block in document.of(language):
             yield f"{document.path}:{block.line}", block

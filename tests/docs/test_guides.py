@@ -264,7 +264,6 @@ def test_a_pretrained_trunk_is_fine_tuned(fine_tuned):
 
 
 def values(uri):
-    """Return the variables of a checkpoint by path."""
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     return {
         key.removeprefix("variables/").partition("/")[0].replace(".S", "/"): reader.get_tensor(key)

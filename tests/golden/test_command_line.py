@@ -1,4 +1,4 @@
-"""Golden file of all commands and options, which scripts rely on, unlike the layout of the help."""
+"""All commands and options match a golden file, because scripts rely on them."""
 
 import json
 

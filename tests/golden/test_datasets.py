@@ -42,7 +42,6 @@ class Row(NamedTuple):
 
 
 def answer(name, section, data_dir):
-    """Return the features of a dataset, or the message that refuses it."""
     config = parse_config({"data": {"dataset": name, **section}}).data
     try:
         return select(config, datasets.builder(config, data_dir).info), ""

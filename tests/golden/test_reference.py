@@ -48,7 +48,6 @@ def leaves(model, path=""):
 
 @pytest.fixture
 def declared(tmp_path):
-    """Return the run parameters that the compiled pipeline declares."""
     compile_pipeline(tmp_path / "pipeline.yaml")
     documents = yaml.load_all(
         (tmp_path / "pipeline.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader

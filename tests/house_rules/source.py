@@ -58,12 +58,10 @@ def text(path: Path) -> str:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    """Return the syntax tree of a Python file."""
     return ast.parse(text(path), filename=str(path))
 
 
 def module_name(path: Path) -> str:
-    """Return the dotted name of a Python file."""
     parts = path.with_suffix("").parts
     parts = ("flotilla", *parts) if parts[0] in PACKAGES else parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

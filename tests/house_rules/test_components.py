@@ -13,7 +13,6 @@ from tests.house_rules.source import (
 
 
 def is_component(path):
-    """Return whether a file contains a KFP component."""
     decorators = [
         ast.unparse(decorator)
         for function in ast.walk(tree(path))

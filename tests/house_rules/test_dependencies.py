@@ -37,7 +37,8 @@ IMAGE_EXTRAS = re.findall(
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)(?: ; ([^\\]+?))?((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
-# Imports of private TensorFlow and Keras modules, each of which must be checked in an upgrade.
+# Maximum number of lines that import private TensorFlow or Keras modules. Each of them must be
+# checked at an upgrade.
 MOST_PRIVATE_IMPORTS = 20
 PRIVATE = ("tensorflow.python", "tensorflow.core", "keras.src")
 

@@ -10,8 +10,8 @@ from tests.ports import held_port
 
 # Faults of open and new connections: `refuse` (no process listens), `unanswered` (no response to a
 # SYN, until the client's own timeout), `silence` (accepted, but never answered), `reset` and
-# `close` (ended at once, with RST or FIN), `tear` and `cut` (ended with RST or FIN in the middle of
-# a long response).
+# `close` (ended at once, with RST and FIN respectively), `tear` and `cut` (ended in the same ways,
+# in the middle of a long response).
 PARTIAL = ("tear", "cut")
 FAULTS = ("refuse", "unanswered", "silence", "reset", "close", *PARTIAL)
 _CHUNK = 1 << 16
