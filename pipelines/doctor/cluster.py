@@ -47,7 +47,7 @@ ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
 # Before 0.9, pods lack the label with the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
-KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
+KUBERNETES = Part(name="Kubernetes", seen=("1.33", "1.34"))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
 PYTHON = Part(name="Python", oldest="3.11", seen=("3.11",))
 TENSORFLOW = Part(name="TensorFlow", oldest="2.21", seen=("2.21.0",))
