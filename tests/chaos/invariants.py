@@ -15,11 +15,13 @@ from flotilla.trainer.events import (
     Event,
     Progress,
     Restart,
+    Saved,
     ServersLost,
 )
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
 from tests.chaos.grown import Shards, faults_of, grown, lost_between
+from tests.chaos.plan import OUTAGES
 
 # The exit code of a command line that was killed.
 KILLED = -signal.SIGKILL
@@ -125,10 +127,15 @@ def no_step_is_added(outcome: Outcome) -> Iterator[str]:
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """A loss repeats at most the steps since a checkpoint, or a lost worker's portion."""
+    """A lost server or leader, or a torn checkpoint, repeats the steps since a checkpoint.
+
+    In an outage of the store, that is the newest checkpoint that was published before it.
+    """
     if outcome.by_parts:
         return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
+    if not OUTAGES.keys().isdisjoint(outcome.struck):
+        most += unpublished(outcome)
     if (steps := repeated(outcome)) > most:
         yield f"{steps} steps were repeated, and {most} are the most"
 
@@ -267,6 +274,18 @@ def repeated(outcome: Outcome) -> int:
             reached = event.global_step
         elif isinstance(event, Progress):
             reached = event.global_step
+    return steps
+
+
+def unpublished(outcome: Outcome) -> int:
+    """Return the steps up to a saved checkpoint that attempts lost because it was not published."""
+    steps, saved = 0, 0
+    for event, newest in with_newest(outcome):
+        if isinstance(event, AttemptBegin):
+            steps += max(0, saved - newest)
+            saved = 0
+        elif isinstance(event, Saved):
+            saved = event.global_step
     return steps
 
 

@@ -10,6 +10,7 @@ from flotilla.trainer.events import (
     CheckpointPassedOver,
     CheckpointPublished,
     Progress,
+    Saved,
     ServersLost,
 )
 from tests.chaos import job_plan
@@ -129,6 +130,21 @@ def test_a_violation_is_described(sound, change, total, words):
     (violation,) = violations_of(sound)
     assert violation.total == total
     assert violation.words.startswith(words)
+
+
+def test_an_outage_repeats_the_steps_of_checkpoints_that_were_not_published(sound):
+    saved = [Saved(uri="", global_step=step, seconds=0.0) for step in (250, 500, 750, 1000)]
+    sound.events = [
+        *(attempt(0), saved[0], published(250), saved[1], published(500)),
+        *(*saved[2:], progress(1100), attempt(500), progress(3000)),
+    ]
+    (violation,) = violations_of(sound)
+    assert violation.words == "600 steps were repeated, and 250 are the most"
+    sound.struck = ["outage of 2 min"]
+    assert violations_of(sound) == []
+    sound.losses = 0
+    (violation,) = violations_of(sound)
+    assert violation.words == "600 steps were repeated, and 500 are the most"
 
 
 def test_a_command_line_that_was_killed_says_nothing(sound):
