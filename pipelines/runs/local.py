@@ -456,8 +456,8 @@ def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subpro
         return child_process.start(
             "flotilla.pipelines.runs.local_child",
             pipeline,
-            str(run.folder),
             *(("resumed",) if run.begin else ()),
+            str(run.folder),
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -30,8 +30,11 @@ _is_over = threading.Event()
 
 
 def main() -> None:
-    """Run pipeline `argv[1]` with the arguments in folder `argv[2]`; `argv[3]` may be `resumed`."""
-    name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
+    """Run pipeline `argv[1]` with the arguments in the folder `argv[-1]`.
+
+    A resumed run has the argument `resumed` before the folder.
+    """
+    name, *is_resumed, folder = *sys.argv[1:-1], Path(sys.argv[-1])
     signals.end_with_parent()
     # The steps read their parent's PID from here, because a shell runs between the two processes.
     os.environ.update(signals.parent_environment())

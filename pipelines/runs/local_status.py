@@ -99,8 +99,8 @@ def _run_processes() -> Iterator[tuple[int, str]]:
     for pid, words in _processes():
         _, is_run, arguments = words.rstrip().partition(_RUN_PROCESS)
         if is_run:
-            # The name of the pipeline has no space; a path may have one.
-            yield pid, arguments.partition(" ")[2]
+            # The folder is an absolute path, which may contain spaces.
+            yield pid, "/" + arguments.partition(" /")[2]
 
 
 def _make_progress(state: RunState) -> RunResult:

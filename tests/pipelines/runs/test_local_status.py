@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from flotilla.pipelines import links
-from flotilla.pipelines.runs import control, local_status
+from flotilla.pipelines.runs import control, local, local_status
+from flotilla.pipelines.runs.local import LocalRun
+from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import (
     Interrupted,
     Progress,
@@ -288,6 +290,20 @@ def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):
 def test_processes_without_proc_are_found_by_ps(folder, going, monkeypatch):
     monkeypatch.setattr(local_status, "_PROCESSES", folder / "no-proc")
     assert local_status.find_process(folder) == going.child
+
+
+@pytest.mark.parametrize("begin", [0, 9])
+def test_the_command_line_of_a_started_or_resumed_run_is_found(folder, monkeypatch, begin):
+    started = []
+    monkeypatch.setattr(local.child_process, "start", lambda *words, **_: started.extend(words))
+    run = LocalRun(
+        run_id=folder.name, folder=folder, config=Config(), lock=0, begin=begin, saved=""
+    )
+    local._start(run, "run", {})
+    line = " ".join(["python", "-m", *started])
+    monkeypatch.setattr(local_status, "_processes", lambda: [(7, "cron"), (8, line)])
+    assert local_status.find_process(folder) == 8
+    assert ("resumed" in started) == (begin > 0)
 
 
 def test_runs_newest_first(flotilla, folder):
