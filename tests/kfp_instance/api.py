@@ -1,4 +1,4 @@
-"""The paths of an instance, with the client's models of their requests and responses."""
+"""The API paths of a fake KFP instance, with the client's models of requests and responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
 # The UI responds to every unknown path with this page.
 UI = b"<!DOCTYPE html><html><head><title>Kubeflow Pipelines</title></head></html>"
 Handle = Callable[..., Tree]
-# The namespace of the pods of a single-user instance.
+# Namespace of the pods of a single-user instance.
 NAMESPACE = "kubeflow"
 
 
@@ -31,7 +31,7 @@ class Request:
 
 
 def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return a response that is not part of the API, such as a version or a log, or None."""
+    """Return a response outside API version v2beta1, such as a log; None for other paths."""
     if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
         body = {**HEALTH, "multi_user": instance.multi_user}
         if path.startswith(V2):
@@ -47,7 +47,6 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
 
 
 def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return a response of the endpoints that only the UI's address has, or None."""
     if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
         return _object(instance, stored[2])
     if path == "/k8s/pod/logs":
@@ -56,21 +55,21 @@ def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int,
 
 
 def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
-    """Return a run in version v1beta1 of the API, which the UI's address also serves."""
+    """Return a run as API version v1beta1 does, which is also available at the UI's address."""
     if not instance.has_v1beta1:
         raise RefusedError(404, "Not Found")
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         if workflow is None:
             raise RefusedError(404, f"Run {run} not found")
-        # The workflow is empty until Argo first reports it.
+        # The workflow manifest is empty until Argo reports it for the first time.
         runtime = {"workflow_manifest": workflow.manifest()} if workflow.nodes else {}
     tree = {"run": {"id": run}, "pipeline_runtime": runtime}
     return 200, "application/json", json.dumps(tree).encode()
 
 
 def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
-    """Return a log, or an error with status 200 if the pod is missing: headers are sent first."""
+    """Return a log, or an error with status 200 if the pod is missing, as the real API does."""
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         logs = {**workflow.archive, **workflow.logs} if workflow else {}
@@ -82,7 +81,7 @@ def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
 
 
 def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
-    """Return an object of the cluster's store, as the UI does for its pages."""
+    """Return an object from the cluster's object store, as the UI's artifact page does."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     if instance.multi_user:
@@ -94,7 +93,7 @@ def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
 
 
 def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
-    """Return a log as the UI does, which has no logs of deleted pods."""
+    """Return a pod's log as the UI does; the UI has no logs of deleted pods."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     with instance.store.lock:
@@ -125,7 +124,7 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
 
 
 def _kept(instance: Instance) -> tuple[str, ...]:
-    """Return the filter operations that the pipeline store supports; empty if all."""
+    """Return the filter operations that the pipeline store supports; empty means all."""
     return () if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 
@@ -156,7 +155,7 @@ def _upload(instance: Instance, request: Request) -> Tree:
 
 
 def _version(instance: Instance, _pipeline: str, key: str, _request: Request) -> Tree:
-    # The server ignores the id of the pipeline.
+    # The server ignores the pipeline ID.
     return found(instance.store.versions, key, "pipeline version")
 
 
@@ -206,7 +205,7 @@ _RECURRING = f"{V2}/recurringruns"
 
 @dataclass(frozen=True)
 class Route:
-    """A path and its method, with the handler, the request model and the response model."""
+    """A path and method of the API, with its handler and its request and response models."""
 
     path: str
     method: str

@@ -1,4 +1,4 @@
-"""Provides the fixtures of a KFP instance for its own tests."""
+"""Fixtures of a fake KFP instance for its own tests."""
 
 from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
 

@@ -1,4 +1,4 @@
-"""Fixtures: an instance on loopback, and the command line that uses it."""
+"""Fixtures: a fake KFP instance on loopback, and a command line that uses it."""
 
 import copy
 import json
@@ -43,13 +43,13 @@ Flotilla = Callable[..., CommandResult]
 
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
-    """Yield a KFP instance; the test has its own home folder, and polling does not wait."""
+    """Yield a KFP instance; the test gets its own home folder, and polls do not sleep."""
     monkeypatch.setattr(kfp_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     with Instance() as served:
-        # This machine can read the objects in this store.
+        # The test process can read the objects in this store.
         served.store.pipeline_root = (tmp_path / "store").as_uri()
         served.store.disk = (tmp_path / "disk").as_uri()
         yield served
@@ -57,11 +57,11 @@ def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
 
 @pytest.fixture
 def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
-    """Return a function that runs `flotilla` on the instance, in an empty folder."""
+    """Return a function that runs `flotilla` against the instance, in an empty folder."""
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    # Compilation is slow and always has the same result, so the tests share it.
+    # Compilation is slow and always has the same result, so tests share the result.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
 
     def call(*words: object) -> CommandResult:
@@ -73,7 +73,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
-# The original function, which the fixture above replaces.
+# The original function, before the fixture replaces it.
 _COMPILE = compile._text_of_pipeline
 _COMPILED: dict[str, str] = {}
 
@@ -92,7 +92,7 @@ def compiled() -> Package:
 
 @pytest.fixture
 def uploaded(instance, compiled) -> str:
-    """Upload the pipeline, and return the name of its only version on the instance."""
+    """Upload the pipeline, and return the ID of its only version on the instance."""
     store = instance.store
     made = store.create_pipeline({"display_name": compiled.name})
     version = store.add_version(

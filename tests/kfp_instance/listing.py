@@ -1,7 +1,7 @@
-"""Pages of a list, with the filter, order, page token and page size of the API server.
+"""Lists of objects with the API server's filters, sort orders, page tokens and page sizes.
 
-The behavior was observed, and read in `backend/src/apiserver` of 2.17
-(`server/list_request_util.go`, `list`, `filter`).
+The behavior was observed on a real instance and checked against the source of 2.17
+(`server/list_request_util.go`, `list` and `filter` in `backend/src/apiserver`).
 """
 
 import base64
@@ -13,9 +13,9 @@ from urllib.parse import unquote_plus
 
 from tests.kfp_instance.store import RefusedError, Tree
 
-# The SDK sends an operation as a number.
+# The SDK sends operations as numbers.
 OPERATIONS = {1: "EQUALS", 9: "IS_SUBSTRING"}
-# Keys for filters and orders, by kind of object.
+# Keys that filters and orders may use, by kind of object.
 _ALL = ("display_name", "name", "created_at", "description", "namespace", "id")
 FIELDS = {
     "pipelines": (*_ALL, "pipeline_id"),
@@ -34,7 +34,7 @@ def page_of(
 ) -> Tree:
     """Return a sorted page of the objects that match the filter.
 
-    If `operations` is not empty, the filter may use only these.
+    If `operations` is not empty, the filter may use only these operations.
     """
     rows, text = list(things), query.get("filter", "")
     wanted = {"sort_by": query.get("sort_by", ""), "filter": text}
@@ -75,7 +75,7 @@ def _place(token: str) -> tuple[int, dict[str, str]]:
 
 
 def _predicates(text: str) -> list[Tree]:
-    """Return the predicates of a filter, which is percent-decoded twice."""
+    """Return the predicates of a filter; its text is percent-decoded a second time."""
     if not text:
         return []
     if re.search(r"%(?![0-9a-fA-F]{2})", text):
@@ -102,7 +102,7 @@ def _let_through(
         raise RefusedError(400, f"no support for filtering on unrecognized field {key!r}")
     wanted = predicate.get("stringValue", predicate.get("string_value", ""))
     if operation == "EQUALS":
-        # The database and Kubernetes ignore case.
+        # The database and Kubernetes compare names without regard to case.
         return [row for row in rows if str(row.get(key, "")).lower() == wanted.lower()]
     if operations:
         return [row for row in rows if wanted.lower() in str(row.get(key, "")).lower()]
@@ -111,7 +111,7 @@ def _let_through(
 
 
 def _like(text: str) -> re.Pattern[str]:
-    """Return a pattern for MySQL's LIKE '%text%': `%` and `_` match anything, `\\` escapes."""
+    """Return a pattern equivalent to MySQL's LIKE '%text%', with its wildcards `%` and `_`."""
     parts, letters = [], iter(text)
     for letter in letters:
         literal = next(letters, "\\") if letter == "\\" else ""

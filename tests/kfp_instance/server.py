@@ -1,4 +1,4 @@
-"""A KFP instance over HTTP: the part of the API of 2.17 that the client uses."""
+"""A fake KFP instance over HTTP: the part of the API of KFP 2.17 that the client uses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ class Instance(ThreadingHTTPServer):
     """The API on a loopback port, served until the end of the `with` block.
 
     Attributes:
-        token: the required token after `Bearer`; empty if none is needed.
-        multi_user: whether requests must name their namespace.
-        pipeline_store: where pipelines are stored: `database`, or `kubernetes` with fewer filters.
-        has_ui: whether the address is that of the UI, which also forwards the API.
-        has_v1beta1: whether it serves v1beta1, which contains the nodes and which KFP 3 drops.
-        received: line, headers and body of each request, without credentials.
+        token: the bearer token that requests must send; empty if none is required.
+        multi_user: whether requests must specify a namespace.
+        pipeline_store: where pipelines are stored: `database`, or `kubernetes`, which has fewer
+        filters.
+        has_ui: whether the server also acts as the UI, which forwards API requests.
+        has_v1beta1: whether v1beta1 is served; only v1beta1 returns a run's nodes, and KFP 3 drops
+        it.
+        received: request line, headers and body of each request, without credentials.
     """
 
     daemon_threads = True
@@ -139,11 +141,11 @@ class Handler(BaseHTTPRequestHandler):
                 sent = with_text(json.loads(body or b"{}"))
                 check(sent, route.takes)
             except ValueError as error:
-                # A `ShapeError` is a `ValueError` too.
+                # `ShapeError` is also a `ValueError`.
                 raise RefusedError(400, f"proto: syntax error: {error}") from None
         with self.server.store.lock:
             tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
-        # A bug in the fake must fail the test, because the client would not report it.
+        # A bug in the fake must fail the test; the client would not detect it.
         check(tree, route.gives)
         return 200, "application/json", json.dumps(tree).encode()
 
@@ -162,11 +164,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refused_upload(self, error: RefusedError) -> tuple[int, str, bytes]:
         tree = {"error_message": str(error), "error_details": f"Error: {error}"}
-        # Early errors occur before the content type is set, so the server guesses it.
+        # Early errors occur before the content type is set, so the real server guesses it.
         kind = "text/plain; charset=utf-8" if error.status == 400 else "application/json"
         return error.status, kind, json.dumps(tree).encode()
 
-    # The base class prescribes these names.
+    # `BaseHTTPRequestHandler` requires these names.
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:

@@ -1,4 +1,4 @@
-"""Checks JSON against the models of the KFP client, which itself ignores unknown keys."""
+"""Checks JSON against the models of the KFP client, because the client ignores unknown keys."""
 
 import re
 from typing import Any
@@ -8,12 +8,12 @@ from kfp_server_api import models
 SCALARS = {"str": str, "bool": bool, "int": int, "float": (int, float), "datetime": str}
 
 
-# Responses contain 64-bit numbers as strings; a request may contain numbers.
+# 64-bit integers are strings in responses, but may be numbers in requests.
 INT64 = ("max_concurrency", "interval_second")
 
 
 def with_text(tree: Any) -> Any:
-    """Return the JSON with 64-bit numbers as strings, as an instance writes them."""
+    """Return the JSON with 64-bit integers as strings, as a real instance sends them."""
     if isinstance(tree, dict):
         return {
             key: str(value) if key in INT64 and isinstance(value, int) else with_text(value)

@@ -1,4 +1,4 @@
-"""The state of an instance: pipelines, experiments, runs, recurring runs."""
+"""The state of a fake KFP instance: pipelines, experiments, runs and recurring runs."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ Tree = dict[str, Any]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# The API accepts any number for an integer.
+# The API accepts any number as an integer.
 TYPES = {
     "STRING": str,
     "NUMBER_INTEGER": (int, float),
@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 class Store:
-    """All objects of an instance; methods are called under `lock`."""
+    """All objects of an instance; callers of its methods hold `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -45,13 +45,13 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        # The default pipeline root of runs.
+        # Default pipeline root of runs.
         self.pipeline_root = ""
-        # URI of the folder that contains the buckets of the cluster's store.
+        # URI of the folder that contains the buckets of the cluster's object store.
         self.disk = ""
-        # Whether a schedule can be deleted without its workflows, as since 2.16.
+        # Whether a schedule can be deleted without its workflows, which is possible since KFP 2.16.
         self.leaves_orphans = True
-        # Changes of a run; each request for the run applies the next one.
+        # Changes of a run, in order; each request for the run applies the next one.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
 
@@ -132,7 +132,6 @@ class Store:
         return made
 
     def get_run(self, run_id: str) -> Tree:
-        """Apply the next change of a run, and return it with its nodes."""
         run = found(self.runs, run_id, "run")
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
@@ -145,7 +144,6 @@ class Store:
         self._note(run)
 
     def terminate(self, run_id: str) -> Tree:
-        """Terminate a run: its state becomes CANCELING and later FAILED."""
         run = found(self.runs, run_id, "run")
         begun = run["state"] in ("PENDING", "RUNNING", "PAUSED")
         _require(begun, INVALID, f"Failed to terminate a run {run_id}. Row not found")
@@ -170,15 +168,14 @@ class Store:
         _require(cron is None or is_cron(cron), INVALID, f"Schedule cron is not supported: {cron}")
         made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
         made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
-        # A schedule that uses the newest version has no workflow yet from which to take the
-        # default.
+        # A schedule that uses the newest version has no workflow yet, so it has no default account.
         if body["pipeline_version_reference"].get("pipeline_version_id"):
             made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
         return made
 
     def fire(self, recurring_run_id: str) -> Tree:
-        """Start the next run of a schedule through the API, as the schedule's controller does."""
+        """Start the next run of a schedule, as the schedule's controller does."""
         each = self.recurring[recurring_run_id]
         copied = ("runtime_config", "experiment_id", "pipeline_version_reference")
         body = {key: each[key] for key in copied}
@@ -187,10 +184,7 @@ class Store:
         return run
 
     def delete_recurring(self, recurring_run_id: str, propagation: str = "") -> Tree:
-        """Delete a schedule with the objects that it owns: its workflows and their pods.
-
-        The database still contains the runs.
-        """
+        """Delete a schedule and its workflows; its runs stay in the database."""
         found(self.recurring, recurring_run_id, "recurring run")
         del self.recurring[recurring_run_id]
         for run in self.runs.values():
@@ -206,13 +200,13 @@ class Store:
         return {}
 
     def _spec(self, body: Tree) -> tuple[Tree, Tree]:
-        """Return the spec of a version and a reference to it; the default is the newest version."""
+        """Return a version's pipeline spec and reference; the default is the newest version."""
         if given := body.get("pipeline_spec"):
             return given, {}
         reference = body.get("pipeline_version_reference") or {}
         pipeline = reference.get("pipeline_id")
         if key := reference.get("pipeline_version_id"):
-            # The server turns this 404 into a 500.
+            # The real server returns this 404 as a 500.
             version = found(self.versions, key, "PipelineVersion", BROKEN)
             same = version["pipeline_id"] == pipeline
             _require(same, INVALID, f"Pipeline version {key} belongs to another pipeline")
@@ -239,7 +233,7 @@ def found(things: dict[str, Tree], key: str, what: str, status: int = NOT_FOUND)
 
 
 def is_cron(text: str) -> bool:
-    """Return whether the scheduler accepts a cron expression, whose first field is seconds."""
+    """Return whether KFP accepts a cron expression; its first field is seconds."""
     words = text.split()
     most = (59, 59, 23, 31, 12, 7)[: len(words)]
     numbers = [[int(each) for each in re.findall(r"\d+", word)] for word in words]

@@ -1,4 +1,4 @@
-"""Tests the fake instance's schedules and the runs that they start."""
+"""Tests schedules of the fake instance and the runs that they start."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def client(instance):
 
 @pytest.fixture
 def fired(instance, remote):
-    """Return the ids of a schedule and of a run that it has started."""
+    """Return the IDs of a schedule and of a run that it started."""
     assert remote("schedule", "--every", "6h").code == 0
     [schedule] = instance.store.recurring
     run = instance.store.fire(schedule)["run_id"]
@@ -36,7 +36,7 @@ def test_a_schedule_that_is_deleted_takes_its_workflows_away(instance, client, f
     ask(client.delete_recurring_run, schedule)
     with pytest.raises(InstanceError, match="not found"):
         read_log(client, run, None, workflow.pod("train_model"))
-    # No controller reports the end of the run.
+    # The run never ends, because no controller updates its state.
     assert ask(client.get_run, run_id=run).state == "RUNNING"
     with pytest.raises(InstanceError, match=r"500.*terminating its workflow: not found"):
         ask(client.terminate_run, run)

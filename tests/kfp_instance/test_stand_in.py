@@ -1,4 +1,4 @@
-"""The fake instance serves the KFP client like a real one, and rejects the same requests."""
+"""The fake instance responds to the KFP client like a real one, and rejects the same requests."""
 
 import base64
 import json
@@ -55,7 +55,7 @@ def package(tmp_path):
 
 
 def known_paths():
-    """Return the method and the path of every call of the generated client."""
+    """Return the method and path of every request that the generated client can send."""
     folder = Path(kfp_server_api.__file__).parent / "api"
     for file in sorted(folder.glob("*_api.py")):
         calls = re.findall(r"call_api\(\s+'([^']+)', '([A-Z]+)'", file.read_text())
@@ -403,8 +403,6 @@ def workflow(instance, run_id):
 
 @pytest.fixture
 def get(instance):
-    """Return a function that fetches the status, content type and text of a response."""
-
     def fetch(path):
         try:
             with urllib.request.urlopen(instance.url + path) as answer:
@@ -438,7 +436,7 @@ def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     assert workflow.pod("train_model") == (
         f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
     )
-    # These are published test vectors of the hash.
+    # Published test vectors of the hash function.
     assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)
 
 
@@ -460,7 +458,7 @@ def pods(nodes):
 
 
 def compiled_pods(spec):
-    """Return the number of pods of each kind in a whole run of a compiled pipeline."""
+    """Return the number of pods of each kind that a complete run of a compiled pipeline has."""
     found = Counter({"system-dag-driver": 1})
     dags = [spec["root"]["dag"]]
     while dags:
@@ -477,8 +475,8 @@ def compiled_pods(spec):
 def test_a_whole_run_has_the_pods_of_the_compiled_pipeline(compiled):
     found = pods(played(*(stage.name for stage in WORKING)))
     assert found == compiled_pods(compiled.spec.get("pipeline_spec", compiled.spec))
-    # The DAG drivers are those of the root, the exit handler, and the groups of training and
-    # export.
+    # There is one DAG driver each for the root, the exit handler, and the two conditional groups
+    # (training and export).
     expected = {"system-dag-driver": 4, "system-container-driver": 5, IMPLEMENTATION: 5}
     assert found == expected
 
@@ -539,7 +537,7 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     instance.has_ui = True
     path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
     assert get(path)[:2] == (200, "text/html")
-    # This address also serves the API.
+    # The UI's address also serves the API.
     assert nodes(get, run_id)
 
 

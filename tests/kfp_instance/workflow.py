@@ -1,17 +1,16 @@
 """The nodes, pod logs and records of a run, as KFP 2.17 and Argo 4.0.5 write them.
 
-KFP's configuration of Argo gives every template a retry strategy, so each task has a node `x` and a
-node `x(0)` for its first try. A step is a task `x-driver` and a task `x` that contains a task
-`executor`; the pod of a step is that of `executor(0)`. A node's id consists of the workflow's name
-and the FNV-1a hash of the node's name; the pod's name has the template in between. The API's list
-of nodes does not contain pod names.
+KFP configures Argo so that every template has a retry strategy. Each task therefore has a node `x`
+and a node `x(0)` for its first try. A step consists of a task `x-driver` and a task `x`, which
+contains a task `executor`; the step's pod is the pod of `executor(0)`. A node's ID consists of the
+workflow's name and the FNV-1a hash of the node's name; in the pod's name, the template's name is
+between the two. The API's list of nodes does not contain pod names.
 
-Each group of steps, including the root, also has a driver. The graph is that of Flotilla's
-pipeline: the steps after the first one are in a conditional group, and the export is in a nested
-group.
+Each group of steps, including the root, also has a driver. The graph is the one of Flotilla's
+pipeline: all steps after the first are in a conditional group, and the export is in a nested group.
 
-The code of a step publishes the records of its stages below the root of the run. The pods are
-deleted an hour after the end; then the logs are in the archive and the nodes in the database.
+The code of a step writes the records of its stages below the root of the run. The pods are deleted
+an hour after the run ends; from then on, the logs are in the archive and the nodes in the database.
 """
 
 import itertools
@@ -27,11 +26,11 @@ from flotilla.trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-# KFP compiles a separate template for each combination of numbers of pod annotations and labels.
+# KFP compiles one template for each combination of the numbers of pod annotations and labels.
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
-# The SDK's names of the nested conditional groups.
+# Names that the SDK gives the nested conditional groups.
 CONDITIONS = ("condition-2", "condition-3")
 Node = dict[str, Any]
 
@@ -50,13 +49,13 @@ def fnv(name: str) -> int:
 class Workflow:
     """The nodes of one run; each change happens one second after the previous one.
 
-    Methods that take a step also accept any of its stages.
+    Methods that take a step also accept the name of any of its stages.
 
     Attributes:
-        has_old_steps: whether each stage is a step, as in older pipelines.
+        has_old_steps: whether each stage is a separate step, as in older pipelines.
         logs: the logs of existing pods; `archive`: the logs of deleted pods.
         disk: URI of the folder with the buckets of a store that only the instance can read.
-        is_gone: whether the workflow was deleted; the API keeps its last report.
+        is_gone: whether the workflow was deleted; the API still returns its last reported state.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class Workflow:
             self.stop(stage, state)
 
     def stop(self, step: str, state: str, message: str = "") -> None:
-        """End a step that wrote no record; KFP only has the message of its pod."""
+        """End a step that wrote no record; KFP has only its pod's message."""
         failed = state == "FAILED"
         said = message or ("main: Error (exit code 1)" if failed else "")
         self._close(self._group(step), "Failed" if failed else "Succeeded", pod_message=said)
@@ -149,7 +148,7 @@ class Workflow:
         self.logs[self.pod(step)] = ""
 
     def fail_driver(self, step: str, message: str = "main: Error (exit code 1)") -> None:
-        """Let KFP's own driver fail, for a step or for the whole run (`root`)."""
+        """Let KFP's driver fail, for a step or for the whole run (`root`)."""
         if step == "root":
             self.nodes, self.logs, self._outer = [], {}, ""
             self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
@@ -164,11 +163,9 @@ class Workflow:
             self.logs[pod] += "driver.Container(run=1) failed: no such bucket\n"
 
     def omit(self, step: str) -> None:
-        """Omit a step because an earlier step failed."""
         self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
     def skip(self) -> None:
-        """Skip the next conditional group."""
         outer = self._outer
         for name in CONDITIONS:
             group = f"{outer}.{name}"
@@ -180,7 +177,7 @@ class Workflow:
             outer = f"{group}(0)"
 
     def terminate(self) -> None:
-        """Terminate the run as Argo does when the workflow's deadline is set to 0 seconds."""
+        """Terminate the run as Argo does when KFP sets the workflow's deadline to 0 seconds."""
         self.active_deadline = 0
         for node in self.nodes:
             if node["phase"] in ("Running", "Pending"):
@@ -189,12 +186,12 @@ class Workflow:
                 node.update(phase="Failed", finishedAt=self._now())
 
     def lose_pods(self) -> None:
-        """Delete the workflow and its pods, as happens an hour after the end."""
+        """Delete the pods, as KFP does an hour after the run ends; their logs are archived."""
         self.archive.update(self.logs)
         self.logs.clear()
 
     def collect(self) -> None:
-        """Delete the workflow and its pods; the log of a pod is archived when the pod ends."""
+        """Delete the workflow and its pods; the logs of pods that are still running are lost."""
         running = {pod_name(node) for node in self.nodes if node["phase"] == "Running"}
         self.archive.update({pod: log for pod, log in self.logs.items() if pod not in running})
         self.logs.clear()
@@ -207,7 +204,7 @@ class Workflow:
         return pod_name(self._named(f"{self._group(step)}-driver(0)"))
 
     def manifest(self) -> str:
-        """Return the workflow as JSON text, as v1beta1 of the API does."""
+        """Return the workflow as JSON text, as API version v1beta1 does."""
         nodes = {node["id"]: node for node in self.nodes}
         phase = self.nodes[0]["phase"] if self.nodes else ""
         spec: dict[str, Any] = {"entrypoint": "entrypoint"}
@@ -274,7 +271,6 @@ class Workflow:
         return node
 
     def _pod_spec(self, step: str, image: str) -> dict[str, Any]:
-        """Return the pod spec that KFP's driver passes to the launcher of a step."""
         name = self._kfp_name(step)
         place = f"{self._pipeline_root}/flotilla-training/{self.run_id}/{name}/77/place"
         given = {
@@ -296,7 +292,6 @@ class Workflow:
         return f"{hook}(0).finish"
 
     def _conditions(self, step: str) -> tuple[str, ...]:
-        """Return the conditional groups that contain a step, the outermost first."""
         if self.has_old_steps or step in ("root", "finish"):
             return ()
         return CONDITIONS[: {PREPARE: 0, EXPORT: 2}.get(find_step_of_stage(step).name, 1)]
@@ -336,7 +331,7 @@ def pod_name(node: Node) -> str:
 
 
 def log_of(event: Event) -> str:
-    """Return the line that a step's code writes to its log for an event."""
+    """Return the line that a step's code logs for an event."""
     written: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""A loopback address for each pod with a hostname, such as the pods of a JobSet.
+"""A loopback address for each pod that has a hostname, such as the pods of a JobSet.
 
-TensorFlow's server listens on all addresses, so each pod also gets a free port. The network relays
-connections for the port in the manifest to that port.
+TensorFlow's server listens on all addresses, so each pod also gets a free port. Connections to the
+port in the manifest are relayed to the free port.
 """
 
 import itertools
@@ -18,18 +18,18 @@ _TFJOB = "training.kubeflow.org/job-name"
 
 class Addresses:
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
-        """Write the free port of each pod to `ports`, by the port in its manifest."""
+        """Record each pod's free ports in `ports`, by UID and by the port in the manifest."""
         self._ports = ports
-        # Returns the port of a TFJob's pod by name: all these pods share one machine.
+        # Returns the port of a TFJob's pod by name: all pods of TFJobs share the machine's address.
         self.of_tfjobs: Callable[[str], int] = {}.__getitem__
         self._held = ExitStack()
         self._found: dict[str, str] = {}
-        # Use a random block, because other tests on this machine use addresses too.
+        # Use a random block, because other tests on this machine use loopback addresses too.
         self._net = f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._next = itertools.count(1)
 
     def of(self, pod: Tree) -> str:
-        """Return the address of a pod, or an empty string if it shares the machine's address."""
+        """Return the address of a pod, or an empty string if it uses the machine's own address."""
         if not pod["spec"].get("hostname"):
             return ""
         uid = pod["metadata"]["uid"]
@@ -40,7 +40,7 @@ class Addresses:
         return self._found[uid]
 
     def mapped(self, pod: Tree, name: str, text: str) -> str:
-        """Return the value of a variable; in TF_CONFIG, a free port replaces the pod's own."""
+        """Return a variable's value; in TF_CONFIG, free ports replace the manifest's ports."""
         spec = pod["spec"]
         if name == "TF_CONFIG" and _TFJOB in pod["metadata"].get("labels", {}):
             return re.sub(

@@ -1,6 +1,7 @@
-"""Pod Security admission: what the standard `restricted` rejects, with Kubernetes's messages.
+"""Pod Security admission: what the `restricted` standard rejects, with Kubernetes's messages.
 
-Only the checks that a training pod can fail are implemented; `baseline` is not enforced.
+Only the checks that a training pod can fail are implemented. The `baseline` standard is not
+enforced.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ _PROFILES = ("RuntimeDefault", "Localhost")
 
 
 def refusal(pod: Tree, labels: Mapping[str, str]) -> str:
-    """Return why a namespace with these labels rejects a pod; an empty string if it does not."""
+    """Return why a namespace with these labels rejects a pod; an empty string if it is accepted."""
     if labels.get(ENFORCE) != RESTRICTED:
         return ""
     found = [text for check in _CHECKS for text in check(pod["spec"])]
@@ -40,7 +41,6 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _of(tree: Tree, *path: str) -> Any:
-    """Return a field of the security context of a pod or a container, or None."""
     node: Any = tree.get("securityContext") or {}
     for key in path:
         node = (node or {}).get(key)

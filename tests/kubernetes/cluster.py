@@ -1,4 +1,4 @@
-"""A fake cluster for tests: API server and operator, and a kubelet unless the test replaces it."""
+"""A fake cluster for tests: an API server, an operator, and optionally a kubelet."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ TRAINER, TRAINER_TOKEN = f"system:serviceaccount:{NAMESPACE}:flotilla-trainer", 
 
 
 class Cluster:
-    """The fake cluster as tests use it; without a kubelet, the test sets the states of pods."""
+    """A fake cluster; without a kubelet, the test sets the states of pods."""
 
     def __init__(self, server: Server, operator: Operator, kubeconfig: Path) -> None:
         self.server = server
@@ -40,7 +40,7 @@ class Cluster:
         self.network: Network | None = None
 
     def install_operator(self, replicas: int = 1) -> None:
-        """Create the deployment of the operator, or scale it."""
+        """Create the operator's deployment, or scale it."""
         name, place = "training-operator", "kubeflow"
         status = {"readyReplicas": replicas} if replicas else {}
         if not self.store.all("deployments", place):
@@ -52,7 +52,7 @@ class Cluster:
     def install_jobset(
         self, version: str = "v0.12.0", replicas: int = 1, lacks: Iterable[str] = ()
     ) -> None:
-        """Serve JobSets, without the fields in `lacks`, and start or stop their controller."""
+        """Serve JobSets without the fields in `lacks`, and start or stop their controller."""
         name, place = "jobset-controller-manager", "jobset-system"
         parts = {"name": "jobset", "instance": "jobset", "component": "manager"}
         labels = {f"app.kubernetes.io/{key}": value for key, value in parts.items()}
@@ -120,7 +120,6 @@ class Cluster:
         return [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
 
     def suspend(self, job: Tree, is_suspended: bool) -> None:
-        """Suspend or resume a job, as Kueue or a user does."""
         is_tfjob = "tfReplicaSpecs" in job["spec"]
 
         def change(tree: Tree) -> None:
@@ -131,9 +130,10 @@ class Cluster:
         self.store.change(kind, NAMESPACE, job["metadata"]["name"], change)
 
     def pods(self) -> dict[str, Tree]:
-        """Return the pods by task, such as `worker-0`.
+        """Return one pod per task, by names such as `worker-0`.
 
-        If a task has several pods, it is the newest running one, or otherwise the newest.
+        If a task has several pods, the newest running pod is returned, or the newest pod if none is
+        running.
         """
         found: dict[str, Tree] = {}
         for pod in self.store.all("pods", NAMESPACE):
@@ -143,7 +143,7 @@ class Cluster:
         return found
 
     def pod(self, task: str, but: str = "") -> Tree:
-        """Wait until a task has a pod whose uid is not `but`, and return the pod."""
+        """Wait until a task has a pod whose UID is not `but`, and return the pod."""
 
         def found() -> Tree | None:
             pod = self.pods().get(task)
@@ -163,7 +163,7 @@ class Cluster:
         return self.pods()
 
     def wait_watched(self, *kinds: str, times: int = 1) -> None:
-        """Wait until each kind has been watched this many times; by default, TFJobs and pods."""
+        """Wait until each kind (default: TFJobs and pods) has been watched this many times."""
         for kind in kinds or ("tfjobs", "pods"):
 
             def watched(kind: str = f"{kind}?") -> bool:
@@ -173,7 +173,7 @@ class Cluster:
             self.store.wait(watched)
 
     def wait_followed(self, task: str) -> None:
-        """Wait until a client starts to read the log of the newest pod of a task."""
+        """Wait until a client has started to read the log of a task's newest pod."""
         self.store.wait(
             lambda: (
                 (pods := self.pods_of(task))
@@ -185,7 +185,7 @@ class Cluster:
         def found() -> str:
             for lease in self.leases():
                 beat = read_heartbeat(lease)
-                # A renewal by another launcher has another holder.
+                # The holder's ID changes when another launcher renews the lease.
                 if is_renewed(lease) and beat.partition(" ")[0] != but.partition(" ")[0]:
                     return beat
             return ""
@@ -203,7 +203,7 @@ class Cluster:
             self.server.logs.write(uid, 0, line)
 
     def write_event(self, task: str, event: Event) -> str:
-        """Write an event to the log of a task, as the task itself does, and return the line."""
+        """Append an event to a task's log, as the task's process does, and return the line."""
         [container] = self.pod(task)["spec"]["containers"]
         job = next(each["value"] for each in container["env"] if each["name"] == JOB)
         line = f"2026-01-01 00:00:00,000 INFO {json.dumps({**to_tree(event), 'job': job})}"
@@ -218,14 +218,14 @@ class Cluster:
         return pods.finished(self.store, pod, code, message, reason)
 
     def kill(self, task: str, number: int = signal.SIGKILL, reason: str = "") -> Tree:
-        """Send a signal to the processes of a task, and return its pod."""
+        """Send a signal to a task's processes, and return its pod."""
         assert self.kubelet
         pod = self.pod(task)
         self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number, reason)
         return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
-        """Delete the pod of a task; Kubernetes gives a `reason`, and a user does not."""
+        """Delete a task's pod. Set `reason` if Kubernetes itself disrupts the pod, not a user."""
         with self.store.changed:
             pod = self.pod(task)
             if reason:
@@ -235,7 +235,7 @@ class Cluster:
         return pod
 
     def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
-        """End the pods that are being deleted; `codes` has exit codes by task (default: 143)."""
+        """End the pods that are being deleted; `codes` maps tasks to exit codes (default: 143)."""
         for pod in self.store.all("pods", NAMESPACE):
             if pod["metadata"].get("deletionTimestamp"):
                 if pod["status"]["phase"] == "Running":
@@ -255,7 +255,7 @@ def tfjob(
     restart: str = "ExitCode",
     **policy: object,
 ) -> Tree:
-    """Return a job whose tasks do nothing."""
+    """Return a TFJob whose tasks do nothing."""
     roles = roles or {"Chief": 1, "PS": 1, "Worker": 2}
     template = {"spec": {"containers": [{"name": "tensorflow", "command": ["true"]}]}}
     return {
@@ -301,7 +301,7 @@ def jobset(
 
 
 def task_of(tree: Tree) -> str:
-    """Return the task of a pod or of a Job, such as `worker-0`."""
+    """Return the task of a pod or Job, such as `worker-0`."""
     meta = tree["metadata"]
     labels = meta.get("labels") or {}
     if jobset_controller.ROLE in labels:
@@ -327,7 +327,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def real_cluster(
     folder: Path, secrets: Mapping[str, Mapping[str, str]] | None = None
 ) -> Iterator[Cluster]:
-    """Yield a cluster that runs the command of every pod as a process of this machine."""
+    """Yield a cluster that runs the command of every pod as a local process."""
     with Server() as server, Network(server.store) as network:
         operator = Operator(server.store)
         made = Cluster(server, operator, kubeconfig(folder, server.url))
@@ -348,7 +348,7 @@ def real_cluster(
 
 
 def shared(folder: Path) -> str:
-    """Return the setting for a shared folder; processes on this machine do not need it."""
+    """Return the setting for a shared folder; local processes need no actual volume."""
     volume = {"name": "shared", "mount_path": str(folder), "source": {"emptyDir": {}}}
     return f"cluster.kubernetes.pod.volumes={json.dumps([volume])}"
 

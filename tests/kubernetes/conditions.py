@@ -1,4 +1,4 @@
-"""The conditions of a job, which the training operator adds, replaces and removes."""
+"""The conditions of a job, which controllers add, replace and remove."""
 
 from datetime import UTC, datetime
 
@@ -8,7 +8,7 @@ from tests.kubernetes.store import Tree, now
 def condition(
     job: Tree, kind: str, reason: str = "", message: str = "", status: str = "True"
 ) -> None:
-    """Set a condition of a job as the operator does; a failed job keeps its conditions."""
+    """Set a condition of a TFJob as the operator does; a failed job's conditions do not change."""
     if is_true(job, "Failed"):
         return
     reason = reason or f"TFJob{kind}"
@@ -67,7 +67,7 @@ def message_of(job: Tree, kind: str) -> str:
 
 
 def seconds_since(time: str | None) -> float:
-    """Return the seconds since a time of the API; a negative number if there is none."""
+    """Return the seconds since an API timestamp, or a negative number if there is none."""
     if not time:
         return -1.0
     return (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()

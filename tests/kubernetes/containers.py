@@ -1,8 +1,8 @@
-"""The containers of a pod as processes of this machine: mounts, variables, images.
+"""Runs the containers of a pod as local processes, with their mounts, variables and images.
 
-Each pod has a folder with its volumes. Mount paths are replaced in the command, the working folder
-and the environment variables of its containers. An image is a folder with a `bin/python3` that
-cannot import Flotilla; an unknown image is Flotilla's own.
+Each pod has a folder with its volumes. Mount paths are replaced in the command, working directory
+and environment variables of its containers. An image is a folder whose `bin/python3` cannot import
+Flotilla; for an unknown image, Flotilla's own is used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Command:
 
 
 class Node:
-    """What the containers of all pods on this machine share."""
+    """State that the containers of all pods on this machine share."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Node:
     def command(
         self, pod: Tree, container: Tree, more: Mapping[str, str], words: list[str] | None = None
     ) -> Command:
-        """Return the process of a container, or another process in it, such as a probe."""
+        """Return the main process of a container, or another process in it, such as a probe."""
         folder = self._folder / f"{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
         image = self.images.get(container.get("image", ""))
         mounts = {}
         for mount in container.get("volumeMounts", []):
             volume = folder / mount["name"]
-            # The containers of a pod share its volumes.
+            # Containers of the same pod share its volumes.
             volume.mkdir(parents=True, exist_ok=True)
             mounts[mount["mountPath"]] = str(volume)
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ class Node:
                 "FLOTILLA_PARENT": str(os.getpid()),
                 **more,
                 **self._environment,
-                # Only these values contain paths in the pod's file system.
+                # Only values from the manifest contain paths in the pod's file system.
                 **{name: mounted(value, mounts) for name, value in variables.items()},
             },
             message=Path(mounted(message, mounts)),
@@ -108,7 +108,7 @@ class Node:
     def _paths(self, image: Path | None) -> dict[str, str]:
         site = self._folder / ("site-of-images" if image else "site")
         if not site.is_dir():
-            # This module installs the name resolver in every Python process of a pod.
+            # `sitecustomize` installs the name resolver in every Python process of a pod.
             text = f"{inspect.getsource(resolver)}\n\ninstall()\n" if image else resolver.SITE
             site.mkdir(parents=True)
             (site / "sitecustomize.py").write_text(text, encoding="utf-8")
@@ -148,7 +148,7 @@ def expanded(text: str, values: Mapping[str, str]) -> str:
 
 
 def mounted(text: str, mounts: Mapping[str, str]) -> str:
-    """Replace the mount path at the beginning of a text."""
+    """Replace a mount path at the beginning of a text by the local path."""
     for path, place in mounts.items():
         if text == path or text.startswith(f"{path}/"):
             return place + text[len(path) :]

@@ -1,4 +1,4 @@
-"""The API outside a namespace's objects: version, kinds, nodes, namespaces, access reviews."""
+"""API endpoints outside namespaces: version, kinds, nodes, namespaces and access reviews."""
 
 import re
 from collections.abc import Callable
@@ -22,14 +22,7 @@ _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
 class Control:
-    """Responds to all requests that do not concern the objects of a namespace.
-
-    Attributes:
-        user: the user of requests whose token is not in `users`.
-        granted: pairs of verb and resource per user; a user without an entry may do everything.
-        denied: triples `(user, verb, resource)` that are denied even if they are granted.
-        is_webhook_silent: whether the webhook for TFJobs does not respond.
-    """
+    """Responds to all requests that do not concern objects in a namespace."""
 
     def __init__(self, store: Store) -> None:
         self.kubernetes = "1.31.4"
@@ -64,7 +57,7 @@ class Control:
         raise NotServedError
 
     def check_served(self, group: str, version: str, kind: str) -> None:
-        """Reject a path without a resource, as the cluster's HTTP server does."""
+        """Reject a path whose kind is not served in this API group and version."""
         if kind in ("jobsets", "jobs", "leases") and group != rbac.GROUPS[kind]:
             raise NotServedError
         if group in BUILT_IN:
@@ -73,7 +66,7 @@ class Control:
             raise NotServedError
 
     def call_webhook(self) -> None:
-        """Let the operator validate a written TFJob, if its webhook is installed."""
+        """Fail as the API server does if the operator's webhook does not respond."""
         if self.is_webhook_silent:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
@@ -81,7 +74,7 @@ class Control:
         self.kinds["kueue.x-k8s.io/v1beta1"] = ["localqueues", "clusterqueues", "workloads"]
 
     def admitted(self, kind: str, tree: Tree, query: dict[str, str]) -> Tree:
-        """Return an object with its defaults, as the API stores it, or reject it."""
+        """Validate an object, and return it with defaults, as the API stores it."""
         if kind == "jobsets":
             return self.jobsets.created(tree, strict=query.get("fieldValidation") == "Strict")
         if kind == "jobs":
@@ -90,7 +83,6 @@ class Control:
         return tree
 
     def deny(self, user: str, *permissions: str) -> None:
-        """Revoke permissions of a user, such as `create tfjobs` or `get pods/log`."""
         for permission in permissions:
             verb, _, resource = permission.partition(" ")
             self.denied.add((user, verb, resource))

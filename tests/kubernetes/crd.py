@@ -1,8 +1,8 @@
-"""The API server's handling of a custom resource: defaults, unknown fields, types.
+"""How the API server handles a custom resource: defaults, unknown fields and types.
 
-The schema comes from the CRD, which is not part of this repository; without it, objects are not
-checked. The behavior is that of Kubernetes 1.33 (`apiextensions-apiserver`); the messages of the
-strict decoder were observed.
+The schema comes from the CRD, which is not part of this repository; if it is missing, objects are
+not validated. The behavior is that of Kubernetes 1.33 (`apiextensions-apiserver`); the strict
+decoder's messages were observed on a real cluster.
 """
 
 import functools
@@ -27,7 +27,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def schema(name: str) -> Tree:
-    """Return the schema of a CRD such as `jobset.x-k8s.io_jobsets`; empty if it is missing."""
+    """Return the schema of a CRD such as `jobset.x-k8s.io_jobsets`; empty if the CRD is missing."""
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         return {}
@@ -39,7 +39,7 @@ def schema(name: str) -> Tree:
 def pruned(tree: Tree, schema: Tree, lacks: Collection[str] = ()) -> list[str]:
     """Drop unknown fields, set defaults, and return the dropped fields.
 
-    `lacks` names fields that an older schema does not have, such as `spec.coordinator` or
+    `lacks` names fields that an older schema lacks, such as `spec.coordinator` or
     `spec.replicatedJobs.groupName`.
     """
     if not schema:
@@ -78,7 +78,7 @@ def _pruned(
 
 
 def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
-    """Return the violations of the schema: types, required fields, values."""
+    """Return the violations of the schema: wrong types, missing fields, invalid values."""
     kind, found = schema.get("type", ""), []
     wanted = _TYPES.get(kind, (object,))
     is_bool = isinstance(node, bool) and kind in ("integer", "number")
@@ -109,12 +109,12 @@ def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
 
 
 def changed(old: Tree, new: Tree, schema: Tree) -> list[str]:
-    """Return the errors for changed fields that a rule of the schema makes immutable."""
+    """Return an error for each changed field that the schema declares immutable."""
     properties = schema.get("properties", {}).get("spec", {}).get("properties", {})
     return [
         f'spec.{key}: Invalid value: "{each.get("type", "object")}": Value is immutable'
         for key, each in properties.items()
-        # A transition rule applies only if there is both an old and a new value.
+        # A transition rule applies only if both an old and a new value exist.
         if key in old["spec"] and key in new["spec"] and old["spec"][key] != new["spec"][key]
         for rule in each.get("x-kubernetes-validations", [])
         if rule["rule"] == "self == oldSelf"

@@ -1,4 +1,4 @@
-"""The downward API: fields of a pod that its environment variables may contain."""
+"""The downward API: pod fields that environment variables can refer to."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ _MAPPING = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
 def field_of(pod: Tree, path: str) -> str:
-    """Return the value of a `fieldRef`; empty if the pod has no such label or annotation."""
+    """Return the value of a `fieldRef`; empty if the pod lacks the label or annotation."""
     found = _MAPPING.fullmatch(path)
     if found:
         return str((pod["metadata"].get(found[1]) or {}).get(found[2], ""))

@@ -1,4 +1,4 @@
-"""The events that components of a cluster write about its objects; equal events exist once."""
+"""Events that cluster components write about objects; a repeated event is stored only once."""
 
 import hashlib
 from contextlib import suppress
@@ -7,7 +7,7 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 
 def warn(store: Store, involved: Tree, reason: str, message: str) -> None:
-    """Write a warning about an object; a repeated warning is written once and not counted."""
+    """Write a warning about an object; a repeated warning is stored once, without a count."""
     write(store, involved, reason, message)
 
 

@@ -1,13 +1,13 @@
-"""A Job's `podFailurePolicy`, applied to a failed pod.
+"""Applies a Job's `podFailurePolicy` to a failed pod.
 
-The source is `pkg/controller/job/pod_failure_policy.go` of Kubernetes 1.33.
+It follows `pkg/controller/job/pod_failure_policy.go` of Kubernetes 1.33.
 """
 
 from tests.kubernetes.store import Tree
 
 
 def judged(policy: Tree | None, pod: Tree) -> tuple[str, bool]:
-    """Return the message if the Job fails (or ""), and whether the pod counts as failed."""
+    """Return the message if the Job fails (otherwise ""), and whether the pod counts as failed."""
     for index, rule in enumerate((policy or {}).get("rules", [])):
         found = _matching(rule, pod)
         if found and rule["action"] == "Ignore":

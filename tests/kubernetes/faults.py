@@ -4,7 +4,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 
-# The status of a fault that sends no response until the server ends.
+# Status of a fault that sends no response until the server stops.
 SILENCE = -1
 
 

@@ -1,10 +1,12 @@
 """The Job controller of Kubernetes 1.33: the observable behavior of Jobs and their pods.
 
-A Job has a pod for each index, whose name has a random suffix. A failed pod is kept, and a new pod
-takes its index after a back-off. The back-off doubles, and is never reset while the Job exists;
-pods that a policy ignores also increase it. A finalizer keeps each pod until its end is counted.
-With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a dead node.
-Conditions, events and their order come from `pkg/controller/job`. Limits by index and success
+A Job has one pod per index; pod names end with a random suffix. A failed pod is kept, and a new pod
+with the same index is created after a back-off. The back-off doubles with each failure and is not
+reset during the Job's lifetime; failures that a policy ignores also increase it. A finalizer keeps
+each pod until its end is counted. With a `podFailurePolicy`, a pod is replaced only after it has
+ended, so pods on a dead node are never replaced.
+
+Conditions, events and their order follow `pkg/controller/job`. Per-index limits and success
 policies are not implemented.
 """
 
@@ -24,14 +26,14 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 TRACKED = "batch.kubernetes.io/job-tracking"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ENDED = ("Succeeded", "Failed")
-# Maximum length of the prefix of a pod's name: a name has at most 63 characters, five of them
-# random.
+# Maximum length of a pod name's prefix: a name has at most 63 characters, and the random suffix has
+# five.
 NAME_LENGTH = 58
 
 
 @dataclass(kw_only=True)
 class Backoff:
-    """The failures of a Job's pods, and the rejections by the API, since the Job was created."""
+    """Pod failures and API rejections since a Job was created, which delay its next pod."""
 
     failures: int = 0
     failed: float = 0.0
@@ -40,8 +42,8 @@ class Backoff:
 
     def is_over(self, unit: float, limit: float) -> bool:
         at = time.monotonic()
-        # After a rejection, the queue of the controller tries again after a second, and then more
-        # slowly.
+        # After the API rejects a request, the controller's queue retries after a second, then less
+        # often.
         tries = min(limit, unit / 10 * 2 ** (self.refusals - 1)) if self.refusals else 0.0
         return at - self.failed >= self.seconds(unit, limit) and at - self.refused >= tries
 
@@ -50,7 +52,7 @@ class Backoff:
 
 
 class JobController(Reconciler):
-    """Reconciles the pods and the status of all Jobs; the real back-off is 10 to 600 s."""
+    """Reconciles the pods and status of all Jobs; the real back-off is 10 to 600 s."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
@@ -100,7 +102,7 @@ class JobController(Reconciler):
         self._count(sync)
 
     def _fail(self, sync: Sync, reason: str, message: str) -> None:
-        """Delete the running pods; the Job has failed once none is left."""
+        """Delete the running pods; the Job is failed once all of its pods have ended."""
         for pod in sync.active:
             self._delete(sync.job, pod)
         put(sync.job, "FailureTarget", "True", reason, message)
@@ -119,7 +121,7 @@ class JobController(Reconciler):
         job = sync.job
         if job["spec"].get("suspend"):
             for pod in sync.active:
-                # The end of a pod without a finalizer is not counted, so it is not a failure.
+                # A pod without the finalizer is not counted when it ends, so it is not a failure.
                 self._release(pod)
                 self._delete(job, pod)
                 sync.deleted.append(pod)
@@ -181,7 +183,7 @@ class JobController(Reconciler):
 
 
 class Sync:
-    """A Job, with its pods grouped by what they mean for the Job."""
+    """A Job and its pods, grouped by their effect on the Job."""
 
     def __init__(self, job: Tree, pods: list[Tree]) -> None:
         self.job = job
@@ -205,12 +207,12 @@ class Sync:
 
     def _is_failed(self, pod: Tree) -> bool:
         phase = pod["status"].get("phase")
-        # A terminating pod counts as failed at once if it may be replaced at once.
+        # If a terminating pod may be replaced at once, it counts as failed at once.
         is_going = bool(pod["metadata"].get("deletionTimestamp")) and phase != "Succeeded"
         return phase == "Failed" or (is_going and not self.waits)
 
     def failure(self) -> tuple[str, str]:
-        """Return the reason and the message if the Job fails; otherwise empty strings."""
+        """Return the reason and message if the Job fails; otherwise empty strings."""
         for each in self.job["status"].get("conditions", []):
             if each["type"] == "FailureTarget":
                 return each["reason"], each["message"]
@@ -228,7 +230,7 @@ class Sync:
         return "", ""
 
     def _crashed(self) -> bool:
-        """Return whether containers have restarted in their pods more often than the limit."""
+        """Return whether the restarts of containers in their pods have reached `backoffLimit`."""
         spec = self.job["spec"]
         if spec["template"]["spec"].get("restartPolicy") != "OnFailure":
             return False
@@ -245,7 +247,7 @@ class Sync:
 
 
 def is_tracked(pod: Tree) -> bool:
-    """Return whether a pod has the finalizer, so that its end is not counted yet."""
+    """Return whether a pod has the finalizer, which means that its end is not counted yet."""
     return TRACKED in pod["metadata"].get("finalizers", [])
 
 

@@ -1,4 +1,4 @@
-"""The defaults and the validation of Jobs in Kubernetes 1.33, with the messages of its API."""
+"""Defaults and validation of Jobs in Kubernetes 1.33, with the API's messages."""
 
 from tests.kubernetes.store import RefusedError, Tree
 
@@ -6,7 +6,7 @@ _TEMPLATE = "spec.template.spec.restartPolicy"
 
 
 def defaulted(job: Tree) -> Tree:
-    """Return a Job with its defaults; with a `podFailurePolicy`, only failed pods are replaced."""
+    """Return a Job with its defaults, which depend on whether it has a `podFailurePolicy`."""
     spec = job["spec"]
     if "completions" not in spec and "parallelism" not in spec:
         spec |= {"completions": 1, "parallelism": 1}

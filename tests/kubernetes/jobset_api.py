@@ -1,4 +1,4 @@
-"""JobSets in the API server: the schema of the CRD and the webhooks of the controller."""
+"""How the API server handles JobSets: the CRD's schema and the controller's webhooks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from tests.kubernetes.jobset_controller import NAME
 from tests.kubernetes.store import RefusedError, Tree, generated
 
 CRD = "jobset.x-k8s.io_jobsets"
-#: Marks tests that need the schema.
+#: Marks tests that need the CRD's schema.
 with_schema = pytest.mark.skipif(
     not crd.schema(CRD), reason="the CRD of JobSet is absent: it is not part of Flotilla"
 )
@@ -28,7 +28,7 @@ class JobSetApi:
         self.is_installed, self.is_away, self.lacks = True, is_away, frozenset(lacks)
 
     def created(self, tree: Tree, *, strict: bool) -> Tree:
-        """Return a JobSet as stored, or reject it; only the controller sets its status."""
+        """Validate a new JobSet and return it as stored; only the controller sets its status."""
         schema = crd.schema(CRD)
         unknown = crd.pruned(tree, schema, self.lacks)
         if unknown and strict:
@@ -46,7 +46,7 @@ class JobSetApi:
         name = tree["metadata"].get("name", "")
         refuse(jobset_webhook.KIND, name, crd.invalid(tree, schema))
         tree = jobset_webhook.defaulted(tree)
-        # The validating webhook is called with the generated name.
+        # The validating webhook receives the generated name.
         tree["metadata"].setdefault("name", generated(tree["metadata"].get("generateName", "")))
         jobset_webhook.check_created(tree)
         return tree
@@ -66,7 +66,7 @@ class JobSetApi:
         jobset_webhook.check_changed(old, new)
 
     def check(self, kind: str, tree: dict[str, Any]) -> None:
-        """Reject a pod of a JobSet while the webhook for pods is unreachable."""
+        """Reject a JobSet's pod while the webhook for pods is unreachable."""
         labels = tree["metadata"].get("labels") or {}
         if kind == "pods" and self.is_installed and self.is_away and NAME in labels:
             raise jobset_webhook.unanswered("mpod.kb.io", "mutate--v1-pod")

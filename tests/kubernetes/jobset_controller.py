@@ -1,10 +1,10 @@
-"""The part of the controller of JobSet v0.12.0 that a launcher can observe.
+"""The part of the JobSet v0.12.0 controller that a launcher can observe.
 
-It creates the headless Service and a Job for each replica, ends the JobSet according to its success
-and failure policies, suspends and resumes it, and applies the TTL. The source is `pkg/controllers`
-of that version; conditions, names, labels and the order of events were observed on a real cluster.
-Startup order, `dependsOn`, coordinator, volume claims, failure policy rules and feature gates are
-not implemented.
+The controller creates the headless Service and a Job for each replica, ends the JobSet according to
+its success and failure policies, suspends and resumes it, and applies the TTL. The implementation
+follows `pkg/controllers` of that version; conditions, names, labels and the order of events were
+observed on a real cluster. Startup order, `dependsOn`, coordinator, volume claims, failure policy
+rules and feature gates are not implemented.
 """
 
 import copy
@@ -90,7 +90,7 @@ class JobSetController(Reconciler):
         events.write(self._store, jobset, reason, message, type=event, action="Reconciling", **at)
 
     def _delete(self, jobs: list[Tree]) -> None:
-        """Delete Jobs in the foreground: a Job exists until its pods are deleted."""
+        """Delete Jobs in the foreground: each Job exists until its pods are deleted."""
         for job in jobs:
             meta = job["metadata"]
             if not meta.get("deletionTimestamp"):
@@ -109,7 +109,7 @@ class JobSetController(Reconciler):
             self._store.delete("jobsets", meta["namespace"], meta["name"], meta["uid"])
 
     def _fail(self, jobset: Tree, failed: list[Tree]) -> None:
-        """Fail or restart the whole JobSet, according to its failure policy."""
+        """Fail or restart the JobSet, according to its failure policy."""
         policy, status = jobset["spec"].get("failurePolicy"), jobset["status"]
         first = min(failed, key=failed_at)["metadata"]["name"]
         named = f"(first failed job: {first})"
@@ -129,7 +129,7 @@ class JobSetController(Reconciler):
         status["terminalState"] = "Failed"
 
     def _serve(self, jobset: Tree) -> None:
-        """Create the headless Service; if one of that name exists, it is used, whoever owns it."""
+        """Create the headless Service, or use any existing Service of that name."""
         network, meta = jobset["spec"]["network"], jobset["metadata"]
         name = network.get("subdomain") or meta["name"]
         if not network["enableDNSHostnames"]:
@@ -213,7 +213,7 @@ def failed_at(job: Tree) -> str:
 def counted(
     jobset: Tree, active: list[Tree], succeeded: list[Tree], failed: list[Tree]
 ) -> list[Tree]:
-    """Return the counts of Jobs by role, in the reversed order that the controller uses."""
+    """Return the numbers of Jobs by role, in the reverse order of roles, as the controller does."""
     found = []
     for role in jobset["spec"]["replicatedJobs"]:
         its = [job for job in active if job["metadata"]["labels"][ROLE] == role["name"]]

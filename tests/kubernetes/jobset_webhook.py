@@ -1,8 +1,8 @@
-"""The webhooks of JobSet v0.12.0: defaults and validation of a JobSet.
+"""The webhooks of JobSet v0.12.0, which set defaults and validate JobSets.
 
-The source is `pkg/webhooks` of that version. All webhooks have `failurePolicy: Fail`: without the
-controller, JobSets cannot be created or patched and their pods cannot be created, but both can be
-read and deleted.
+The implementation follows `pkg/webhooks` of that version. All webhooks have `failurePolicy: Fail`:
+while the controller is down, JobSets cannot be created or patched and their pods cannot be created,
+but both can be read and deleted.
 """
 
 import copy
@@ -26,12 +26,11 @@ _GATE = (
     "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when "
     "RestartJob feature gate is disabled"
 )
-# Fields of a pod template that Kueue may change while a JobSet is suspended.
+# Pod template fields that Kueue may change while a JobSet is suspended.
 _MUTABLE = ("nodeSelector", "tolerations", "schedulingGates")
 
 
 def unanswered(name: str, path: str) -> RefusedError:
-    """Return the API server's error for an unreachable webhook."""
     message = (
         f'Internal error occurred: failed calling webhook "{name}": failed to call webhook: Post '
         f'"https://jobset-webhook-service.jobset-system.svc:443/{path}?timeout=10s": '
@@ -48,7 +47,7 @@ def defaulted(jobset: Tree) -> Tree:
     network.setdefault("enableDNSHostnames", True)
     network.setdefault("publishNotReadyAddresses", True)
     for role in spec.get("replicatedJobs", []):
-        # These two defaults come from the schema.
+        # These two defaults come from the CRD's schema.
         role.setdefault("replicas", 1)
         role.setdefault("groupName", "default")
         job = role["template"]["spec"]
@@ -60,7 +59,7 @@ def defaulted(jobset: Tree) -> Tree:
 
 
 def check_created(jobset: Tree) -> None:
-    """Reject a JobSet with invalid names, or with policies that name missing replicated Jobs."""
+    """Reject a JobSet with invalid names, or with policies that name unknown replicated Jobs."""
     spec = jobset["spec"]
     roles = spec.get("replicatedJobs", [])
     found = []
@@ -99,7 +98,7 @@ def _wrong(label: str, kind: str) -> list[str]:
 
 
 def check_changed(old: Tree, new: Tree) -> None:
-    """Reject changes of replicated Jobs, except of mutable fields in a suspended JobSet."""
+    """Reject changes of replicated Jobs, except changes of mutable fields while suspended."""
     judged = copy.deepcopy(new["spec"].get("replicatedJobs", []))
     before = {role["name"]: role for role in old["spec"]["replicatedJobs"]}
     if old["spec"].get("suspend") or new["spec"].get("suspend"):
@@ -117,7 +116,7 @@ def check_changed(old: Tree, new: Tree) -> None:
 
 
 def _keep(job: Tree, before: Tree) -> None:
-    """Reset the mutable fields, so that a comparison ignores them."""
+    """Reset the mutable fields to their old values, so that a comparison ignores them."""
     pairs = [(job["template"], before["template"], "metadata")]
     pairs += [(job["template"]["spec"], before["template"]["spec"], key) for key in _MUTABLE]
     for tree, old, key in pairs:

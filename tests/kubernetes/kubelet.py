@@ -1,7 +1,7 @@
-"""Runs the containers of every pod as local processes, for tests that train.
+"""Runs the containers of every pod as local processes, for tests that train models.
 
-See `tests.kubernetes.containers` for volumes and images, and `tests.kubernetes.sidecars` for init
-containers. Memory and nodes are ignored.
+Volumes and images are described in `tests.kubernetes.containers`, init containers in
+`tests.kubernetes.sidecars`. Memory and nodes are not simulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LONGEST_CRASH = 300.0
 
 
 class Kubelet:
-    """One node for all pods; at the end of the `with` block, it kills them."""
+    """A single node for all pods; when the `with` block ends, it kills them."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Kubelet:
     def kill(
         self, namespace: str, name: str, number: int = signal.SIGKILL, reason: str = ""
     ) -> None:
-        """Send a signal to all processes of a container, with a reason such as OOMKilled."""
+        """Send a signal to a container's process group; a reason such as OOMKilled is reported."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         self._reasons[uid] = reason
         os.killpg(self._processes[uid].pid, number)
@@ -116,7 +116,7 @@ class Kubelet:
         return [str(each.args) for each in self._processes.values() if each.poll() is None]
 
     def evict(self, namespace: str, name: str, message: str) -> None:
-        """Evict a pod because the node is short of a resource."""
+        """Evict a pod as if its node were short of a resource."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         self._evicted[uid] = message
         os.killpg(self._processes[uid].pid, signal.SIGKILL)
@@ -127,7 +127,7 @@ class Kubelet:
                 pods = self._store.all("pods")
                 for pod in pods:
                     self._reconcile(pod)
-                # A forced deletion removes a pod from the API before the node has ended it.
+                # A forced deletion removes a pod from the API before its processes have ended.
                 for uid in self._processes.keys() - {pod["metadata"]["uid"] for pod in pods}:
                     self._kill(self._processes[uid])
                 self._store.changed.wait(RESYNC_SECONDS)
@@ -149,7 +149,7 @@ class Kubelet:
     def _start(self, pod: Tree) -> None:
         uid = pod["metadata"]["uid"]
         address = self.node.addresses.of(pod)
-        # In a cluster, every pod has its own address; here the pods of a TFJob share one.
+        # In a real cluster, every pod has its own address; here, all pods of a TFJob share one.
         more = {ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}
         found = [
             self._init_container(pod, each, more) for each in pod["spec"].get("initContainers", [])
@@ -216,7 +216,7 @@ class Kubelet:
         self._end_sidecars(pod, code, text)
         with self._store.changed, suppress(RefusedError):
             found = self._store.get("pods", *_key(pod))
-            # After a forced deletion, another pod may have the same name.
+            # After a forced deletion, a new pod may have the same name.
             if found["metadata"]["uid"] != uid:
                 return
             finished(self._store, found, code, text[-MESSAGE_BYTES:], self._reasons.get(uid, ""))
@@ -226,7 +226,7 @@ class Kubelet:
                 self._store.remove("pods", *_key(pod))
 
     def _end_sidecars(self, pod: Tree, code: int, text: str) -> None:
-        """End the sidecars after a pod's container, and only then change the pod's phase."""
+        """Stop the sidecars after the pod's main container ends, before the pod's phase changes."""
         uid = pod["metadata"]["uid"]
         if uid not in self._inits:
             return
@@ -240,21 +240,21 @@ class Kubelet:
         self._inits[uid].stop(0.0 if self._stopping else grace)
 
     def _wait(self, uid: str, restarts: int) -> int:
-        """Write the log of a container until it ends; return its exit code."""
+        """Copy a container's output to its log until it ends, and return its exit code."""
         process = self._processes[uid]
         assert process.stdout
         with process.stdout:
             for line in process.stdout:
                 self._logs.write(uid, restarts, line.decode(errors="replace").rstrip("\n"))
         code = process.wait()
-        # When the first process of a container has ended, kill all others.
+        # When a container's first process has ended, kill its other processes.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         self._logs.end(uid, restarts)
         return code if code >= 0 else 128 - code
 
     def _begins_again(self, pod: Tree, restarts: int) -> bool:
-        """Return whether a container of a Job's pod restarts; wait for the back-off first."""
+        """Return whether a container of a Job's pod restarts, after waiting for the back-off."""
         if pod["spec"].get("restartPolicy") != "OnFailure" or not is_tracked(pod):
             return False
         delay = min(LONGEST_CRASH, self.crash_seconds * 2 ** (restarts - 1)) if restarts else 0.0
@@ -277,7 +277,7 @@ class Kubelet:
         assert process
         uid = pod["metadata"]["uid"]
         if process.poll() is not None:
-            # Remove the pod only after the end of the process, with its message, has been reported.
+            # Remove the pod only after the exit of its process has been reported with its message.
             if pod["status"]["phase"] in ENDED:
                 self._store.remove("pods", *_key(pod))
             return
@@ -288,7 +288,7 @@ class Kubelet:
         self._killers[uid].start()
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        # After the process has been reaped, another process may have its PID.
+        # Once a process has been reaped, its PID may belong to another process.
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

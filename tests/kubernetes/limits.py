@@ -1,4 +1,4 @@
-"""Limits of a namespace on pods (accounts and quotas), with the messages of Kubernetes 1.33."""
+"""Namespace limits on pods (service accounts and quotas), with the messages of Kubernetes 1.33."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -7,14 +7,14 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 Tree = dict[str, Any]
-# The kinds whose number a quota can limit, with their API groups.
+# Kinds whose number a quota can limit, with their API groups.
 GROUPS = {"tfjobs": "kubeflow.org", "jobsets": "jobset.x-k8s.io", "jobs": "batch"}
 
 
 def excess(
     pod: Tree, namespace: str, accounts: set[str], quotas: list[Tree], pods: list[Tree]
 ) -> str:
-    """Return why a pod is rejected, or an empty string; a quota's status is added to `pods`."""
+    """Return why a pod is rejected, or an empty string if it is accepted."""
     account = pod.get("spec", {}).get("serviceAccountName", "default")
     reasons = [text for quota in quotas for text in _exceeded(quota, pod, pods)]
     if account not in accounts | {"default"}:
@@ -22,13 +22,13 @@ def excess(
         reasons.insert(0, f'{looked}: serviceaccount "{account}" not found')
     name = pod["metadata"].get("name", "")
     if account not in accounts | {"default"}:
-        # The account is checked before a name is generated.
+        # The service account is checked before the pod's name is generated.
         name = pod["metadata"].get("generateName", name)
     return f'pods "{name}" is forbidden: {reasons[0]}' if reasons else ""
 
 
 def too_many(kind: str, tree: Tree, quotas: list[Tree], count: int) -> str:
-    """Return why another object of a kind is rejected, or an empty string."""
+    """Return why one more object of a kind is rejected, or an empty string if it is accepted."""
     group = GROUPS.get(kind)
     resource = f"{kind}.{group}" if group else kind
     key = f"count/{resource}"
@@ -62,7 +62,7 @@ def _exceeded(quota: Tree, pod: Tree, pods: list[Tree]) -> Iterator[str]:
 
 
 def _asked(key: str, pod: Tree) -> Decimal | None:
-    """Return the amount that a pod requests; None if a required request is missing."""
+    """Return the amount that a pod requests, or None if a required request is missing."""
     if key in ("pods", "count/pods"):
         return Decimal(1)
     side = "limits" if key.startswith("limits.") else "requests"

@@ -1,4 +1,4 @@
-"""The logs of containers: lines with timestamps in nanoseconds, one log per restart."""
+"""Container logs: lines with nanosecond timestamps, and a separate log after each restart."""
 
 import threading
 import time
@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 
 
 def stamp(nanoseconds: int) -> str:
-    """Return a time as the kubelet writes it at the beginning of a line."""
+    """Return a time in the format that the kubelet writes at the beginning of each line."""
     whole = datetime.fromtimestamp(nanoseconds // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%S")
     return f"{whole}.{nanoseconds % 10**9:09d}Z"
 
 
 @dataclass(kw_only=True)
 class ContainerLog:
-    """The log of a container between two restarts; a `lost` log is no longer on its node."""
+    """A container's log between two restarts; a `lost` log has been deleted from its node."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False
@@ -23,7 +23,7 @@ class ContainerLog:
 
 
 class Logs:
-    """The logs, by the pod's uid and the container's restart count."""
+    """All logs, by the pod's UID and the container's restart count."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
@@ -55,6 +55,6 @@ class Logs:
             self._changed.notify_all()
 
     def lose(self, uid: str, restarts: int) -> None:
-        """Remove the file of a log, as happens when a container is garbage-collected."""
+        """Delete a log's file, as the node does when it garbage-collects a container."""
         with self._changed:
             self.of(uid, restarts).lost = True

@@ -1,20 +1,20 @@
-"""The names of pods, and the connections between pods, which outlast the names.
+"""Simulates the DNS names of pods, and connections between pods, which outlast the names.
 
 Every pod of a TFJob has a headless Service of the same name: `POD.NAMESPACE.svc` resolves while the
-Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one
-Service: `HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service exists
-and selects a running pod. If the Service publishes pods that are not ready, this includes pods that
-are being deleted. If two pods have the same hostname because the old one is terminating, a caller
-gets the old pod; a real DNS server returns both.
+Service exists and the pod runs, provided that neither is being deleted. The pods of a JobSet share
+one Service: `HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service
+exists and selects a running pod. If the Service publishes pods that are not ready, this includes
+pods that are being deleted. If two pods have the same hostname because the old one is terminating,
+a caller gets the old pod's address; a real DNS server returns both.
 
 All pods are processes on this machine. Each pod of a TFJob has its own port. Each pod of a JobSet
-has its own loopback address, which a replacement does not inherit. Because TensorFlow's servers
+has its own loopback address, which its replacement does not inherit. Because TensorFlow's servers
 listen on all addresses, they use ports that only the network knows.
 
 TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which resolves the name when a
-connection is opened; Python's sockets also ask the proxy (`tests.kubernetes.resolver`). These tests
-therefore do not show how long gRPC caches an address. An open connection stays open until one of
-its ends closes it.
+connection is opened. Python's sockets also resolve names through the proxy
+(`tests.kubernetes.resolver`). These tests therefore do not show how long gRPC caches an address. An
+open connection stays open until one of its ends closes it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(pod: str, namespace: str) -> str:
-    """Return the name of a pod in the cluster's DNS."""
+    """Return a pod's name in the cluster's DNS."""
     return f"{pod}.{namespace}.{DOMAIN}"
 
 
 class Network:
-    """Resolves names of pods and relays connections; `refused` lists names without an address."""
+    """Resolves pod names and relays connections; names in `refused` do not resolve."""
 
     def __init__(self, store: Store) -> None:
         self.refused: list[str] = []
@@ -62,7 +62,7 @@ class Network:
     def environment(self) -> dict[str, str]:
         """Return the environment variables that connect a pod's processes to the network."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
-        # Tasks ignore proxies for their channels unless this option is set.
+        # Tasks ignore proxies for their gRPC channels unless this option is set.
         options = {CHANNELS: "grpc.enable_http_proxy=1"}
         return {"grpc_proxy": f"http://{address}", VARIABLE: address, **options}
 
@@ -70,7 +70,7 @@ class Network:
         return host in (LOOPBACK, "localhost") or bool(self.endpoints(host, 0))
 
     def endpoints(self, host: str, port: int) -> list[tuple[str, int]]:
-        """Return the current addresses and ports of a name, the oldest pod's first."""
+        """Return the current addresses and ports of a name; the oldest pod is first."""
         parts = host.removesuffix(".cluster.local").split(".")
         with self._store.changed:
             self._remember()
@@ -85,7 +85,7 @@ class Network:
             ]
 
     def _remember(self) -> None:
-        """Remember the domains of the cluster, which stay known when they have no pods."""
+        """Remember the cluster's domains, which remain known when they have no pods."""
         for kind in ("pods", "services"):
             for tree in self._store.all(kind):
                 subdomain = tree["spec"].get("subdomain")
@@ -100,7 +100,6 @@ class Network:
         return False
 
     def _served(self, hostname: str, service: str, namespace: str) -> list[Tree]:
-        """Return the pods with a hostname that a headless Service selects and publishes."""
         found = []
         for each in self._store.all("services", namespace, fields=f"metadata.name={service}"):
             spec = each["spec"]
@@ -122,7 +121,7 @@ class Network:
         return found
 
     def _answer_of(self, host: str, port: int) -> str:
-        """Return the address of a name; empty if it has none, `UNKNOWN` if it is foreign."""
+        """Return the address of a name; empty if it has none, `UNKNOWN` if outside the cluster."""
         found = self.endpoints(host, port)
         if found:
             return "{} {}".format(*found[0])
@@ -138,7 +137,7 @@ class Network:
             _in_background(self._answer, caller)
 
     def _answer(self, caller: socket.socket) -> None:
-        """Relay for `CONNECT HOST:PORT`; for `RESOLVE HOST`, reply with an address or nothing."""
+        """Relay a `CONNECT HOST:PORT`; reply to `RESOLVE HOST` with an address or nothing."""
         with suppress(OSError), caller:
             method, target = _request(caller)
             host, _, port = target.rpartition(":")
@@ -169,7 +168,7 @@ class Network:
 
 
 def _request(caller: socket.socket) -> tuple[str, str]:
-    """Read the head of a request and nothing of its body; return its method and target."""
+    """Read only the head of a request, not its body; return its method and target."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = caller.recv(1)

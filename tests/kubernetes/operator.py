@@ -1,9 +1,9 @@
-"""The part of the training operator 1.9.4 that a launcher can observe.
+"""The part of training operator 1.9.4 that a launcher can observe.
 
-It creates pods by role and index, with labels and TF_CONFIG. TF_CONFIG includes the evaluator, and
-is omitted if the job has one task. The operator replaces failed pods according to the restart
-policy. The job ends with the chief or worker 0, and fails if a pod has failed; a running pod that
-is being deleted counts as failed. The operator also applies `cleanPodPolicy`,
+The operator creates pods by role and index, with labels and TF_CONFIG. TF_CONFIG includes the
+evaluator, and is omitted if the job has only one task. Failed pods are replaced according to the
+restart policy. The job ends with the chief or worker 0, and fails if a pod has failed; a running
+pod that is being deleted counts as failed. The operator also applies `cleanPodPolicy`,
 `activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
 """
 
@@ -29,7 +29,7 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 JOB_NAME = "training.kubeflow.org/job-name"
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
 RESYNC_SECONDS = 0.2
-# Order in which the operator updates the status: the message names the first role that failed.
+# Order in which the operator checks roles: its message names the first role that failed.
 ORDER = ("Chief", "Evaluator", "PS", "Worker")
 
 
@@ -43,7 +43,7 @@ def exit_code(pod: Tree) -> int:
 
 
 class Operator:
-    """Reconciles the pods and the status of all jobs in a separate thread, unless `down`."""
+    """Reconciles the pods and status of all TFJobs in a separate thread, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -69,7 +69,7 @@ class Operator:
                 for job in [] if self.down else self._store.all("tfjobs"):
                     with suppress(RefusedError):
                         self._reconcile(job)
-                # The version is unchanged, so there is nothing to do before the next event.
+                # The version is unchanged, so nothing is left to do until the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()
@@ -98,7 +98,7 @@ class Operator:
         )
 
     def _clean_up(self, job: Tree) -> None:
-        """Delete the pods of a finished job according to its policy, and the job after its TTL."""
+        """Delete a finished job's pods according to its policy, and the job after its TTL."""
         policy, status, meta = job["spec"]["runPolicy"], job["status"], job["metadata"]
         clean = policy.get("cleanPodPolicy", "None")
         for pod in self._of(job):
@@ -159,7 +159,7 @@ class Operator:
                 condition(job, "Running", message=f"{title} is running.")
             failed = counts[role].get("failed")
             if failed and restarting:
-                # A restarting job does not fail. Running has removed the condition Restarting, so
+                # A restarting job does not fail. The condition Running has replaced Restarting, so
                 # set it again.
                 condition(job, "Restarting", message=restarting)
             elif failed:
@@ -200,7 +200,7 @@ class Operator:
             raise
 
     def _serve(self, job: Tree, name: str, labels: Tree, owner: Tree) -> None:
-        """Create the headless Service of a pod; a replacement of the pod keeps it."""
+        """Create a pod's headless Service; a replacement of the pod uses the same one."""
         metadata = {"name": name, "labels": labels, "ownerReferences": [owner]}
         service = {"metadata": metadata, "spec": {"clusterIP": "None", "selector": labels}}
         with suppress(RefusedError):
@@ -222,7 +222,7 @@ class Operator:
         return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
 
     def port(self, name: str) -> int:
-        """Return the port of a pod and its replacements; all pods share this machine."""
+        """Return the port of a pod and its replacements; all pods share this machine's address."""
         if name not in self._addresses:
             holder = self._ports.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -251,13 +251,13 @@ def _is_active(pod: Tree) -> bool:
 
 
 def _is_done(pods: list[Tree]) -> bool:
-    """Return whether the first replica has succeeded; it may be absent during its replacement."""
+    """Return whether the first replica has succeeded; it may be missing while it is replaced."""
     first = [pod for pod in pods if pod["metadata"]["labels"][REPLICA_INDEX] == "0"]
     return any(pod["status"]["phase"] == "Succeeded" for pod in first)
 
 
 def _counts(pods: list[Tree]) -> dict[str, Any]:
-    """Count active, succeeded and failed pods; a count of 0 is omitted."""
+    """Count active, succeeded and failed pods; counts of 0 are omitted."""
     counts: dict[str, int] = {}
     for pod in pods:
         phase = pod["status"]["phase"]

@@ -1,4 +1,4 @@
-"""Sets the states of a pod, as the kubelet and the scheduler do."""
+"""Sets the state of a pod, as the kubelet and the scheduler do."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
 
 
 def running(store: Store, pod: Tree, address: str = "") -> Tree:
-    """Mark the container as running; a pod that replaces another one gets another address."""
+    """Mark the container as running; each pod gets an address that depends on its UID."""
     state = {"running": {"startedAt": now()}}
     high, low = bytes.fromhex(pod["metadata"]["uid"][:4])
     return _changed(
@@ -53,7 +53,7 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
 
 
 def ended(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
-    """Mark the container as terminated; the pod keeps its phase while its sidecars run."""
+    """Mark the container as terminated, but leave the pod's phase unchanged while sidecars run."""
     return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message, reason)})
 
 
@@ -72,7 +72,7 @@ def _terminated(pod: Tree, code: int, message: str = "", reason: str = "") -> li
 
 
 def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree) -> Tree:
-    """Set the state of an init container; the other containers wait for it, or already run."""
+    """Set the state of an init container; containers that have not started yet wait."""
     known = pod["status"].get("initContainerStatuses", [])
     others = [each for each in known if each["name"] != name]
     status = {"name": name, "restartCount": restarts, "state": state}
@@ -84,7 +84,6 @@ def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree)
 
 
 def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
-    """Mark the pod as failed because the node was short of a resource."""
     killed = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     status = {
         "phase": "Failed",
@@ -96,7 +95,7 @@ def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
 
 
 def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """Set the condition that Kubernetes is about to disrupt the pod, with the reason."""
+    """Set the condition that announces a disruption of the pod, with its reason."""
     target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     before = pod.get("status", {}).get("conditions") or []
     rest = [each for each in before if each["type"] != "DisruptionTarget"]

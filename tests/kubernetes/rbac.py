@@ -36,14 +36,14 @@ def grants(role: str) -> Grants:
 
 
 def verb_of(method: str, name: str | None, *, watches: bool) -> str:
-    """Return the verb of a request, as Kubernetes's authorization defines it."""
+    """Return the verb that Kubernetes checks for a request."""
     if watches:
         return "watch"
     return _VERBS.get(method) or ("get" if name else "list")
 
 
 def refusal(user: str, verb: str, resource: str, namespace: str, name: str) -> RefusedError:
-    """Return the error for a missing permission; `resource` is, for example, `pods/log`."""
+    """Return the error for a missing permission on a resource such as `pods/log`."""
     kind = resource.partition("/")[0]
     group = GROUPS.get(kind, "")
     what = f"{kind}.{group}" if group else kind

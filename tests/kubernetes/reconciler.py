@@ -1,4 +1,4 @@
-"""A controller in a separate thread that reconciles after every change of the store."""
+"""A controller that reconciles in a separate thread after every change of the store."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ RESYNC_SECONDS = 0.1
 
 
 class Reconciler(ABC):
-    """Reconciles actual and desired state while its `with` block runs, unless it is `down`."""
+    """Reconciles actual and desired state during its `with` block, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -38,7 +38,7 @@ class Reconciler(ABC):
             with self._store.changed:
                 if not self.down:
                     self.reconcile()
-                # The version is unchanged, so there is nothing to do before the next event.
+                # The version is unchanged, so nothing is left to do until the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()

@@ -1,6 +1,6 @@
-"""Resolves the names of pods in a pod's Python, as the cluster's DNS does.
+"""Resolves pod names in the Python processes of a pod, as the cluster's DNS does.
 
-If the pod has its own address, its sockets listen on that address instead of on all addresses.
+If the pod has its own address, sockets listen on that address instead of on all addresses.
 """
 
 import os
@@ -14,7 +14,10 @@ _SUFFIXES = (".svc", ".svc.cluster.local")
 
 
 def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
-    """Return address and port of a name, or None if it is not the cluster's; raises `gaierror`."""
+    """Return the address and port of a name, or None if it is outside the cluster.
+
+    Raises `gaierror` if the name does not resolve.
+    """
     at, _, its_port = resolver.rpartition(":")
     with socket.create_connection((at, int(its_port))) as peer:
         peer.sendall(f"RESOLVE {host}:{port} HTTP/1.1\r\n\r\n".encode())
@@ -28,13 +31,13 @@ def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
 
 
 def address_of(host: str, resolver: str) -> str:
-    """Return the address of a name; raises `gaierror` if it does not resolve."""
+    """Return the address of a name; raise `gaierror` if it does not resolve."""
     found = endpoint_of(host, 0, resolver)
     return found[0] if found else host
 
 
 def install() -> None:
-    """Let the sockets of this process resolve names of pods, if there is a resolver."""
+    """If a resolver is configured, make this process's sockets resolve pod names."""
     resolver, own = os.environ.get(VARIABLE, ""), os.environ.get(ADDRESS, "")
     original, bind = socket.getaddrinfo, socket.socket.bind
 

@@ -41,7 +41,7 @@ class Server(ThreadingHTTPServer):
         self.logs = Logs(self.store.changed)
         self.control = Control(self.store)
         self.requests: list[str] = []
-        # Line, headers and body of each request, without tokens.
+        # Request line, headers and body of each request, without tokens.
         self.received: list[bytes] = []
         self.tokens: set[str] = set()
         # A stream ends when this number changes.
@@ -53,13 +53,13 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def drop_streams(self) -> None:
-        """Break every watch and every followed log, in the middle of a line."""
+        """Break every watch and every followed log in the middle of a line."""
         with self.store.changed:
             self.generation += 1
             self.store.changed.notify_all()
 
     def go_down(self, *, cuts_streams: bool = True) -> None:
-        """Refuse connections; unless `cuts_streams`, open streams are still served for a while."""
+        """Refuse new connections; open streams end too, unless `cuts_streams` is false."""
         with self.store.changed:
             self.faults.down = True
         if cuts_streams:
@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, answer)
         return None
 
-    # The base class prescribes these names.
+    # `BaseHTTPRequestHandler` requires these names.
     do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _route(self, body: Tree) -> Tree | None:
-        """Return the response to a request; None if the response was a stream."""
+        """Return the response to a request, or None if the response was a stream."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -171,8 +171,7 @@ class Handler(BaseHTTPRequestHandler):
             token = self._token()
             return self.server.control.answer(self.command, parts.path, body, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
-        # Authorization comes first, so users without permission do not learn what the cluster
-        # serves.
+        # Authorization comes first, so that users without permission do not learn what is served.
         self._authorize(found, query)
         self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         if found["log"]:
@@ -221,7 +220,7 @@ class Handler(BaseHTTPRequestHandler):
             body = {**query, **body}
             uid = (body.get("preconditions") or {}).get("uid", "")
             grace = body.get("gracePeriodSeconds")
-            # By default, the API keeps the pods of a deleted Job.
+            # By default, the API does not delete the pods of a deleted Job.
             default = "Orphan" if kind == "jobs" else "Background"
             propagation = body.get("propagationPolicy") or default
             if grace is not None:
@@ -232,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
         return store.get(kind, namespace, name)
 
     def _evict(self, namespace: str, name: str) -> Tree:
-        """Delete a pod with its grace period, as a drain of the node does."""
+        """Delete a pod with its grace period, as a node drain does."""
         store = self.server.store
         with store.changed:
             pod = store.get("pods", namespace, name)
@@ -321,7 +320,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _container_of(pod: Tree, name: str) -> tuple[str, list[Tree]]:
-    """Return the name of a container's log, and the container's status."""
+    """Return the key of a container's log, and the container's status."""
     status, uid = pod.get("status", {}), pod["metadata"]["uid"]
     if name in [each["name"] for each in pod["spec"].get("initContainers", [])]:
         found = [each for each in status.get("initContainerStatuses", []) if each["name"] == name]
@@ -330,7 +329,7 @@ def _container_of(pod: Tree, name: str) -> tuple[str, list[Tree]]:
 
 
 class Stream:
-    """A chunked response; a broken one ends without the last chunk."""
+    """A chunked response; a broken stream ends without the last chunk."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -340,7 +339,7 @@ class Stream:
         self._handler.send_response(200)
         self._handler.send_header("Content-Type", "application/json")
         self._handler.send_header("Transfer-Encoding", "chunked")
-        # A stream is the last response on its connection.
+        # No other response follows a stream on its connection.
         self._handler.send_header("Connection", "close")
         self._handler.end_headers()
         return self._generation, self._write

@@ -1,10 +1,11 @@
-"""The init containers of a pod, as the kubelet runs them; a native sidecar is one that restarts.
+"""The init containers of a pod, as the kubelet runs them, including native sidecars.
 
-The sources are KEP-753 and `pkg/kubelet/kuberuntime`. Init containers start in order, each when the
-previous one has ended or, if that is a sidecar (`restartPolicy: Always`), when its startup probe
-has succeeded. A sidecar that ends is restarted, whatever its exit code. After the last container of
-the pod has ended, the sidecars get SIGTERM in reverse order, and SIGKILL at the end of the pod's
-grace period; their exit codes are ignored.
+A native sidecar is an init container with `restartPolicy: Always`; the sources are KEP-753 and
+`pkg/kubelet/kuberuntime`. Init containers start in order. Each one starts when the previous one has
+ended or, if that is a sidecar, when its startup probe has succeeded. A sidecar that ends is
+restarted, whatever its exit code. After the pod's last container has ended, the sidecars get
+SIGTERM in reverse order, and SIGKILL at the end of the pod's grace period; their exit codes are
+ignored.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ PROBE_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class InitContainer:
-    """An init container: a function that starts its process, and its startup probe, if any."""
-
     name: str
     begin: Begin
     probe: Callable[[], bool] | None
@@ -48,7 +47,7 @@ class InitContainers:
         self.crash_seconds = 10.0
 
     def start(self) -> bool:
-        """Start all containers in order; return False if the pod ended before that."""
+        """Start all containers in order; return False if the pod ends before all have started."""
         for each in self._found:
             if not self._begin(each):
                 return False
@@ -64,7 +63,7 @@ class InitContainers:
         return not self._ending.is_set()
 
     def stop(self, seconds: float) -> None:
-        """End the sidecars in reverse order, within the rest of the pod's grace period."""
+        """Stop the sidecars in reverse order, within the rest of the pod's grace period."""
         with self._lock:
             self._ending.set()
         for each in reversed(self._found):
@@ -85,7 +84,7 @@ class InitContainers:
             return True
 
     def _keep(self, each: InitContainer) -> None:
-        """Restart a sidecar whenever it ends, the first time at once."""
+        """Restart a sidecar whenever it ends; the first restart has no delay."""
         restarts = 0
         while True:
             code = self._wait(each, restarts)
@@ -109,12 +108,11 @@ class InitContainers:
 
     def _signal(self, name: str, number: int) -> None:
         process = self._processes[name]
-        # After the process has been reaped, another process may have its PID.
+        # Once a process has been reaped, its PID may belong to another process.
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
 
 def log_of(uid: str, container: str) -> str:
-    """Return the key of an init container's log."""
     return f"{uid}/{container}"

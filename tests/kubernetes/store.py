@@ -1,4 +1,4 @@
-"""The objects of a small Kubernetes API: versions, watches, selectors, garbage collection."""
+"""Stores the objects of a small Kubernetes API, with versions, watches and garbage collection."""
 
 import copy
 import random
@@ -33,7 +33,7 @@ class RefusedError(Exception):
 
 
 class NotServedError(Exception):
-    """The API server does not serve this path; the response is a 404 without an object."""
+    """The API server does not serve this path; it responds with a 404 without an object."""
 
 
 def now(seconds: int = 0) -> str:
@@ -45,8 +45,8 @@ class Store:
     """All objects by kind, namespace and name; `changed` is also the lock.
 
     Attributes:
-        graceful: kinds whose objects are only marked for deletion; another process removes them.
-        webhooks: functions that are called with the kind of each created object, and the object.
+        graceful: kinds whose objects are only marked for deletion; another component removes them.
+        webhooks: functions that are called with each created object and its kind.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Store:
             return self._record("ADDED", kind, made)
 
     def admitted(self, kind: str, namespace: str, tree: Tree) -> Tree:
-        """Return an object as it would be created: the response to `dryRun=All`."""
+        """Return the object that would be created: the response to `dryRun=All`."""
         with self.changed:
             made = copy.deepcopy(tree)
             if not made["metadata"].get("name"):
@@ -88,7 +88,7 @@ class Store:
         quotas = self.all("resourcequotas", namespace)
         if kind == "pods":
             accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
-            # Pods that have ended do not use a quota.
+            # Pods that have ended do not count against a quota.
             there = [pod for pod in self.all("pods", namespace) if not _has_ended(pod)]
             refusal = admission.refusal(tree, self.labels.get(namespace, {}))
             refusal = refusal or limits.excess(tree, namespace, accounts, quotas, there)
@@ -115,7 +115,7 @@ class Store:
             ]
 
     def change(self, kind: str, namespace: str, name: str, by: Callable[[Tree], None]) -> Tree:
-        """Let a function modify an object in place; if nothing changes, there is no event."""
+        """Let a function modify an object in place; an event is emitted only if it changes."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             by(tree)
@@ -126,7 +126,7 @@ class Store:
             changed = self._record("MODIFIED", kind, tree)
             meta = tree["metadata"]
             released = before["metadata"].get("finalizers") and not meta.get("finalizers")
-            # A deleted object is removed when its last finalizer is removed.
+            # Remove a deleted object when its last finalizer is removed.
             if released and meta.get("deletionGracePeriodSeconds") == 0:
                 self.remove(kind, namespace, name)
             return changed
@@ -141,7 +141,7 @@ class Store:
     ) -> Tree:
         """Merge a patch (RFC 7396); a resource version in the patch must be the current one.
 
-        `check` is called with the old and the new object; it may change the new one or reject it.
+        `check` receives the old and new objects; it may modify the new object or raise an error.
         """
 
         def by(tree: Tree) -> None:
@@ -186,7 +186,7 @@ class Store:
             self.delete(kind, namespace, name, uid)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object, and delete the objects that it owns; finalizers delay its removal."""
+        """Remove an object, and delete its dependents; finalizers delay the removal."""
         with self.changed:
             found = self._objects.get((kind, namespace, name))
             if found is None:
@@ -209,7 +209,7 @@ class Store:
         ]
 
     def _part(self, kind: str, tree: Tree, propagation: str) -> bool:
-        """Orphan or delete an object's dependents; return whether it must wait for them."""
+        """Orphan or delete an object's dependents; return whether the object must wait for them."""
         namespace, name = tree["metadata"]["namespace"], tree["metadata"]["name"]
         owned = self._owned(tree)
         if propagation == "Orphan":
@@ -225,7 +225,7 @@ class Store:
         return bool(owned)
 
     def _release(self, removed: Tree) -> None:
-        """Remove an owner that waited for the deletion of its last dependent."""
+        """Remove an owner that was waiting for the deletion of its last dependent."""
         uids = [each["uid"] for each in removed["metadata"].get("ownerReferences", [])]
         for (kind, namespace, name), tree in list(self._objects.items()):
             held = tree["metadata"].get("finalizers", [])
@@ -250,7 +250,7 @@ class Store:
             return [each for each in self.history if each[0] > version]
 
     def wait(self, until: Callable[[], Any]) -> Any:
-        """Call a function after every change, until its value is true; return that value."""
+        """Call a function after every change until its result is true, and return the result."""
         with self.changed:
             assert self.changed.wait_for(until, timeout=SECONDS), f"not true within {SECONDS} s"
             return until()
@@ -268,24 +268,23 @@ def _uid(tree: Tree) -> str:
 
 
 def generated(prefix: str) -> str:
-    """Return the prefix with a random suffix, as `metadata.generateName` does."""
     return prefix + "".join(random.choices(_LETTERS, k=5))
 
 
 def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
-    """Mark an object as deleted, because finalizers keep it."""
+    """Mark an object as deleted while finalizers keep it."""
     meta = tree["metadata"]
     meta.setdefault("deletionTimestamp", now())
     meta["deletionGracePeriodSeconds"] = 0
     if finalizer:
         meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
-    # Garbage collection sets a pod failed if it never ran, or if its node does not respond.
+    # Garbage collection marks a pod as failed if it never ran or its node does not respond.
     elif kind == "pods" and not _has_ended(tree):
         tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:
-    """Return whether a pod has a node and runs, so that its deletion has a grace period."""
+    """Return whether a pod runs on a node, so that its deletion has a grace period."""
     return bool(pod["spec"].get("nodeName")) and not _has_ended(pod)
 
 

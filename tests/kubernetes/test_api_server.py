@@ -197,7 +197,7 @@ def test_a_pod_deleted_by_force_is_killed_and_its_end_is_not_that_of_its_success
     kube.store.delete("tfjobs", NAMESPACE, "job")
     kube.wait_until_deleted()
     made = {tree["metadata"]["uid"] for _, _, kind, tree in kube.store.history if kind == "pods"}
-    # Only these two pods and the chief were created.
+    # Only these two pods and the chief's pod were created.
     assert {before["metadata"]["uid"], after["metadata"]["uid"]} < made
     assert len(made) == 3
 

@@ -1,4 +1,4 @@
-"""The Job controller behaves like the real one; `README.md` lists what was observed and read."""
+"""The fake Job controller behaves like the real one; `README.md` lists the evidence."""
 
 import pytest
 from kubernetes import client
@@ -57,7 +57,7 @@ def delete(kube, pod, grace=None):
 
 
 def end(kube, pod, code):
-    """End a pod that is being deleted, as its kubelet does."""
+    """End a pod that is being deleted, as the kubelet does."""
     pods.finished(kube.store, pod, code)
     kube.store.remove("pods", NAMESPACE, pod["metadata"]["name"])
 

@@ -1,4 +1,4 @@
-"""The JobSet controller behaves like the real one; `README.md` lists what was observed."""
+"""The fake JobSet controller behaves like the real one; `README.md` lists what was observed."""
 
 import json
 
@@ -34,7 +34,7 @@ POLICY = {"podFailurePolicy": NEVER_AGAIN, "backoffLimit": 20}
 def jobsets(kube, api):
     kube.install_jobset()
     kube.job_controller.backoff_seconds = 0.05
-    # The test itself ends a deleted pod.
+    # Tests end deleted pods themselves.
     kube.store.graceful.add("pods")
     return client.CustomObjectsApi(api)
 
@@ -96,7 +96,7 @@ def test_the_end_of_the_chief_completes_the_jobset(kube, jobsets):
         "AllJobsCompleted",
         "Completed",
     )
-    # The other Jobs exist until their pods are gone; the pods of completed Jobs stay.
+    # The other Jobs exist until their pods are gone; the pods of completed Jobs are kept.
     kube.store.wait(lambda: kube.pod("ps-0")["metadata"].get("deletionTimestamp"))
     assert kube.child_jobs()["ps-0"]["metadata"]["finalizers"] == ["foregroundDeletion"]
     kube.end_deleted()
@@ -203,7 +203,7 @@ def test_a_deletion_takes_the_service_at_once_while_pods_have_their_grace(kube, 
     for kind in ("jobsets", "jobs", "services", "leases"):
         assert not kube.store.all(kind, NAMESPACE)
     assert {p["status"]["phase"] for p in kube.pods().values()} == {"Running"}
-    # A new JobSet of the same name does not wait for them.
+    # A new JobSet of the same name does not wait for the old pods.
     jobsets.create_namespaced_custom_object(*ARGS, jobset())
     kube.store.wait(lambda: len(kube.pods_of("chief-0")) == 2)
     kube.end_deleted()

@@ -28,7 +28,7 @@ def listener():
 
 
 def connect(network, host, listener):
-    """Connect to a port as gRPC does; return the connection and the status of the response."""
+    """Connect to a port through the proxy, as gRPC does; return the connection and HTTP status."""
     at, _, port = network.environment["grpc_proxy"].rpartition("/")[2].partition(":")
     connection = socket.create_connection((at, int(port)))
     target = f"{host}:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Tests the names of a JobSet's pods, and processes that find each other by these names."""
+"""Tests the DNS names of a JobSet's pods, and pods that find each other by these names."""
 
 import socket
 import sys
@@ -56,11 +56,11 @@ def test_a_name_resolves_while_the_service_is_there_and_the_pod_runs(kube, netwo
     assert not network.resolves("a-worker-7-0.a")
     assert not network.resolves(f"{HOST}.other.svc")
     kube.take_away("worker-0")
-    # The Service publishes pods that are not ready, and therefore also terminating ones.
+    # The Service publishes pods that are not ready, so terminating pods still resolve.
     assert network.resolves(HOST)
     kube.end_deleted()
     assert not network.resolves(HOST)
-    # The lock prevents the controller from recreating the Service in between.
+    # The lock prevents the controller from recreating the Service in the meantime.
     with kube.store.changed:
         kube.store.remove("services", NAMESPACE, "a")
         assert not network.resolves("a-chief-0-0.a")

@@ -1,4 +1,4 @@
-"""The operator manages a job like the real one; `README.md` lists what was observed."""
+"""The fake operator manages a TFJob like the real one; `README.md` lists what was observed."""
 
 import pytest
 
@@ -11,7 +11,6 @@ STATUSES = ("Created", "Running", "Restarting", "Failed")
 
 @pytest.fixture(autouse=True)
 def graceful(kube):
-    """Let the test end deleted pods."""
     kube.store.graceful.add("pods")
     return kube
 
@@ -155,7 +154,7 @@ def test_an_operator_that_is_down_does_nothing(kube):
     before = kube.take_away("worker-1")
     kube.end_deleted()
     kube.operator.down = False
-    # A failure that the operator has not observed does not fail the job.
+    # A failure that the operator has not observed does not make the job fail.
     kube.pod("worker-1", but=before["metadata"]["uid"])
     assert not is_true(kube.job(), "Failed")
 
