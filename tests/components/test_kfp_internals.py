@@ -15,7 +15,7 @@ from flotilla.components import kfp_internals
 from flotilla.components.train_model import train_model
 from tests.house_rules.source import python_files, text, tree
 
-# The modules that https://kubeflow-pipelines.readthedocs.io documents.
+# Modules that are documented at https://kubeflow-pipelines.readthedocs.io.
 PUBLIC = {"kfp", "kfp.client", "kfp.compiler", "kfp.dsl", "kfp.kubernetes", "kfp.local"}
 #: Undocumented names that Flotilla uses, each with the feature that would break without it.
 PRIVATE = {
@@ -35,7 +35,7 @@ PRIVATE = {
     "_healthz_api": "the sender of the client's requests",
 }
 FILE = Path("components/kfp_internals.py")
-# Lists the log lines of KFP's executor that `flotilla logs` hides.
+# This file contains the log lines of KFP's executor that `flotilla logs` hides.
 OF_LOGS = Path("pipelines/runs/run_log/text.py")
 
 

@@ -11,7 +11,7 @@ from flotilla.pipelines.doctor import cluster
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "components" / "metadata"
-# As in the collection's `validate_metadata`: these keys in this order, and no other keys.
+# The keys that the collection's `validate_metadata` requires in this order, and optional keys.
 REQUIRED = ["name", "stability", "dependencies", "lastVerified"]
 OPTIONAL = {"tags", "ci", "links"}
 STABILITY = {"experimental", "alpha", "beta", "stable"}

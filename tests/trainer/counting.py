@@ -27,7 +27,7 @@ class Counting(Strategy):
     """A strategy with one weight, which grows by 0.5 per update and so counts the updates."""
 
     def __init__(self, loss: Callable[[Counting], float] | float = 1.0, *, beyond: int = 0) -> None:
-        """Report `loss` after each `run`; apply `beyond` more updates than requested."""
+        """Report `loss` from each `run`; apply `beyond` more updates than requested."""
         super().__init__(Config(), Cluster(addresses={}), Task(role="chief", index=0))
         self._loss = loss
         self._beyond = beyond
@@ -123,6 +123,6 @@ def nothing(_start: int) -> Problem:
 
 
 def stop_after(looks):
-    """Return a stop request that becomes true after `looks` calls."""
+    """Return a function that requests a stop after `looks` calls."""
     asked = iter([False] * looks)
     return lambda: next(asked, True)

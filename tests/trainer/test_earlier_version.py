@@ -41,7 +41,7 @@ def test_a_checkpoint_is_measured_on_the_dataset_prepared_again(earlier):
     now = evaluate(config, dataset, checkpoint, output, earlier / "scratch").metrics
     before = json.loads((earlier / "evaluation/metrics.json").read_text())["metrics"]
     assert before.keys() <= now.keys()
-    # The test splits differ, but a model without its weights would have an accuracy of 0.1.
+    # The test split differs now, but a model that lost its weights would have an accuracy of 0.1.
     assert now["accuracy"] == pytest.approx(before["accuracy"], abs=0.05)
 
 

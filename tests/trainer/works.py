@@ -9,12 +9,12 @@ from flotilla.trainer.events.progress.work import Work
 
 @contextmanager
 def works():
-    """Yield each work's last event by its description, and a list of the works."""
+    """Yield the last event of each `Work`, by description, and a list of all `Work` objects."""
     last, made = {}, []
     enter = Work.__enter__
 
     def begun(work):
-        # The end of a work is reported only if the work has been reported before.
+        # Mark the work as already reported, because otherwise its end would not be reported.
         work._reported = work._began
         made.append(work)
         return enter(work)

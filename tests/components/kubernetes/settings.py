@@ -9,7 +9,7 @@ variables = st.from_regex(r"\A[A-Z_][A-Z0-9_]{0,9}\Z").filter(
     lambda name: not name.startswith(("TF_CONFIG", "FLOTILLA_"))
 )
 quantities = st.sampled_from(["1", "500m", "2Gi", "1.5", 4, 0.5, "100k"])
-# The configuration rejects two opening braces, which begin a placeholder of KFP and Argo.
+# The configuration rejects two opening braces, which begin a placeholder in KFP and Argo.
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12).filter(
     lambda text: "{{" not in text
 )

@@ -53,7 +53,7 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     )
     kube.server.go_down()
     before = kube.faults.hits.get("down", 0)
-    # The deadline passes during the outage of the API, and is reported only after it.
+    # The deadline passes during the API outage and is reported only afterwards.
     attempt.join(3)
     assert attempt.is_alive()
     kube.store.wait(lambda: kube.faults.hits["down"] > before)
@@ -203,7 +203,8 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    # Without its pods the job holds no capacity, so its deadline is not counted.
+    # How long a job that was suspended again must wait depends on other jobs, so it has no
+    # deadline.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
     assert deadlines.find_exceeded([]) == ""
@@ -253,7 +254,7 @@ def of_state(task, **state):
 
 
 class TestStart:
-    """Why a job has not started training yet."""
+    """Tests of the reason why a job does not train yet."""
 
     @pytest.fixture
     def deadlines(self):

@@ -398,7 +398,7 @@ def test_an_expired_token_is_retried(kube):
 def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
     monkeypatch.setattr(client, "FIRST_WAIT", 300)
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
-    # The watch of pods begins after the job is created and never reports pods deleted before.
+    # The watch of pods begins after the job was created, so it never reports pods deleted earlier.
     kube.faults.add(r"GET .*/pods\?", 503, times=1)
     attempt = Attempt(job_of(settings()))
     kube.store.wait(lambda: kube.faults.hits)

@@ -93,7 +93,7 @@ def delete_by_force(kube, task):
 
 
 def kill(kube, task):
-    # The whole pod is killed, including the guard, as when the node runs out of memory.
+    # The guard is killed too, as by the kernel when memory runs out.
     kube.finish(task, 137)
 
 

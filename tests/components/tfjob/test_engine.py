@@ -66,7 +66,7 @@ def schema():
 
 
 def pruned(tree, schema, path="job"):
-    """Return the keys missing from the schema, which an API server would silently drop."""
+    """Return the keys that the schema lacks and an API server would silently drop."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return []
     if isinstance(tree, list):

@@ -10,7 +10,7 @@ from flotilla.trainer.data.shards.block_index import TOGETHER
 from flotilla.trainer.data.shards.windows import MIXED
 
 ROWS, BATCH = 4, 32
-# As many windows as a split with a few million rows has, but with shorter blocks.
+# There are 16 windows, as in a split with a few million rows, but the blocks are shorter.
 EXAMPLES = 16 * MIXED * ROWS
 PLACES = EXAMPLES // ROWS // TOGETHER
 

@@ -13,7 +13,7 @@ from flotilla.trainer.data.read import evaluation_batches
 
 @pytest.fixture
 def in_place(numbered, monkeypatch):
-    """Return a function that gives a split's examples in order, and the random access to them."""
+    """Return a function that returns a split's examples in order and a reader for random access."""
 
     def read(examples, *, in_memory, rows=4):
         spec, files = numbered(examples, rows=rows)

@@ -133,7 +133,7 @@ def test_an_example_stays_together(numbered, buffer):
 def test_one_input_is_a_tensor(numbered, buffer):
     spec, files = numbered(12)
     values, label = train(replace(spec, inputs=("image",)), files, buffer=buffer).element_spec
-    # The model scales the bytes itself, which avoids four times as much data in float32.
+    # The model scales the bytes itself; as float32, the data would need four times the space.
     assert values == tf.TensorSpec((4, 2, 2), tf.uint8)
     assert label == tf.TensorSpec((4,), tf.int64)
 
@@ -293,7 +293,7 @@ def batches(prepared):
         files = [folder / each for each in spec.files("train")]
         trained = training_batches(spec, files, batch_size=40, seed=0)
         evaluated = evaluation_batches(spec, files, batch_size=40)
-        # The shapes must be equal except for the batch size, which only training fixes.
+        # The shapes must be equal except for the batch size, which is known only in training.
         known = tf.nest.map_structure(lambda each: each.shape[1:], trained.element_spec)
         assert known == tf.nest.map_structure(lambda each: each.shape[1:], evaluated.element_spec)
         return [next(iter(each.as_numpy_iterator())) for each in (trained, evaluated)]

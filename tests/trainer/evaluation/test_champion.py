@@ -40,7 +40,7 @@ def champion(run):
 
 
 def measured(run, champion, folder):
-    """Evaluate a run with a champion; return its URI, the metrics and the decision."""
+    """Evaluate a run with a champion; return the URI, the metrics and the decision."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     output = storage.uri_of(folder / "evaluation")
     evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)

@@ -23,7 +23,7 @@ LIMITS = DataGateConfig()
 
 
 def customers(count, *, first=0):
-    """Return columns of customers, where the same number always gives the same customer."""
+    """Return columns of customers; a customer's values depend only on its number."""
     rng = np.random.default_rng(7)
     spent = rng.normal(size=first + count).astype(np.float32)
     plans = np.array([b"basic", b"family", b"pro"], object)[rng.integers(3, size=first + count)]

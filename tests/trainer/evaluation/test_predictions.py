@@ -363,7 +363,7 @@ def peak(task, count, folder):
 def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(base.sample_examples, "__defaults__", (AT_ONCE,))
-    # Limit everything that is computed exactly to the number of rows stored at once.
+    # Lower the limits up to which results are computed from all examples at once.
     monkeypatch.setattr(slices, "_MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(areas, "_LEAST", AT_ONCE // 8)
     monkeypatch.setattr(areas, "_FEW", AT_ONCE // 8)

@@ -1,4 +1,4 @@
-"""Tests the metrics of slices, which are the examples with the same value of a feature."""
+"""Tests metrics of slices, where a slice is all examples with the same value of a feature."""
 
 import numpy as np
 import pytest

@@ -53,7 +53,7 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
         return scores.f1_score(positive, taken, sample_weight=weights, zero_division=0)
 
     assert f1(found) == pytest.approx(max(map(f1, others)))
-    # The threshold separates the examples, and also does so in single precision.
+    # Even in single precision, the threshold separates the examples.
     assert 0 < (sure[kept] > np.float32(found)).sum() < kept.sum()
 
 
@@ -193,7 +193,7 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
     champion = before.model_of_before([[[1.0, 0.0]], [-1.5, 0.0]])
     assert storage.read_file(champion, "labels.txt") == b"leaves\nstays"
     _, found = run.evaluation(run.checkpoint(), champion)
-    # The champion's outputs are equal, but its threshold is 0.5, so only these metrics agree.
+    # The champion gives equal outputs but uses the threshold 0.5, so only these metrics agree.
     mine, theirs = measured[1]["metrics"], found["champion"]["metrics"]
     assert {name: theirs[name] for name in ("auc", "log_loss")} == pytest.approx(
         {name: mine[name] for name in ("auc", "log_loss")}, abs=1e-5

@@ -90,7 +90,7 @@ def test_what_is_handed_on_and_published_is_known():
 
 
 class TestProgressSince:
-    """Tests of the progress since a step has begun."""
+    """Tests the progress that was reported since a step began."""
 
     def test_of_an_earlier_step_it_is_none(self):
         work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)

@@ -99,7 +99,7 @@ def test_a_mean_comes_of_words_that_are_there():
 
 def test_numbers_have_a_linear_regression_without_hidden_layers():
     model = built("age", "rooms", output=(1,), hidden_units=[], pieces=0)
-    # Two weights for numbers, one for missing values of one of them, and the bias.
+    # Two weights for the numbers, one weight for missing values, and the bias.
     assert model.count_params() == 4
 
 
@@ -153,7 +153,7 @@ def test_infinite_and_unseen_gaps_give_finite_outputs():
     )
     numbers = model(tf.constant([np.inf, -np.inf, np.nan, 3e38, 2.0])).numpy()
     assert np.isfinite(numbers).all()
-    # Training had no missing values, so the median replaces one.
+    # No value was missing in training, so a missing value is replaced by the median.
     np.testing.assert_allclose(numbers[2], numbers[4], rtol=1e-5)
 
 

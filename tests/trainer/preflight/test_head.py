@@ -1,4 +1,4 @@
-"""Tests that the head of a large file ends with a whole row and messages name the file itself."""
+"""Tests that the head of a large file ends with a whole row, and that messages name the file."""
 
 import gzip
 from pathlib import Path

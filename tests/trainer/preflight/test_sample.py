@@ -21,7 +21,7 @@ MANY = 3 * sample.ROWS
 
 
 def table(rows: int, *, odd: str = "", at: int = -1) -> dict[str, list[str | int]]:
-    """Return columns of which the label has an additional class after the first rows."""
+    """Return columns whose label has an additional class after the first rows."""
     return {
         "age": [odd if row == at else row % 80 for row in range(rows)],
         "town": ["Rome" if row % 3 else "Oslo" for row in range(rows)],

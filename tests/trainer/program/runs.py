@@ -1,4 +1,4 @@
-"""Jobs that run a small program, which counts steps on an empty dataset."""
+"""Jobs that run a small program, which counts steps."""
 
 import sys
 from pathlib import Path

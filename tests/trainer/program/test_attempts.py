@@ -32,7 +32,7 @@ def enter(job):
 
 
 def rejoin(worker):
-    """Return the attempt that the worker reads for its ticket."""
+    """Let the waiting worker read the current attempt, and return it."""
     worker.current = worker._read()
     return worker.current
 

@@ -1,4 +1,4 @@
-"""Tests that programs that behave badly are reported in one line or end well, and leave nothing."""
+"""Tests that programs that behave badly are reported or end well, and leave no process behind."""
 
 import pytest
 

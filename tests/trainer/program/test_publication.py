@@ -146,7 +146,7 @@ def test_nothing_is_lost_when_the_end_is_killed(job, folders, monkeypatch, place
     at, step = find_published(job.checkpoints)
     assert step == 3
     assert bool(storage.verify(at).fields["program"]["model"]) == (place == "delete")
-    # The next attempt starts from it, and only one checkpoint of the step remains.
+    # The next attempt starts from the published checkpoint, and only one remains for the step.
     publisher = publisher_of(job, folders)
     assert publisher.last == at
     (folders.model / "a.txt").write_text("another")

@@ -49,7 +49,8 @@ def groups(folder, own, **files):
         # A parent cgroup's limit also applies.
         ("0::/pods/one\n", {"pods__cpu_max": "400000 100000", "pods__one__cpu_max": "max 1"}, 4),
         ("0::/pods/one\n", {"pods__cpu_max": "max 1", "pods__one__cpu_max": "800000 100000"}, 8),
-        # In cgroup v1, a container sees its own cgroup as the root, but the path of the machine.
+        # In cgroup v1, a container sees its own cgroup as the root, but /proc has the path on the
+        # host.
         (
             "5:memory:/x\n4:cpu,cpuacct:/kubepods/pod1\n",
             {"cpu,cpuacct__cpucfs_quota_us": "150000", "cpu,cpuacct__cpucfs_period_us": "100000"},
@@ -68,7 +69,7 @@ def groups(folder, own, **files):
         ),
         ("0::/\n", {}, 64),
         ("0::/\n", {"cpu_max": "200000 0\n"}, 64),
-        # A cgroup may have any name, and no kernel writes some of these lines.
+        # A cgroup may have any name; some of these lines are never written by a kernel.
         ("\nwithout colons\n0::/caf\xe9\x0b:x/..\n", {"cpu_max": "200000 100000"}, 2),
     ],
     ids=str,
@@ -99,7 +100,7 @@ def test_threads_are_limited_but_for_what_the_user_has_set(machine):
             "TF_NUM_INTRAOP_THREADS": "2",
             "OMP_NUM_THREADS": "1",
         }
-        # Threads are not passed on, because each task of a cluster sets its own limit.
+        # Thread limits are not passed on, because each task of a cluster sets its own.
         given = cores.environment()
         assert THREADS & set(given) == {"OMP_NUM_THREADS"}
         assert given["PATH"] == os.environ["PATH"]

@@ -15,7 +15,7 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.signals import handle_interrupts
 
 ROOT = Path(signals.__file__).parents[2]
-SECONDS = 120  # before a test fails
+SECONDS = 120  # until a test fails
 
 
 # Last process of the chain: it prints its PID and its parent's, then waits forever.

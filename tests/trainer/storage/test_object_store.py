@@ -321,7 +321,7 @@ def try_to_publish(source: Path, uri: str) -> None:
     try:
         storage.publish(source, uri, kind="x")
     except storage.NotPublished:
-        # The directory that won was deleted before it could be compared.
+        # The winner's directory was deleted before it could be compared.
         return
 
 

@@ -60,7 +60,7 @@ def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-# With a stand-in for an object store, so many files take minutes.
+# The stand-ins for object stores need minutes for 10,000 files.
 @pytest.mark.parametrize(
     "place",
     ["file", *(pytest.param(each, marks=pytest.mark.long) for each in ("gs", "s3", "minio"))],

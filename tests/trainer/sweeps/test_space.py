@@ -1,4 +1,4 @@
-"""Tests that a search space is parsed as a whole and drawn from by seed, without duplicates."""
+"""Tests that a search space is parsed as a whole and that trials are drawn without duplicates."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Tests that the guard, a pod's first process, starts the task, forwards signals, ends orphans."""
+"""Tests that a pod's guard starts the task, forwards signals and ends orphans."""
 
 import json
 import os
@@ -277,7 +277,7 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
 def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, tmp_path):
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         kube.store.wait(lambda: len(kube.server.requests) >= 3)
-        # Renew the heartbeat for longer than its limit, but with few reads, which may be slow.
+        # Together, these renewals take longer than the limit.
         for number in range(2, 18):
             renewed = {"spec": {"renewTime": str(number)}}
             kube.store.patch("leases", NAMESPACE, "job", renewed)

@@ -20,7 +20,7 @@ from tests.kubernetes.containers import expanded
 
 ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
 WORDS = ["python", "/var/tf_mnist/mnist_test.py", "--epochs=$(N)"]
-# A configuration equal to a TFJob that the authors of a program wrote by hand.
+# The configuration that corresponds to a handwritten TFJob for a user's program.
 SEED = """
 name: mnist
 program:

@@ -1,4 +1,4 @@
-"""Tests the attempts of a task in its pod: which exits are final, and what the next one finds."""
+"""Tests a task's attempts in its pod: which exits are final, and what the next attempt finds."""
 
 import math
 import os

@@ -44,7 +44,7 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
     _, found = opened(tmp_path)
     assert len(found["x"]) == 40
     assert any("5 of 6 files are left out" in each for each in notes(tmp_path))
-    # A file that is the only one is read, whatever its name.
+    # If there is only one file, it is read whatever its name.
     write(tmp_path / "alone", readme_dot_txt=rows())
     assert len(opened(tmp_path / "alone")[1]["x"]) == 40
 
@@ -130,7 +130,7 @@ def test_folders_of_values_are_columns(tmp_path: Path, form: str) -> None:
     selection, found = opened(tmp_path, label="kind", drop=["label"], bad_rows=0.5)
     assert selection.specs["kind"].labels == ("a b", "c/d")
     assert len(found["x"]) == 80
-    # Columns may come only from the names of the folders.
+    # All selected columns may come from folder names.
     selection, found = opened(tmp_path, label="kind", inputs=["year"], bad_rows=0.5)
     assert len(found["year"]) == 80
 

@@ -119,7 +119,7 @@ def test_every_example_is_in_its_split_once(prepared, source, numbers_of):
 def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source, numbers_of):
     shards = numbers_of(prepared(source), "train")
     assert [len(each) for each in shards] == [40, 40]
-    # The rows of each shard must be shuffled and not in the order of the source.
+    # The rows of a shard must not be in the order of the source.
     assert all((np.diff(each) < 0).sum() > 10 for each in shards)
     assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
 
@@ -162,7 +162,7 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
         assert sorted(order.tolist()) == [n for n in range(100) if n % 10 > 1]
         # For each position in the shards, the rank of its row in the source.
         places.append(np.argsort(np.argsort(order)))
-    # The order must correlate neither with the source nor between neighboring rows.
+    # The order must be uncorrelated with the source and between neighboring rows.
     drawn = np.array(places)
     straight = np.arange(drawn.shape[1])
     correlations = [np.corrcoef(each, straight)[0, 1] for each in drawn]
@@ -233,7 +233,7 @@ def test_the_bytes_do_not_depend_on_how_rows_come(write):
 
 
 def test_a_thousand_shards_are_no_matter(write):
-    # More shards than a process may usually have open files.
+    # There are more shards than the usual limit of open files per process.
     _, paths = write(1500, 1500)
     assert len(paths) == 1500
     assert read(paths[1499]) == [1499]

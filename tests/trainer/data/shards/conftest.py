@@ -42,7 +42,7 @@ def numbered(tmp_path_factory):
 
 @pytest.fixture
 def peaks(monkeypatch, tmp_path):
-    """Return a list of the bytes of shards on disk after each download."""
+    """Return a list of the total shard bytes on disk after each download."""
     found, download = [], FileStore.download
 
     def measured(self, uri, target):

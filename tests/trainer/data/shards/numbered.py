@@ -22,8 +22,8 @@ SPEC = DatasetSpec(
     shards={"train": EXAMPLES, "validation": MEASURED},
     block_rows=3,
 )
-# Keeps a test's iterators alive until the feed is closed. Python holds the lock of an iterator
-# while it deletes it and waits for its reads, which in turn wait for the feed's thread.
+# Keeps a test's iterators alive until the feed is closed. Python deletes an iterator while it holds
+# the GIL and waits for reads that need the feed's Python thread, which would be a deadlock.
 STARTED: list[Any] = []
 
 

@@ -121,7 +121,7 @@ def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
             found = tf.concat([found, x], axis=0)
         return found
 
-    # After a worker is lost, other workers repeat its parts, in any order.
+    # After a worker is lost, other workers may repeat its parts, in any order.
     for _ in range(2):
         whole = [measured(tf.constant(part)).numpy() for part in reversed(range(parts))]
         assert np.concatenate(whole[::-1]).tolist() == list(range(sum(MEASURED)))

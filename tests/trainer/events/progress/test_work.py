@@ -20,7 +20,7 @@ class Clock:
 
 
 class NoLoop:
-    """A replacement for the loop that checks the time, which the test does instead."""
+    """Replaces the loop that regularly checks the time; tests call `look` instead."""
 
     def __init__(self, *_, **__):
         pass

@@ -1,4 +1,4 @@
-"""Tests counts, exact up to a limit, and one-pass moments, equal to NumPy's two-pass ones."""
+"""Tests that counts are exact up to a limit and one-pass moments equal NumPy's."""
 
 import numpy as np
 import pyarrow as pa

@@ -30,7 +30,7 @@ def test_every_example_is_as_likely_whichever_part_it_is_in(monkeypatch):
         whole.merge(again)
     found = whole.columns()["x"]
     assert len(found) == len(set(found)) == 2000
-    # About four standard deviations of the number of 2,000 draws in one quarter.
+    # The limit of 80 is about four standard deviations of the count in a quarter.
     quarters = np.histogram(found, 4, (0, 40_000))[0]
     assert np.abs(quarters - 500).max() < 80
 

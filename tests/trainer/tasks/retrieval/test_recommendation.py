@@ -100,7 +100,7 @@ def test_what_a_slice_does_not_define_is_no_number():
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["recall_at_3", "query_auc"])
 def test_a_champion_is_compared_by_what_is_found(metric):
-    # With few users, a single outlier is decisive, because the bound allows for skewness.
+    # Use many users, because the bound allows for skewness, and one outlier could decide.
     labels, outputs, columns = case(count=1500, users=100, noise=0)
     worse = outputs.copy()
     RANDOM.shuffle(worse)

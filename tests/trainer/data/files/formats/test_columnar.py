@@ -1,4 +1,4 @@
-"""Tests that Parquet files that need far more memory than disk are read in blocks or rejected."""
+"""Tests that Parquet files that would need too much memory are read in blocks or rejected."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ LONG = "x" * 100_000
 
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
-    """Return a function that gives the number of blocks of a table and the largest in bytes."""
+    """Return a function that counts a table's blocks and measures the largest one, in bytes."""
     monkeypatch.setattr(columnar, "BLOCK_BYTES", 1 << 20)
 
     def written(values, **how):
