@@ -28,11 +28,9 @@ class Instance(ThreadingHTTPServer):
     Attributes:
         token: the bearer token that requests must send; empty if none is required.
         multi_user: whether requests must specify a namespace.
-        pipeline_store: where pipelines are stored: `database`, or `kubernetes`, which has fewer
-        filters.
+        pipeline_store: where pipelines are stored: `database`, or `kubernetes` (fewer filters).
         has_ui: whether the server also acts as the UI, which forwards API requests.
-        has_v1beta1: whether v1beta1 is served; only v1beta1 returns a run's nodes, and KFP 3 drops
-        it.
+        has_v1beta1: whether v1beta1, which returns a run's nodes and which KFP 3 drops, is served.
         received: request line, headers and body of each request, without credentials.
     """
 

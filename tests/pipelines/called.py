@@ -1,4 +1,4 @@
-"""Calls `flotilla` as a process, and reads its lines and its last line of JSON."""
+"""Runs `flotilla` as a separate process, and parses its log lines and JSON result."""
 
 import json
 import os
@@ -30,7 +30,6 @@ class Called:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """Return the JSON object, which must be the only output on standard output."""
         [line] = self.out.splitlines()
         tree: dict[str, Any] = json.loads(line)
         return tree
@@ -48,7 +47,7 @@ class Called:
         return [each for each in found if isinstance(each, kind)]
 
     def statuses(self) -> dict[str, str]:
-        """Return how each step of the newest start ended."""
+        """Return the status of each step in the latest start of the run."""
         return {each.step: each.status for each in step_records(reduce_events(self.events(Event)))}
 
     def path_of(self, artifact: str) -> Path:
@@ -67,7 +66,7 @@ class Called:
 def calling(
     command: str, workdir: Path, *arguments: str, cwd: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a command with `--json`; end it and its children at the end of the block."""
+    """Start a command with `--json`; when the block ends, end the command and its children."""
     process = subprocess.Popen(
         [FLOTILLA, command, "--workdir", workdir, "--json", *arguments],
         cwd=cwd,
@@ -89,7 +88,7 @@ def call(command: str, workdir: Path, *arguments: str, cwd: Path) -> Called:
 
 
 def processes_of(workdir: Path) -> list[psutil.Process]:
-    """Return the processes of a workdir: every process of a run has it on its command line."""
+    """Return the processes of a workdir; each has the workdir on its command line."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -102,12 +101,11 @@ def processes_of(workdir: Path) -> list[psutil.Process]:
 
 
 def setting(**values: object) -> list[str]:
-    """Return `--set` options: `training__steps=5` sets `training.steps`."""
     pairs = (f"{name.replace('__', '.')}={value}" for name, value in values.items())
     return [word for pair in pairs for word in ("--set", pair)]
 
 
 def content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Return time and bytes of every file below a folder."""
+    """Return the modification time and content of every file below a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

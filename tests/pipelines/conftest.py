@@ -1,4 +1,4 @@
-"""Fixtures: an instance for tests, and no trial of a model in this process."""
+"""Fixtures: a fake KFP instance, and submissions without a trial of the model."""
 
 import pytest
 
@@ -11,7 +11,7 @@ __all__ = ["compiled", "instance", "remote", "uploaded"]
 
 @pytest.fixture(autouse=True)
 def _without_trial(monkeypatch) -> None:
-    """Check only the source before a submission, since a trial takes seconds."""
+    """Check only the data source before a submission, because a trial takes seconds."""
 
     def check(config, *, is_remote):
         return Checked(notes=require_source(config.data, is_remote=is_remote))

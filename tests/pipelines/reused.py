@@ -1,7 +1,7 @@
-"""Pipelines of a user from the components' files: `python -m tests.pipelines.reused NAME ...`.
+"""Pipelines built from the component files, as a user would build them.
 
-`one FOLDER ROOT ARGUMENTS` runs `prepare-data.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
-of them into one pipeline.
+Run it as `python -m tests.pipelines.reused NAME ...`: `one FOLDER ROOT ARGUMENTS` runs only
+`prepare-data.yaml`; `all FOLDER ROOT ARGUMENTS` connects all components in one pipeline.
 """
 
 import json
@@ -20,7 +20,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Return a pipeline of the components with the given fields of the form."""
+    """Return a pipeline of the components with the given form fields."""
 
     @dsl.pipeline(name="reused")
     def reused() -> None:
@@ -42,7 +42,6 @@ def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run the pipeline that the command line names."""
     name, folder, root, arguments = sys.argv[1:]
     given = json.loads(arguments)
     local.init(

@@ -1,4 +1,4 @@
-"""Events of a run as its steps write them."""
+"""Events of a run, in the form in which its steps write them."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""`flotilla compare`: runs side by side."""
+"""Tests `flotilla compare`, which shows runs side by side."""
 
 import json
 

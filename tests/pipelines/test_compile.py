@@ -1,4 +1,4 @@
-"""`flotilla compile`: the required and the forbidden contents of the package for KFP."""
+"""Tests what the package for KFP that `flotilla compile` writes must and must not contain."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_the_sdk_loads_it(compiled):
 
 
 def test_it_is_small(compiled):
-    # A group of steps declares all of its inputs again.
+    # The package is this large because every group of steps declares all of its inputs again.
     assert len(compiled.encode()) < 60_000
 
 
@@ -97,7 +97,7 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
     assert set(pods) == set(executors)
     for pod in pods.values():
         (secret,) = pod["secretAsEnv"]
-        # Kubernetes skips an absent secret, or an absent key.
+        # Kubernetes skips a missing secret or key.
         assert secret["optional"] is True
         keys = {each["envVar"]: each["secretKey"] for each in secret["keyToEnv"]}
         assert keys == {key: key for key in SECRET_KEYS}
@@ -105,8 +105,8 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
 
 
 def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled):
-    # KFP 2.16 and later sets this for the container of a step, and the profile for the pod; it only
-    # takes the user from the pipeline.
+    # KFP 2.16 and later sets the first value for a step's container and the second for its pod;
+    # from the pipeline, it only takes the user.
     least = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     whole = {"seccompProfile": {"type": "RuntimeDefault"}}
     pods = documents(compiled)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -135,7 +135,7 @@ def test_it_holds_no_source_of_the_trainer(executors):
     for name, each in executors.items():
         source = each["container"]["command"][-1]
         assert len(source) < 4000, name
-        # The source has only imports, after those that KFP writes, and one call.
+        # The source contains only KFP's imports, our own imports, and one call.
         body = source.split("def ", 1)[1]
         module = name.removeprefix("exec-").replace("-", "_")
         expected = [
@@ -167,7 +167,7 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 @pytest.mark.parametrize(
     "image",
     [
-        # YAML would not parse these as text.
+        # YAML would not parse these values as text.
         "123",
         "1e5",
         "12:30",
@@ -261,7 +261,7 @@ def folder(tmp_path_factory):
 def run(name, folder, root, config):
     arguments = json.dumps(to_local_form(config))
     command = [sys.executable, "-m", "tests.pipelines.reused", name, folder, root, arguments]
-    # KFP starts a step by `python3` from the PATH.
+    # KFP starts a step with `python3` from the PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
     environment = {"PATH": path, "TMPDIR": str(root), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
@@ -289,7 +289,7 @@ def test_a_file_says_all_that_its_component_does(folder):
         again = loaded(folder)[component.name].component_spec
         assert set(again.inputs) == set(component.component_spec.inputs)
         assert again.outputs == component.component_spec.outputs
-        # The description of a file is its first paragraph.
+        # The description in a component file is its first paragraph.
         words = component.component_spec.description.split()
         assert words[: len(again.description.split())] == again.description.split()
         assert again.implementation.container.image == THEIRS
@@ -301,7 +301,7 @@ def test_they_compile_into_another_pipeline(folder, tmp_path):
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
     spec = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     executors = spec["deploymentSpec"]["executors"]
-    # A new step of this version is absent from the old pipeline.
+    # The old pipeline lacks steps that are new in this version.
     assert {name.removeprefix("exec-") for name in executors} <= set(loaded(folder))
     assert {each["container"]["image"] for each in executors.values()} == {THEIRS}
 
@@ -322,7 +322,7 @@ LAST = "is_whole_run: bool = True"
 
 
 def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
-    # A pipeline with an additional key; `tests/components/test_contract.py` has an older one.
+    # A pipeline with an additional key; `tests/components/test_contract.py` tests an older one.
     change, mark = (LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"
     tree = yaml.load((folder / "prepare-data.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     container = tree["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
@@ -336,7 +336,7 @@ def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
     [line] = [line for line in ended.stdout.splitlines() if "flotilla: resolve_config: " in line]
     theirs = f"Flotilla {mark.replace(' ', ' (steps ')})"
     assert f"the pipeline was compiled by {theirs}, and the image has " in line
-    # The errors contain KFP's own frames; the output of the step does not.
+    # The errors contain frames of KFP; the step's output does not.
     assert "Traceback" not in ended.stdout
 
 

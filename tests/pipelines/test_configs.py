@@ -1,4 +1,4 @@
-"""The configurations of the package: valid, listed with one sentence each, copied by name."""
+"""Tests that the package's configurations are valid, described in a sentence, and easy to copy."""
 
 import pytest
 import yaml
@@ -80,6 +80,6 @@ def test_digits_shows_every_key():
 
 
 def test_digits_shows_the_defaults():
-    # Settings only for this dataset are left out.
+    # Ignore settings that only this dataset needs.
     config = load_config(FOLDER / "digits.yaml", ["model.args={}", "gate.min={}"])
     assert config == Config()

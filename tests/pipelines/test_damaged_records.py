@@ -1,4 +1,4 @@
-"""Damaged records cause no traceback and do not hide other runs."""
+"""Tests that damaged records cause no traceback and do not hide other runs."""
 
 import io
 import json
@@ -52,7 +52,7 @@ PLACES = st.sampled_from(["folder", "fifo", "loop", "dangling", "absent"])
 
 @st.composite
 def damages(draw):
-    """Return the damage to a file: its new content or its replacement."""
+    """Return the damage to a file: new content or a replacement."""
     return draw(
         st.one_of(
             st.tuples(st.just("junk"), JUNK),
@@ -75,7 +75,7 @@ def fields_of(tree, path=()):
 
 
 def with_value(data, number, value):
-    """Replace a value in one line of the file."""
+    """Replace a value in one line of a file."""
     lines = data.splitlines() if data.count(b"\n{") else [data]
     at = number % len(lines)
     tree = json.loads(lines[at])
@@ -185,14 +185,14 @@ def template(tmp_path_factory):
 
 
 def records_of(runs):
-    """Return every record of one run and of one model, relative to the workdir."""
+    """Return the paths of all records of one run and one model, relative to the workdir."""
     of_run = [path for path in (runs / DAMAGED).rglob("*.json*") if "made" not in path.parts]
     registered = [path for path in (runs / "registry").rglob("*.json") if MODEL in path.parts]
     return sorted(str(path.relative_to(runs)) for path in (*of_run, *registered))
 
 
 def printed(table):
-    """Print a table; return its text as the bytes for a terminal."""
+    """Print a table to a wide terminal; return the output as bytes."""
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     return console.file.getvalue().encode()
@@ -223,10 +223,7 @@ def check_registry(runs):
 
 
 def check_resume(runs, record):
-    """Read the records that a resumed run reads before it trains.
-
-    Each may be refused in one line.
-    """
+    """Read the records that a resumed run reads before it trains; one-line errors are allowed."""
     checkpoints = storage.uri_of(runs / DAMAGED / "checkpoints")
     if record.name in ("config.json", "events.jsonl"):
         refused_in_one_line(lambda: resume(runs))

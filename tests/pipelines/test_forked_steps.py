@@ -1,4 +1,4 @@
-"""Forked steps of a local run; complete runs are in `tests/pipelines/runs`."""
+"""Tests forked steps of a local run; complete runs are in `tests/pipelines/runs`."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request, forked
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Return the function of KFP's runner that starts a step; it is restored after the test."""
+    """Return the commands that KFP's runner starts; a fake function records them."""
     found = []
 
     def run(command, env_vars=None):
@@ -76,15 +76,15 @@ sys.exit(3)
 """
     shell = "python3 -m kfp.dsl.executor_main"
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
-    # The server loads KFP first.
+    # The server loads KFP first, which may take long.
     monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
-    # Without TensorFlow: only a preparation never needs it.
+    # Preparation is the only command that never needs TensorFlow, so the server does not load it.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
         assert forked.VARIABLE not in os.environ
         assert called("true") == 7
         code = called(*step, STEPS[-1].name)
-        # Steps that need TensorFlow get a new process if no server has loaded it.
+        # If no server has loaded TensorFlow, steps that need it get a new process.
         assert called(*step, "export_model") == 7
     assert "step b" in capfd.readouterr().out
     assert (code, len(started)) == (3, 2)

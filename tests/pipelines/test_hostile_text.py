@@ -1,4 +1,4 @@
-"""Hostile names and texts in records, logs and arguments are shown as text by each command."""
+"""Tests that commands display hostile names and texts in records, logs and arguments harmlessly."""
 
 import json
 import logging
@@ -65,7 +65,7 @@ def hostile(chance):
 
 
 def spoiled(tree, chance, share=0.3):
-    """Return a JSON tree in which hostile texts replace some names and texts."""
+    """Return a JSON tree in which hostile texts replace some names and strings."""
     if isinstance(tree, dict):
         found = {}
         for name, value in tree.items():
@@ -84,7 +84,7 @@ def spoiled(tree, chance, share=0.3):
 
 
 def spoil(path, chance):
-    """Put hostile texts into a record, line by line."""
+    """Insert hostile texts into a record, line by line."""
     lines = (
         path.read_text(encoding="utf-8").splitlines()
         if path.suffix == ".jsonl"
@@ -96,10 +96,10 @@ def spoil(path, chance):
 
 @pytest.fixture
 def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
-    """Call a command in this process; return the problems in its output."""
+    """Return a function that calls a command and returns the problems in its output."""
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
-    # Compilation and the dry run take seconds; other tests cover them.
+    # Skip compilation and the dry run, which take seconds; other tests cover them.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
     monkeypatch.setattr(configuration, "fits", lambda _config, **_: Finding("ok", "not tried"))
     monkeypatch.setattr(kfp_access, "TOKEN_VOLUME", tmp_path / "no-volume")
@@ -108,18 +108,18 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
         arguments = [instance.url if each == "URL" else each for each in arguments]
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            # Logging is not configured, as in the process of a command.
+            # Logging is not configured, just as in a command's process.
             patch.setattr(logging.getLogger(), "handlers", [])
             try:
                 code = call(list(arguments))
             except Exception as error:
                 return [f"{arguments}: {type(error).__name__}: {error}"]
-        # An endpoint with a hostile name is requested, and rejected.
+        # A request to an endpoint with a hostile name is expected, and rejected.
         outside_attempts.clear()
         out, err = capfd.readouterr()
         lines = [line for text in (out, err) for line in text.split("\n")]
         found = [line for line in lines if "\t" in line or printable(line) != line]
-        # The first column of a table may have any text; Flotilla's lines are on standard error.
+        # Table cells may contain any text, so only standard error is searched for forged lines.
         said = [] if "--json" in arguments else err.split("\n")
         forged = ("flotilla: blessed", "Traceback", "2026-01-01")
         found += [line for line in said if line.startswith(forged)]
@@ -182,14 +182,14 @@ NOT_OF_A_WORKDIR = (
 
 
 def names(template, commands, seed, count, some):
-    """Pass hostile names to each command, and more of them to two commands; return the failures."""
+    """Pass hostile names to each command at least once; return the failures."""
     chance = random.Random(seed)
     wrong = []
-    # Each command is called once, then some commands of each form.
+    # Call each command once, then randomly chosen ones.
     first = {command[0]: command for command in chance.sample(some, len(some))}
     rest = [chance.choice(some) for _ in range(2 * count)]
     for some_commands in zip(*[iter([*first.values(), *rest])] * 2, strict=False):
-        # An argument of a process has no NUL and no lone surrogate.
+        # A process argument cannot contain NUL or a lone surrogate.
         name = hostile(chance).replace("\0", "\x01").encode("utf-8", "replace").decode()
         for command in some_commands:
             if command[0] in ON_AN_INSTANCE and "--endpoint" not in command:
@@ -220,7 +220,7 @@ def test_no_name_of_many_is_a_command_or_forges_a_line(template, commands):
 
 
 def attack(template, commands, folder, seed, records):
-    """Spoil some records, and the logs, in a copy of the template; return the problems."""
+    """Insert hostile texts into records and logs in a copy of the template; return the problems."""
     chance = random.Random(seed)
     runs = folder / f"runs-{seed}"
     shutil.copytree(template, runs)

@@ -1,4 +1,4 @@
-"""The page of a run is a hyperlink in terminals that support it, and opens in the browser."""
+"""Tests that a run's page is a hyperlink in terminals that support it, and opens in the browser."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def test_which_terminals_show_links(environment, expected):
 
 @pytest.fixture
 def displayed(tmp_path, monkeypatch):
-    """Return the output of a terminal with these variables for a run with a report."""
+    """Return a function that shows a run with a report on a terminal with given variables."""
     report = tmp_path / "a b" / "report.html"
 
     def show(screen, **variables):

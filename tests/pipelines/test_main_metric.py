@@ -1,6 +1,6 @@
-"""Every place that shows a run names the same main metric with the same value.
+"""Tests that a run's main metric has the same name and value wherever it is shown.
 
-The models of these runs have an accuracy as well, which every place could name.
+The models of these runs also have an accuracy, which could be shown by mistake.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.pipelines.step_events import done, write
 
 RUN, OTHER = "churn-20260101-000000-aaaa", "churn-20260102-000000-bbbb"
 NAMES = {"auc": "higher", "log_loss": "lower"}
-# Each run's value on the test split, and its two checkpoints' on the validation split.
+# Each run's value on the test split, and its two checkpoints' values on the validation split.
 VALUES = {"higher": {RUN: 0.75, OTHER: 0.5}, "lower": {RUN: 0.5, OTHER: 0.75}}
 STEPS = {"higher": {10: 0.75, 20: 0.5}, "lower": {10: 0.5, 20: 0.75}}
 
@@ -63,7 +63,7 @@ def publish_run(folder, name, better, value):
 
 @pytest.fixture(params=NAMES)
 def made(request, tmp_path, capsys):
-    """Return a run, a second run to compare, and the JSON output of commands."""
+    """Return a run, a second run for comparison, and the JSON output of commands."""
     name, workdir = request.param, tmp_path / "runs"
     better = NAMES[name]
     evaluation, _ = (

@@ -1,4 +1,4 @@
-"""The output and the actions of `flotilla models`."""
+"""Tests the output and effects of `flotilla models`."""
 
 import json
 
@@ -20,7 +20,7 @@ LINEAGE = {
 
 @pytest.fixture
 def workdir(tmp_path):
-    """Create a folder of runs with three versions of `digits`; the second one is the champion."""
+    """Create a folder of runs with three versions of `digits`; version 2 is the champion."""
     root = storage.uri_of(tmp_path / "runs")
     for number in (1, 2, 3):
         source = tmp_path / f"source-{number}"
@@ -37,8 +37,6 @@ def workdir(tmp_path):
 
 @pytest.fixture
 def flotilla(workdir, capsys):
-    """Call the command line; return exit code, standard output and standard error."""
-
     def call(*words):
         code = app.call(["models", *words, "--workdir", str(workdir)])
         out, err = capsys.readouterr()

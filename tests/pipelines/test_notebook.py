@@ -1,4 +1,4 @@
-"""A notebook shows a result escaped, masked and short."""
+"""Tests that a notebook displays a result escaped, masked and shortened."""
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.predict import Prediction

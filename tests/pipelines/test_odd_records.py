@@ -1,4 +1,4 @@
-"""Valid JSON records with wrong types or missing fields give one line, never a traceback."""
+"""Tests that records with wrong types or missing fields cause one-line errors, not tracebacks."""
 
 import gzip
 import json
@@ -134,7 +134,7 @@ RECORDS = {
 
 
 def changed(tree, number, value):
-    """Return the record with one value replaced, or removed if there is no replacement."""
+    """Return the record with one value replaced, or removed if `value` is "absent"."""
     text = json.dumps(tree).encode()
     if value != "absent":
         found = json.loads(with_value(text, number, value))

@@ -1,4 +1,4 @@
-"""`flotilla predict`: the choice of model and output, and the process that predicts."""
+"""Tests `flotilla predict`: how model and output are selected, and the process that predicts."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.pipelines.called import FLOTILLA, call
 from tests.trainer.prediction import made_model
 
-# The tolerance of the exported model: `flotilla.trainer.export.formats`.
+# Tolerance of the exported model, as in `flotilla.trainer.export.formats`.
 TOLERANCE = 1e-5
 
 
@@ -34,7 +34,7 @@ def published(tmp_path, number):
 
 @pytest.fixture
 def root(tmp_path):
-    """Create a storage root with two versions of `digits`; the first one is the champion."""
+    """Create a storage root with two versions of `digits`; version 1 is the champion."""
     root = storage.uri_of(tmp_path / "runs")
     for number in (1, 2):
         uri = published(tmp_path, number)
@@ -259,7 +259,7 @@ def write_table(folder, name, rows, seed):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Register a model of a table by a run of the whole pipeline."""
+    """Run the whole pipeline on a table, which registers the model."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data").mkdir()
     write_table(folder / "data", "train.csv", 600, 1)
@@ -295,7 +295,7 @@ def test_the_answers_are_those_of_the_evaluation(trained):
     assert made.code == 0, made.err
     of_file = probabilities(folder / "f.csv")
     assert list(of_file) == [str(number) for number in range(200)]
-    # The order of the shards differs from the file.
+    # The order of rows in the shards differs from the file.
     found = np.sort(list(of_file.values()))
     assert np.abs(found - np.sort(expected)).max() <= TOLERANCE
 
@@ -325,5 +325,5 @@ def test_the_memory_does_not_grow_with_the_rows(trained):
         peaks[rows] = int(found.stdout.split()[-1])
         with (folder / "many-out.csv").open("rb") as file:
             assert sum(1 for _ in file) == rows + 1
-    # The limit is in MiB. As a table in memory, ten times as many rows would take 300 MiB more.
+    # The limit is in MiB. Ten times as many rows would take 300 MiB more if kept in memory.
     assert peaks[1_000_000] - peaks[100_000] < 150, peaks

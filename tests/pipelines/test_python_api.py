@@ -1,4 +1,4 @@
-"""The public interface in a notebook: cheap to import, and usable in any thread or event loop."""
+"""Tests that the public API is cheap to import and works in any thread or event loop."""
 
 import asyncio
 import inspect
@@ -30,7 +30,7 @@ COMMANDS = (
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Change to a new folder with the default configuration."""
+    """Change to a new folder that contains the default configuration."""
     (tmp_path / "configs").mkdir()
     default = ROOT / "configs" / "digits.yaml"
     (tmp_path / "configs" / "digits.yaml").write_bytes(default.read_bytes())
@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def broken(here, monkeypatch):
-    """Let the runs of this machine fail within a second, since their runner cannot start."""
+    """Let local runs fail within a second, because their runner cannot start."""
     (here / "kfp.py").write_text("raise ImportError('no KFP here')")
     monkeypatch.setenv("PYTHONPATH", str(here))
     return here
@@ -165,7 +165,7 @@ def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
         workflow.end("train_model", **done)
         run["state"] = "SUCCEEDED"
 
-    # The first request finds the run by its id.
+    # The first request looks up the run by its ID.
     instance.store.play = [lambda _workflow, _run: None, begin, end]
     names = {}
     exec(compile(REMOTE.replace("http://localhost:8888", instance.url), "guide", "exec"), names)

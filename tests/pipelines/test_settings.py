@@ -1,4 +1,4 @@
-"""Settings from Python: the configuration gets the values of the mapping."""
+"""Tests that settings from a Python mapping become values of the configuration."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_sections_are_merged_and_come_last():
     config = load_config(None, texts)
     assert config.training.steps == 9
     assert config.training.optimizer == Config().training.optimizer
-    # As in a file, a mapping that is not a section is a single value.
+    # As in a file, a mapping that is not a section is one value.
     args = load_config(
         None, make_assignments({"model": {"args": {"hidden_units": [5]}}})
     ).model.args

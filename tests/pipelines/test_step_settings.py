@@ -1,4 +1,4 @@
-"""The pods of the steps: values for KFP, useful retries, and deadlines."""
+"""Tests the settings of the steps' pods: values for KFP, retries, and deadlines."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def groups(documents):
-    """Return every group of tasks, beginning with the group of the run."""
+    """Return every group of tasks, starting with the root group."""
     spec = documents[0]
     return [spec["root"], *(each for each in spec["components"].values() if "dag" in each)]
 
@@ -64,7 +64,7 @@ def pods(documents):
 
 
 def channels_of(tree):
-    """Yield the names of the surrounding group's inputs in a tree."""
+    """Yield the names of the outer group's inputs that a tree refers to."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key == "componentInputParameter":
@@ -109,7 +109,7 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
         policy = task.get("retryPolicy")
         if not policy:
             continue
-        # The limit counts from the start of the first attempt; KFP's default of an hour would end
+        # The limit counts from the start of the first attempt; KFP's default of one hour would end
         # longer steps.
         window = int(policy["backoffMaxDuration"].removesuffix("s"))
         assert window == RUN_SECONDS
@@ -120,7 +120,7 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
 def test_every_step_has_a_deadline(pods):
     seconds = {step: int(pod["activeDeadlineSeconds"]) for step, pod in pods.items()}
     assert seconds == {name: row.deadline_seconds for name, row in ROWS.items()}
-    # The job ends by its deadline, and the step reports this.
+    # The job reaches its own deadline first, and the step reports it.
     assert seconds["train-model"] > JobConfig().active_deadline_seconds
     assert sum(seconds.values()) < RUN_SECONDS
 
@@ -160,12 +160,12 @@ def test_both_are_the_same_steps_in_the_same_order(documents, groups):
 
 
 ROOT = Path(__file__).parents[2]
-# The keys in KFP's secret `mlpipeline-minio-artifact`, and the keys that a user's secret may have.
+# Keys in KFP's secret `mlpipeline-minio-artifact`, and keys that a user's secret may have.
 SECRETS = {
     "KFP's own": {"accesskey": "kfp", "secretkey": "hush-hush"},
     "one's own": {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
 }
-# Variables of this machine must not replace the values.
+# This machine's environment variables must not replace the values.
 BARE = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
@@ -193,7 +193,7 @@ def root(server, bucket):
 
 
 def variables_of(step, secret, tmp_path):
-    """Return the variables that Kubernetes gives a step: only existing keys of a secret."""
+    """Return the variables that Kubernetes gives a step; missing keys of a secret are skipped."""
     compile_pipeline(tmp_path / "pipeline.yaml")
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
     _, platform = yaml.load_all(text, yaml.CSafeLoader)

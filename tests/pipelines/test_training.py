@@ -1,4 +1,4 @@
-"""The wiring of the pipeline as KFP compiled it."""
+"""Tests how KFP connects the steps of the compiled pipeline."""
 
 import json
 
@@ -33,7 +33,6 @@ def main_tasks(spec):
 
 @pytest.fixture(scope="module")
 def ready(spec):
-    """Return the only level of conditions above training."""
     return below(spec, "condition-2")
 
 
@@ -69,7 +68,7 @@ def test_the_run_parameters_are_the_form_and_the_image(spec):
             "description": field.description,
             **({"literals": list(field.choices)} if field.choices else {}),
         }
-    # A step receives the value of the run; only the form and the API use the list.
+    # A step receives one value for the run; only the form and the API use the list of values.
     assert "literals" not in json.dumps(spec["components"])
 
 
@@ -106,7 +105,7 @@ def test_the_exit_step_runs_after_everything(spec):
     assert set(tasks) == {"exit-handler-1", "finish"}
     assert tasks["finish"]["dependentTasks"] == ["exit-handler-1"]
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-    # The value comes from the form, since the first step may have failed.
+    # The value comes from the form, because the first step may have failed.
     given = inputs_of(tasks["finish"])
     assert given["root"] == {"componentInputParameter": "storage_root"}
     assert given["settings"] == {"componentInputParameter": "settings"}
@@ -124,7 +123,7 @@ def test_each_step_gets_what_the_one_before_has_published(ready):
 
 
 def artifacts_of(task):
-    """Return the step and the output that each input artifact of a task comes from."""
+    """Return the source step and output of each input artifact of a task."""
     found = {}
     for name, given in task["inputs"].get("artifacts", {}).items():
         if from_above := given.get("componentInputArtifact"):
@@ -140,7 +139,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     expected = {
         "train-model": {"dataset_descriptor": "dataset"},
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
-        # The values enter a group under the names in its graph.
+        # Inside a group, values have the names from the group's graph.
         "condition-2": {"dataset": dataset},
         "condition-3": {
             "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",
@@ -175,7 +174,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
             "validation": "Artifact",
             "page": "HTML",
         },
-        # The second name is KFP's; without it, the UI does not offer TensorBoard.
+        # The second name is required by KFP's UI, which otherwise does not offer TensorBoard.
         "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
         "evaluate-model": {
             "evaluation_metrics": "Metrics",
@@ -189,7 +188,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
 
 
 def test_a_step_needs_no_artifact(spec):
-    # KFP cannot create one from the URI in a user's pipeline.
+    # In a user's pipeline, KFP cannot create an artifact from its URI.
     for component in spec["components"].values():
         if "executorLabel" in component:
             taken = component["inputDefinitions"].get("artifacts", {})

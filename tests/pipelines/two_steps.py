@@ -1,4 +1,4 @@
-"""A pipeline of two steps, run as by `flotilla`: the first step, and one that stores its output."""
+"""A pipeline of two steps for `flotilla`: the second step stores the first one's output."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def keep(config: str, root: str, run_id: str, path: str):
 
 
 def two_steps(wiring: training.Wiring, path: Any) -> None:
-    """Resolve the form; the last argument is the path for the result."""
+    """Resolve the form; the result is written to `path`."""
     prepared = wiring.prepare(published="file:///nowhere")
     kept = {**training.common_inputs(prepared), "path": path}
     keep(**kept).set_caching_options(False)

@@ -1,4 +1,4 @@
-"""The errors of the command line, for people and for scripts."""
+"""Tests the command line's error messages, both for people and as JSON."""
 
 import json
 import signal
@@ -23,7 +23,7 @@ KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Change to an empty folder, which receives all files that are written by default."""
+    """Change to an empty folder, so that files with default paths are written there."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
@@ -31,8 +31,6 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def flotilla(monkeypatch, capsys):
-    """Run the command line; return exit code, standard output and standard error."""
-
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["flotilla", *map(str, arguments)])
         monkeypatch.setattr(__main__, "_own_temporary", lambda: None)
@@ -47,7 +45,7 @@ def flotilla(monkeypatch, capsys):
 
 @pytest.fixture
 def refused(flotilla):
-    """Run a command that must be refused, with and without `--json`; return its error line."""
+    """Run a command that must fail, with and without `--json`; return its error line."""
 
     def call(*arguments, code=2):
         assert flotilla(*arguments)[:2] == (code, "")
@@ -73,7 +71,7 @@ def test_a_run_that_was_spelled_wrong(refused, here, command):
     assert refused(command, "--resume", "digits-20250101-000000-aaab").endswith(
         "below runs; did you mean 'digits-20250101-000000-aaaa'?"
     )
-    # The newest run is determined by time, not by name.
+    # The newest run is found by time, not by name.
     assert refused(command, "--resume", "?").endswith(" (newest: a-b-20250102-000000-bbbb)")
     assert refused(command, "--resume", "../runs").startswith("no run '../runs' below runs")
 
@@ -189,7 +187,7 @@ def test_an_error_where_its_stream_is_closed():
 
 
 def test_a_mistake_is_reported_without_loading_the_pipelines():
-    # `flotilla --help` and a typo are answered without loading KFP.
+    # `flotilla --help` and typos are handled without loading KFP.
     program = (
         "import sys; from flotilla.pipelines.cli import __main__ as cli\n"
         "sys.argv = ['flotilla', 'run', '--set', 'x=1']\n"

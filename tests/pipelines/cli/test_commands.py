@@ -1,4 +1,4 @@
-"""The help: its groups, its sentences, and examples that can be copied and run."""
+"""Tests the help: its groups and sentences, and that its examples can be copied and run."""
 
 import shlex
 
@@ -11,7 +11,7 @@ from flotilla.trainer.config.load import load_config
 
 GROUP = typer.main.get_command(app.app)
 CALLED = dict(flat(GROUP.commands))
-# The pattern of a sentence without a subject: "Of SOURCE, to be predicted".
+# A sentence without a subject begins like this: "Of SOURCE, to be predicted".
 PREPOSITIONS = {"At", "By", "For", "From", "In", "Of", "On", "Such", "To", "Where", "Which", "With"}
 WIDTH = 80
 

@@ -1,4 +1,4 @@
-"""The output for people: progress on standard error, and the closing table."""
+"""Tests the output for people: progress on standard error, and the final table."""
 
 import io
 import os
@@ -86,7 +86,7 @@ def test_elsewhere_it_shows_the_whole_path(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert where("file:///elsewhere/runs/x%20y") == "/elsewhere/runs/x y"
-    # A path with the same prefix is not below the folder.
+    # A path that only shares a prefix with the folder is not inside it.
     assert where(storage.uri_of(tmp_path / "here-too")) == f"{tmp_path}/here-too"
 
 

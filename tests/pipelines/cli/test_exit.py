@@ -1,4 +1,4 @@
-"""The keys that `--json` adds for a command are those that its help documents."""
+"""Tests that `--json` prints exactly the keys that a command's help documents."""
 
 import json
 import math
@@ -48,21 +48,18 @@ def workdir(tmp_path):
 
 
 def answer(capsys, *words, code=0):
-    """Return the JSON object of a command, which is its only output on standard output."""
     assert app.call([*words, "--json"]) == code
     [line] = capsys.readouterr().out.splitlines()
     return json.loads(line, parse_constant=pytest.fail)
 
 
 def always():
-    """Return the keys that the reference documents for every command."""
     head = command_line(typer.main.get_command(app.app)).partition("\n## `flotilla ")[0]
     keys = head.partition("## `--json`")[2]
     return set(re.findall(r"^\| `(\w+)`", keys, re.MULTILINE))
 
 
 def added(name):
-    """Return the keys that the help of a command lists."""
     return set(re.findall(r"`(\w+)`", COMMANDS[name].epilog or ""))
 
 
@@ -90,7 +87,7 @@ def test_a_failure_has_the_same_keys(capsys, workdir):
 
 
 def test_an_object_is_what_json_can_say():
-    """A number that is not finite becomes null, and a text without credentials is unchanged."""
+    """Non-finite numbers become null, and text without credentials is unchanged."""
     metrics = {"cookie": 0.5, "loss": math.nan, "bounds": [math.inf, (1, -math.inf)]}
     message = "s3://me:secret@bucket has \x1b[1m"
     text = Answer(metrics=metrics, message=message, more={"at": Path("a")}).json()
@@ -102,7 +99,6 @@ def test_an_object_is_what_json_can_say():
 
 @answers
 def _broken() -> Answer:
-    """Raise an error that only a bug causes."""
     write("for people\n")
     raise ZeroDivisionError("nothing\nto divide by")
 

@@ -1,4 +1,4 @@
-"""Every command uses the documented exit codes, and prints an object for programs."""
+"""Tests that every command uses the documented exit codes and prints a JSON object."""
 
 import json
 from dataclasses import dataclass
@@ -40,13 +40,14 @@ ENDPOINT = "--endpoint http://127.0.0.1:9"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How a command is called, and how a test makes it end differently. Attributes:
-    words: the arguments of a successful call.
-    mistake: the arguments with a mistake of the user.
-    calls: the function that does the work, which a test replaces by an error.
-    returns: the value that replaces the work if other tests cover it; by default the work is
-    done.
-    also: other replaced names.
+    """How a command is called, and how a test controls its outcome.
+
+    Attributes:
+        words: arguments of a successful call.
+        mistake: arguments that contain a user error.
+        calls: the function that does the work; a test makes it raise an error.
+        returns: what that function returns instead of working, if other tests cover its work.
+        also: other names that are replaced.
     """
 
     words: str = ""
@@ -210,7 +211,7 @@ ROWS = {
         returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
     ),
 }
-# The commands that end with `refused` if the data, the model or all trials are refused.
+# Commands that end with `refused` if the data, the model or all trials are refused.
 JUDGING = {
     **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),
     "replay": replay_of("refused", REFUSED),
@@ -220,7 +221,6 @@ COMMANDS = [name for name, _ in flat(typer.main.get_command(app.app).commands)]
 
 @pytest.fixture
 def called(tmp_path, monkeypatch, capsys):
-    """Call a command in a folder with two started runs and a model with two versions."""
     monkeypatch.chdir(tmp_path)
     for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
@@ -249,10 +249,7 @@ def called(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ends(monkeypatch, called):
-    """Call a command so that it ends in a given way, then again with `--json`.
-
-    Return the message.
-    """
+    """Call a command with a given outcome, without and with `--json`, and return its message."""
 
     def end(name, words, code, does=None):
         row = ROWS[name]

@@ -1,4 +1,4 @@
-"""The live view of a run on standard error."""
+"""Tests the live view of a run on standard error."""
 
 import re
 from dataclasses import replace
@@ -272,7 +272,7 @@ def work(share=0.43, time=1000.0, **fields):
 
 
 class TestWork:
-    """The progress of work: below its step on a terminal, otherwise a line every 30 seconds."""
+    """Progress of work: below its step on a terminal, otherwise as a line every 30 seconds."""
 
     def test_without_a_terminal_it_is_a_line_every_half_minute(self, lines_of):
         assert lines_of(
@@ -356,7 +356,7 @@ def sweep_of(*trials, rungs=(0,)):
 
 
 class TestSweep:
-    """The view of a sweep: trials by state, the best trial so far, and the time left."""
+    """The view of a sweep: trials by state, the best trial so far, and the remaining time."""
 
     @pytest.fixture
     def display(self, monkeypatch):
@@ -398,8 +398,7 @@ class TestSweep:
     def test_of_each_rung_a_third_goes_on(self):
         trials = [trial(1, "running", 0.8), *(trial(each, "done", 0.7) for each in range(2, 10))]
         found = sweep_of(*trials, rungs=(100, 300, 900))
-        # Trials with 9 of 100 steps, 3 of 200 and 1 of 600; the first is half way to its second
-        # rung.
+        # Nine trials train 100 steps, three another 200 and one another 600: 2100 steps in total.
         assert found.share({}) == pytest.approx(900 / 2100)
         at_work = replace(trials[0], rung=1)
         assert sweep_of(at_work, *trials[1:], rungs=(100, 300, 900)).share({1: 0.5}) == (

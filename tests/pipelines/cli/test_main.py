@@ -1,4 +1,4 @@
-"""The start of the console script: signals while it loads, and closed streams."""
+"""Tests how the console script starts: signals while it loads, and closed streams."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from flotilla.pipelines.cli.__main__ import ANSWER, INTERRUPTED
 from flotilla.pipelines.cli.exit import failure
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
-# Modules in the order in which `flotilla prepare` loads them after the handlers are set.
+# Modules in the order in which `flotilla prepare` loads them after it sets its signal handlers.
 FIRST, COMMANDS, LAST = (
     "flotilla.pipelines.cli.app",
     "flotilla.pipelines.cli.kfp",
@@ -24,7 +24,7 @@ FIRST, COMMANDS, LAST = (
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Let child processes receive SIGHUP, which children of `nohup` ignore."""
+    """Let child processes receive SIGHUP, which they ignore if this process runs under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -32,13 +32,10 @@ def heard():
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """Send a signal while a module is being loaded.
-
-    Return the exit code and the streams of the command.
-    """
+    """Send a signal while a module is being loaded; return the exit code and both streams."""
 
     def send(module, number, *arguments):
-        # Python writes a line to standard error for each module that it finds.
+        # With `-v`, Python writes a line to standard error for each module that it loads.
         command = [sys.executable, "-v", "-m", "flotilla.pipelines.cli", *arguments]
         with subprocess.Popen(
             command,
@@ -46,13 +43,13 @@ def interrupted(tmp_path):
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[3]),
-                # No file may remain there.
+                # No file may remain in this folder.
                 "TMPDIR": str(tmp_path),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Otherwise the process may finish before its position is read.
+            # With a larger pipe, the process could finish before its output is read.
             pipesize=4096,
         ) as process:
             place = f"{module.replace('.', '/')}."
@@ -63,7 +60,7 @@ def interrupted(tmp_path):
                 raise AssertionError(f"{module} was never loaded")
             process.send_signal(number)
             out, err = process.communicate()
-        # The signal may come in the middle of a line.
+        # The signal may arrive in the middle of a line.
         own = re.findall(r"flotilla: .*|Traceback.*", err)
         return process.returncode, out, own
 
@@ -127,7 +124,7 @@ def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_fil
     assert list(tmp_path.iterdir()) == []
 
 
-# Commands that write a document, a table, lines on standard error, an object, or an error.
+# Commands that print a document, a table, lines on standard error, a JSON object, or an error.
 COMMANDS_THAT_WRITE = [
     (["gc", "--json", "--workdir", "runs"], 0),
     (["status", "absent", "--json"], 2),
@@ -201,8 +198,7 @@ def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, co
 
 
 TIMED = "import time:"
-# The number of unread bytes that the process may write, so that it does not finish before the
-# signal.
+# Number of bytes that the process may write ahead, so that it cannot finish before the signal.
 AHEAD = 4096
 
 
@@ -221,7 +217,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
         command, cwd=tmp_path, env=settings, stdout=-1, stderr=-1, text=True, pipesize=AHEAD
     ) as process:
         names = (line.split("|")[-1].strip() for line in process.stderr)
-        # Earlier imports cannot be controlled.
+        # The test cannot control signals during earlier imports.
         assert "flotilla.pipelines.cli.__main__" in names
         assert module in names
         process.send_signal(signal.SIGINT)

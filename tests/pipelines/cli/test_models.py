@@ -1,4 +1,4 @@
-"""`flotilla checkpoint show` lists the contents of a checkpoint without TensorFlow."""
+"""Tests that `flotilla checkpoint show` lists a checkpoint's contents without TensorFlow."""
 
 import json
 
@@ -23,7 +23,7 @@ FIELDS = {
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Return the URI of checkpoints at the steps 10 (of an older version) and 20."""
+    """Return the URI of checkpoints at step 10 (written by an older version) and step 20."""
     uri = storage.uri_of(tmp_path / "runs" / "digits-1" / "checkpoints")
     for step, fields in ((10, {"global_step": 10}), (20, FIELDS)):
         folder = tmp_path / f"{step}"

@@ -1,4 +1,4 @@
-"""The last line of an incomplete run tells how to resume it, if that is possible."""
+"""Tests that the last line of an incomplete run tells how to resume it, if that is possible."""
 
 import os
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
     assert remedy(run) == f"when that is fixed, resume with: flotilla train {resume}"
     assert remedy(run, dataset="file:///d").endswith(f"train {resume} --dataset file:///d")
-    # The resumed run uses the fixed modules, not the failing ones.
+    # The resumed run uses the corrected modules instead of the failing ones.
     assert remedy(run, code="mine").endswith(f"train {resume} --code mine")
 
 
@@ -78,8 +78,6 @@ def table(tmp_path, monkeypatch):
 
 @pytest.fixture
 def flotilla(capsys):
-    """Call the command line; return the exit code, and standard error."""
-
     def call(*words):
         code = app.call([*words])
         return code, capsys.readouterr().err

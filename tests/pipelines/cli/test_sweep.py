@@ -1,4 +1,4 @@
-"""`flotilla sweep`: options that exclude each other, and its output."""
+"""Tests which options of `flotilla sweep` exclude each other, and its output."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A table shows the columns that fit and drops or wraps the others; no cell is truncated."""
+"""Tests that a table omits or wraps columns that do not fit, and never truncates a cell."""
 
 import io
 

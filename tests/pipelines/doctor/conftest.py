@@ -48,26 +48,26 @@ Doctor = Callable[..., Report]
 
 @pytest.fixture(autouse=True)
 def _without_tensorflow(monkeypatch) -> None:
-    """Omit the one check that takes seconds; `test_configuration` tests it."""
+    """Skip the only slow check; `test_configuration` tests it."""
     finding = Finding("ok", "not tried in this test")
     monkeypatch.setattr(configuration, "fits", lambda _config, **_: finding)
 
 
 @pytest.fixture(autouse=True)
 def _long_timeout(monkeypatch) -> None:
-    """Wait longer than the doctor does, because this machine may be busy."""
+    """Use a longer timeout than the doctor does, because this machine may be busy."""
     monkeypatch.setattr(clusters, "TIMEOUT", LONG_TIMEOUT)
 
 
 @pytest.fixture
 def own_timeout(monkeypatch) -> None:
-    """Use the timeouts of the doctor, for an API that does not answer."""
+    """Use the doctor's own timeouts, for tests in which the API does not respond."""
     monkeypatch.setattr(clusters, "TIMEOUT", OWN_TIMEOUT)
 
 
 @pytest.fixture
 def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
-    """Call `flotilla doctor --json`; `settings` are `--set` texts."""
+    """Return a function that calls `flotilla doctor --json`; `settings` are values for `--set`."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
@@ -93,8 +93,6 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
 
 @pytest.fixture
 def of_job(doctor) -> Doctor:
-    """Call the doctor for a TFJob without a storage root."""
-
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         return doctor("cluster.launcher=tfjob", IMAGE, *settings, options=options)
 
@@ -103,15 +101,12 @@ def of_job(doctor) -> Doctor:
 
 @pytest.fixture
 def jobset(kube) -> Cluster:
-    """A cluster with JobSet as well."""
     kube.install_jobset()
     return kube
 
 
 @pytest.fixture
 def of_jobset(doctor) -> Doctor:
-    """Call the doctor for a JobSet without a storage root."""
-
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         return doctor("cluster.launcher=jobset", IMAGE, *settings, options=options)
 

@@ -1,4 +1,4 @@
-"""A cluster without one required object: the doctor reports it with the remedy."""
+"""Tests that the doctor reports each required object that a cluster lacks, with a fix."""
 
 import json
 import threading
@@ -96,7 +96,7 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", "kubeflow.org") in asked
-    # The tasks do not set a service account.
+    # The tasks have no service account of their own.
     both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
@@ -119,7 +119,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
 def test_without_a_permission_of_the_account(kube, of_job):
     kube.server.control.deny(RUNNER, "delete tfjobs")
     report = of_job()
-    # Tasks without a service account use the launcher's.
+    # Tasks without a service account use the launcher's account.
     assert report.failed() == ["permissions of that account"]
     assert report["permissions of the tasks"]["state"] == "warn"
     found = report["permissions of that account"]
@@ -275,7 +275,7 @@ def test_the_cluster_is_looked_at_on_demand(kube, doctor):
 
 
 class Instance(ThreadingHTTPServer):
-    """A server that answers every GET with one document; `closed` maps paths to another status."""
+    """A server that returns one document for every GET; `closed` maps paths to error statuses."""
 
     daemon_threads = True
 
@@ -354,7 +354,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
-    # The instance rejects configurations with a service account.
+    # This instance rejects configurations that set a service account.
     instance.closed[EXPERIMENTS] = 400
     report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
     assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")

@@ -1,4 +1,4 @@
-"""The checks of the API, the namespace, the examined engine and its installation."""
+"""Tests the checks of the API, the namespace, the job engine and its installation."""
 
 import re
 import tomllib
@@ -34,7 +34,8 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     assert "TFJob CRD" not in report.states()
     assert report["storage"]["state"] == "skipped"
     jobset.faults.add("GET .*/apis/jobset", 403)
-    # Without permission to check, it is used anyway: the launcher names what is missing.
+    # Without permission to check for JobSet, it is used anyway; the launcher reports what is
+    # missing.
     assert of_auto()["engine"]["message"].startswith("auto takes jobset: ")
 
 
@@ -55,7 +56,7 @@ def test_a_cluster_that_serves_neither(kube, of_auto):
         "the cluster serves neither JobSets nor TFJobs: no engine is installed"
     )
     assert found["remedy"].startswith("kubectl apply --server-side --filename https://github.com/")
-    # Without a job, there is nothing else to report.
+    # If no job is created, there is nothing else to report.
     assert {"admission", "quota", "JobSet CRD", "TFJob CRD"}.isdisjoint(report.states())
 
 
@@ -88,7 +89,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     assert (found["state"], said in found["message"]) == ("ok", True)
     said = "auto is local here; --kubernetes checks it anyway"
     assert report["Kubernetes API"]["message"] == said
-    # A run stores its results there.
+    # A run stores its results at this location.
     assert report["storage"]["state"] == "ok"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
     report = of_auto(options=("--kubernetes",))
@@ -177,7 +178,7 @@ def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
 
 @pytest.fixture
 def deployment(jobset):
-    """Replace the controller by another deployment than that of a release."""
+    """Replace the controller's deployment by one that differs from a release."""
 
     def give(place, name, image):
         jobset.store.remove("deployments", PLACE, CONTROLLER)
@@ -194,7 +195,7 @@ def deployment(jobset):
 @pytest.mark.parametrize(
     ("place", "name", "image"),
     [
-        # Releases before 0.11, the chart, Kubeflow Trainer, and a vendor's.
+        # Releases before 0.11, the Helm chart, Kubeflow Trainer, and a vendor's build.
         (PLACE, CONTROLLER, "registry.example.com/jobset/jobset:v0.10.1"),
         ("batch", "jobset-controller", "registry.example.com/mirror/js:v0.12.0"),
         ("kubeflow-system", CONTROLLER, "registry.example.com/jobset/jobset:v0.12.0"),
@@ -227,7 +228,7 @@ def test_a_version_that_is_too_old(jobset, of_jobset):
 
 @pytest.fixture
 def team(kube):
-    """A complete namespace of the instance, which differs from that of the kubeconfig."""
+    """A complete namespace for the instance's steps, different from the kubeconfig's namespace."""
     kube.store.create("serviceaccounts", "team", {"metadata": {"name": "pipeline-runner"}})
     kube.store.create("secrets", "team", {"metadata": {"name": "keys"}})
     kube.server.control.absent.add(NAMESPACE)

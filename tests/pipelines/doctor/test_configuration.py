@@ -1,4 +1,4 @@
-"""A model and a dataset that do not fit are found before anything is downloaded."""
+"""Tests that a model that does not fit its dataset is found before anything is downloaded."""
 
 import tempfile
 
@@ -20,7 +20,7 @@ HUGE = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """Set a working folder and a folder for temporary files."""
+    """Create a working folder and a folder for temporary files."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

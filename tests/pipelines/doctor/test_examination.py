@@ -1,4 +1,4 @@
-"""Checks run in parallel: none hides another, and none exceeds its deadline."""
+"""Tests that parallel checks do not hide each other's findings or exceed their deadlines."""
 
 import signal
 import threading
@@ -28,14 +28,14 @@ def failing(error):
 
 @pytest.fixture
 def release():
-    """Releases the hanging checks of a test."""
+    """Yield an event that releases the hanging checks of a test; it is set after the test."""
     event = threading.Event()
     yield event
     event.set()
 
 
 class Mark:
-    """The trace of a check; if `stuck`, the check cannot remove it; if `firm`, no process can."""
+    """What a check leaves behind; if `firm`, it cannot be removed."""
 
     uri = "gs://b/doctor-1"
 
@@ -152,7 +152,7 @@ def test_what_a_check_that_hangs_has_left_is_removed_or_named(release, firm):
 
 
 def interrupted(check):
-    """Run the examination, and interrupt it as soon as the check has begun."""
+    """Run the examination, and interrupt it as soon as the check has started."""
     begun = threading.Event()
     look = check.look
 

@@ -1,4 +1,4 @@
-"""The checks of the configuration and of this machine, and the output of the doctor."""
+"""Tests the checks of the configuration and the local machine, and the doctor's output."""
 
 import shutil
 import socket
@@ -21,8 +21,6 @@ JOB = "cluster.launcher=tfjob"
 
 @pytest.fixture
 def free(monkeypatch):
-    """Make every disk report these numbers of free and total bytes."""
-
     def give(count, total=1 << 40):
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(total, 0, count))
 
@@ -63,7 +61,7 @@ def test_a_wrong_configuration_is_a_check_and_wrong_usage(doctor):
     assert report.code == 2
     assert report.failed() == ["configuration"]
     assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
-    # Checks that do not need it still run.
+    # Checks that do not depend on it still run.
     assert report.states()["loopback"] == "ok"
 
 

@@ -1,4 +1,4 @@
-"""Objects that the job refers to and that are missing in the cluster."""
+"""Tests the checks for objects that the job refers to but the cluster lacks."""
 
 import json
 
@@ -20,8 +20,6 @@ SECRET = "hush-hush"
 
 @pytest.fixture
 def there(kube):
-    """Create an object of the namespace."""
-
     def create(kind, name, **tree):
         kube.store.create(kind, NAMESPACE, {"metadata": {"name": name}, **tree})
 
@@ -68,7 +66,7 @@ BOTO_PAIR = {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
         (KFP_ROOT, BOTO_PAIR, "ok"),
         (KFP_ROOT, {"accesskey": SECRET}, "warn"),
         ("storage.root=s3://bucket/k", BOTO_PAIR, "ok"),
-        # These keys are only for KFP's own store.
+        # These keys give access only to KFP's own store.
         ("storage.root=s3://bucket/k", KFP_PAIR, "warn"),
     ],
 )
@@ -141,7 +139,7 @@ def test_a_priority_class(of_job, kube, setting):
 
 def test_a_queue_of_kueue(of_job, kube, there):
     queue = "cluster.kubernetes.job.queue_name=gpus"
-    # Without Kueue there is no queue.
+    # Without Kueue, queues cannot be checked.
     for _ in range(2):
         report = of_job(queue, "cluster.kubernetes.job.suspend=true")
         assert report.failed() == ["queues of Kueue"]

@@ -1,4 +1,4 @@
-"""Requests that a namespace would reject are reported before the run, in the API's words."""
+"""Tests that requests that a namespace would reject are reported early, with the API's message."""
 
 from tests.kubernetes.admission import ENFORCE
 from tests.kubernetes.cluster import NAMESPACE

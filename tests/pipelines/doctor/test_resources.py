@@ -1,4 +1,4 @@
-"""Quotas and GPUs are compared with the requests of the job's pods."""
+"""Tests that quotas and GPUs are compared with the requests of the job's pods."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def node(kube):
 @pytest.mark.parametrize(
     ("hard", "used", "found"),
     [
-        # A parameter server, a chief and two workers.
+        # The job has a parameter server, a chief and two workers.
         ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("requests 8, 4 of 10", '"12"')),
         ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
         ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
         ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
-        # The quota includes the pod of the step.
+        # The quota also counts the pod of the step.
         ({"pods": "4"}, {}, ("and its step request 5, 0 of 4", '"5"')),
         ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, 2 of 5", '"7"')),
         ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),
@@ -188,7 +188,8 @@ def test_a_limit_alone_is_a_request_too(of_job, quota):
 @pytest.mark.parametrize(
     ("hard", "said"),
     [
-        # A parameter server, a chief and two workers: one Job per task, and one common service.
+        # The job has a parameter server, a chief and two workers: one Job per task and a shared
+        # Service.
         ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, 0 of 0 are used"),
         ({"count/jobs.batch": "3"}, "requests 4, 0 of 3 are used"),
         ({"count/pods": "3"}, "and its step request 5, 0 of 3 are used"),

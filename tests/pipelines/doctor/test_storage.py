@@ -1,4 +1,4 @@
-"""`storage.root`: the check names what is missing and the command for it, and leaves no file."""
+"""Tests that the check of `storage.root` reports what is missing with a fix, and leaves no file."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.stores.fixtures import bucket_name
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Wait for abandoned checks, which would send requests to the next test's store."""
+    """Wait for abandoned checks, which would otherwise send requests to the next test's store."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -89,7 +89,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     assert report.failed() == ["storage"]
     assert of(report)["message"] == "no answer in 3 s"
     assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
-    # The file was removed although the check still waits for its write.
+    # The file is removed even though the check is still waiting for its write.
     assert store.keys(store.bucket) == []
 
 
@@ -155,9 +155,9 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     sent = []
 
     def before(request):
-        # The probe is written, and its read is in progress.
+        # The probe file is written, and is now being read.
         if request.startswith("GET") and name in request and not sent:
-            # The signal is sent only once, since a second signal for a parallel request would end
+            # Send the signal only once, because a second signal for a parallel request would kill
             # this process.
             sent.append(number)
             process.send_signal(number)

@@ -1,4 +1,4 @@
-"""A cluster run in a bucket, made by the bodies of its steps, and failures to inject."""
+"""A cluster run in a bucket, whose step bodies run in this process with injected failures."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def broken_map(row):
 
 @dataclass(kw_only=True)
 class ClusterRun:
-    """Published directories of a small run below a root in a bucket, and its steps."""
+    """The published directories of a small run below a root in a bucket, and its steps."""
 
     s3: S3Server
     folder: Path
@@ -65,7 +65,6 @@ class ClusterRun:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Publish the dataset and the checkpoint of the small run in the bucket."""
         self.s3.create_bucket(self.bucket)
         self.dataset = self._copied(self.small.dataset, "datasets", "digits")
         self.checkpoint = self._copied(
@@ -89,7 +88,7 @@ class ClusterRun:
         return json.dumps(tree)
 
     def step(self, name: str, /, **arguments: Any) -> StepRecord:
-        """Run the body of a step as its pod does; return its record, also after a failure."""
+        """Run the body of a step as its pod does; return its record, even after a failure."""
         made = {
             each: OutputArtifact(
                 f"s3://{self.bucket}/v2/flotilla-training/{self.run_id}/"
@@ -104,7 +103,8 @@ class ClusterRun:
         if name == "evaluate_model":
             own["decision_uri"] = str(self.folder / uuid4().hex)
         compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
-        # The trial in parallel with the first step takes seconds, and has its own tests.
+        # Skip the trial that runs in parallel with the first step: it takes seconds and has its own
+        # tests.
         is_first = name == "prepare_data"
         untried = (
             mock.patch.object(fitting, "try_fit", return_value={}) if is_first else nullcontext()
@@ -133,14 +133,13 @@ class ClusterRun:
         return self.step("export_model", config=config, decision=decision, **given)
 
     def trained(self, **sections: Mapping[str, Any]) -> StepRecord:
-        """Train under another run id, which has no checkpoint."""
+        """Train with a different run ID, which has no checkpoint."""
         pods = {"image": "our/image:1", "store_secret": ""}
         return self.step(
             "train_model", config=self.config(**sections), dataset=self.dataset, **pods
         )
 
     def prepared(self, text: str, **more: Any) -> StepRecord:
-        """Run the first step on a file of these rows."""
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
         values = {each.name: each.default for each in FIELDS}
         values |= {"source": f"s3://{self.bucket}/raw/rows.csv", "label": "label", **more}

@@ -1,4 +1,4 @@
-"""A run whose data was refused, made without TensorFlow."""
+"""A run whose data was refused, created without TensorFlow."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from flotilla.trainer.config.form import FIELDS
 
 RUN = "digits-20260301-120000-abcd"
 ROWS = "x,c,y\n" + "".join(f"{number},1,{'ab'[number % 2]}\n" for number in range(60))
-#: A gate that refuses the column `c`.
+#: A gate that refuses the constant column `c`.
 REFUSING = {"data": {"gate": {"rules": {"constant": "refuse"}}}}
 
 
@@ -32,7 +32,7 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
 
 
 def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRecord]:
-    """Run the first step as its pod does; return its records by stage, also after a failure."""
+    """Run the first step as its pod does; return its records by stage, even after a failure."""
     (folder / "in").mkdir(exist_ok=True)
     (folder / "in" / "a.csv").write_text(ROWS)
     given = {each.name: each.default for each in FIELDS}
@@ -45,7 +45,7 @@ def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRec
         for name in ("configuration", "dataset", "validation", "page")
     }
     compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
-    # The trial of the model takes seconds, and has its own tests.
+    # Skip the trial of the model: it takes seconds and has its own tests.
     untried = mock.patch.object(fitting, "try_fit", return_value={})
     with compiled, untried, suppress(SystemExit):
         prepare_data.prepare_data.python_func(**given, **made)

@@ -1,4 +1,4 @@
-"""Replay of a step: its failures occur again, and nothing is written to the run."""
+"""Tests that a replayed step fails in the same way and writes nothing to the run."""
 
 import io
 import json
@@ -94,7 +94,7 @@ class TestArguments:
             },
             [],
         )
-        # The data are those of the run.
+        # The replay uses the original run's data.
         taken = replace(found.stages[0], metrics={"data_version": "0" * 32})
         arguments, _ = arguments_of(replace(found, stages=(taken,)))
         assert arguments["settings"]["data"] == {"seed": 5, "version": "0" * 32}
@@ -225,7 +225,7 @@ class TestDebugger:
 
     @pytest.fixture
     def terminal(self, monkeypatch, capsys):
-        """Call the command line with these words; return its output."""
+        """Send debugger commands as standard input; yield a function that reads the output."""
         tracing = sys.gettrace()
         monkeypatch.setattr(sys, "stdin", io.StringIO("p width + 4\nw\nq\n"))
         yield lambda: capsys.readouterr().err
@@ -286,7 +286,7 @@ def replayed(run, step):
 
 
 def bare(error):
-    """Return an error without its task and its location on the disk."""
+    """Return an error message without its task and its file system path."""
     return re.sub(r"[^\s(]*/", "", error.partition(" (chief-0, log ")[0])
 
 
@@ -314,9 +314,9 @@ def test_training_that_has_succeeded_runs_with_a_cluster_of_its_own(run):
     result, lines = replayed(run, "train_model")
     assert lines[0].startswith(f"replaying train_model of {run.run_id} in ")
     assert result.replayed.metrics["global_step"] == 20
-    # With one worker the order of the updates is fixed.
+    # With one worker, updates have a fixed order.
     assert result.replayed.metrics["loss"] == pytest.approx(record.metrics["loss"], rel=1e-5)
-    # It started from scratch, not from its own checkpoints.
+    # The replay started from scratch, not from its own checkpoints.
     written = (result.folder / "storage" / run.run_id / "checkpoints").glob("step-*")
     assert {each.name for each in written} >= {"step-00000010", "step-00000020"} or list(written)
 
@@ -327,7 +327,7 @@ def test_the_command_says_how_it_ended_and_how_it_had(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = storage.uri_of(tmp_path / "root")
     prepared(tmp_path, root)
-    # Later files do not belong to the run.
+    # Files added later do not belong to the run.
     (tmp_path / "in" / "b.csv").write_text("x,c,y\n1,2,a\n")
     before = {str(each): each.read_bytes() for each in Path("root").rglob("*") if each.is_file()}
     words = [FLOTILLA, "replay", RUN, "validate_data", "--set", f"storage.root={root}", "--json"]
@@ -368,7 +368,7 @@ def test_a_run_with_a_bundle_is_debugged_with_its_modules_and_not_those_of_the_f
     )
     failed = call("prepare", tmp_path / "runs", *source, "--code", "mine", cwd=tmp_path)
     assert "(rows.py:4)" in failed.answer["message"]
-    # One copy is in the folder of the command, and one in the source folder of the bundle.
+    # One copy is in the command's folder, and one in the bundle's source folder.
     for folder in (tmp_path, tmp_path / "mine"):
         (folder / "rows.py").write_text(FIXED)
     words = [FLOTILLA, "replay", failed.answer["run_id"], "prepare_data", "--pdb", "--json"]

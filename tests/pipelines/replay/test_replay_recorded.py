@@ -1,4 +1,4 @@
-"""The step and the run that are replayed, and the names that are rejected."""
+"""Tests how the step and run to replay are chosen, and which names are rejected."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     assert "are not recorded" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
     assert find(settings=settings).given.version
-    # This is one of nine steps.
+    # This step is one of nine.
     named = {"data": "{}", "root": root, "seal": "", "dataset": {}}
     storage.write_bytes(uri, json.dumps({**tree, "arguments": named, "version": "0.1"}).encode())
     with pytest.raises(UserError) as caught:
@@ -124,13 +124,13 @@ def test_a_bucket_that_is_not_there_is_one_line(s3, find):
 
 @pytest.fixture
 def run_id(uploaded, instance, remote, tmp_path, monkeypatch):  # noqa: ARG001
-    """Create a run on the instance whose data was refused, below the instance's pipeline root."""
+    """Create a run whose data was refused on the instance, below its pipeline root."""
     run_id = remote("submit", "--name", "nightly", "--json").json["run_id"]
     workflow = instance.store.workflows[run_id]
     workflow.begin("prepare_data")
     workflow.stop("prepare_data", "SUCCEEDED")
     prepared(tmp_path, workflow.root, run_id=run_id)
-    # The instance is given only by the option.
+    # Only the option specifies the instance.
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     return run_id
 

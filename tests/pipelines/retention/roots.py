@@ -1,4 +1,4 @@
-"""Storage roots with many runs, as the steps leave them, written without training."""
+"""Storage roots with many runs, laid out as the steps leave them but written without training."""
 
 import json
 import os
@@ -14,7 +14,7 @@ NOW = datetime.now(UTC)
 
 
 def manifest(folder: Path, kind: str, days: float, **fields) -> str:
-    """Publish one file, dated some days ago."""
+    """Publish a directory with one file, dated some days ago."""
     folder.mkdir(parents=True)
     data = f"{kind} {folder.name}".encode() * 10
     path = f"{fields.get('saved_model', '.')}/data".removeprefix("./")
@@ -29,7 +29,7 @@ def manifest(folder: Path, kind: str, days: float, **fields) -> str:
 
 
 def age(folder: Path, days: float) -> None:
-    """Make all files below a folder some days old."""
+    """Set the age of all files below a folder, in days."""
     then = (NOW - timedelta(days=days)).timestamp()
     for above, _, names in os.walk(folder):
         for name in names:
@@ -54,7 +54,7 @@ def run_of(
 
 
 def version_of(root: Path, number: int, days: float, made: dict[str, str], **lineage) -> None:
-    """Register the model of a run, and make it champion."""
+    """Register a run's model, and make it the champion."""
     home = root / "registry" / "models" / "digits"
     fields = {"version": number, "made_from": made, "source": {"uri": "gone"}}
     fields["saved_model"] = f"serving/digits/{number}"
@@ -67,7 +67,7 @@ def version_of(root: Path, number: int, days: float, made: dict[str, str], **lin
 
 
 def nights(root: Path, runs: int, versions: int, **lineage) -> None:
-    """Write one run per night until today; every n-th one is registered."""
+    """Write one run per night until today; every `runs // versions`-th run is registered."""
     every = runs // versions
     for number in range(1, runs + 1):
         days = runs - number + 0.01

@@ -1,4 +1,4 @@
-"""`flotilla gc` removes only unused files of Flotilla; it keeps and lists all others."""
+"""Tests that `flotilla gc` removes only unused files of Flotilla, and lists all others as kept."""
 
 import json
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ def plan_of(root):
 
 
 def champion_in(root):
-    """Write an old champion with its run, and an old run that nothing needs."""
+    """Write an old champion with its run, and an old run that is no longer needed."""
     data = manifest(root / "datasets" / "d", "dataset", 90)
     version_of(root, 1, 90, run_of(root, 1, 90, data))
     run_of(root, 2, 90, manifest(root / "datasets" / "e", "dataset", 90))
@@ -55,7 +55,7 @@ def test_one_above_is_found_in_a_file_uri_that_a_person_wrote():
 
 
 def foreign(root, name):
-    """Write another user's folder whose file names are those of a run."""
+    """Write another user's folder whose file names are the same as those in a run."""
     at = root / name
     if name == "thesis":
         (at / "steps").mkdir(parents=True)
@@ -66,7 +66,7 @@ def foreign(root, name):
         (at / "events.jsonl").write_text('{"event": "run_begin", "run_id": "another"}\n')
         (at / "lock").touch()
     elif name == "archive":
-        # A copy of a run's published files.
+        # This is a copy of a run's published files.
         made = run_of(root, 3, 90, storage.uri_of(root / "datasets" / "d"))
         assert made
         (root / "digits-0003").rename(at)

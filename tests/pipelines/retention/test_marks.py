@@ -1,4 +1,4 @@
-"""Marks of use and of removal: damaged, from another clock, or from a killed process."""
+"""Tests use and removal marks that are damaged, from another clock, or from a killed process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The plan of removal agrees with an oracle that walks the history instead of references."""
+"""Tests removal plans against an oracle that follows the history instead of references."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -53,7 +53,7 @@ class History:
         self.promotions.append(Promotion(number=number, version=version, restores=restores))
 
     def train(self, *drawn) -> None:
-        """Train, and keep the reference until a gain is proved, like the gate."""
+        """Train a model and, like the gate, keep the reference until an improvement is proved."""
         day, dataset, code, warm, busy, outcome = drawn
         run = Trained(day=day, dataset=f"datasets/{dataset}", code=f"code/{code}", busy=busy)
         run.warm = self.champion if warm else 0
@@ -69,7 +69,6 @@ class History:
             self.promote(run.version)
 
     def roll_back(self) -> None:
-        """Roll back like `registry.rollback`."""
         target = self.before()
         if target:
             self.promote(target.version, target.restores or target.number)
@@ -129,7 +128,7 @@ def inventory(history) -> Inventory:
 
 
 def chain(history, number) -> set[str]:
-    """Return the dataset and the initial weights of a version, by the oracle."""
+    """Return the dataset and initial weights of a version, as the oracle knows them."""
     run = history.made[number]
     at = name(history, run)
     found = {place(number), at, run.dataset, run.code, checkpoint(history, run)}
@@ -141,7 +140,7 @@ def chain(history, number) -> set[str]:
 
 
 def needed(history, wanted) -> set[str]:
-    """Return the champion, the fallback of a rollback, and young or active runs, by the oracle."""
+    """Return the paths to keep: champion, rollback target, and recent or active runs."""
     kept = set(history.made) if wanted.versions is None else set()
     kept |= set(sorted(history.made)[-(wanted.versions or 1) :])
     if history.champion:
@@ -198,7 +197,7 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
     going = {each.path for each in plan.going}
     stays = needed(history, wanted)
     assert not going & stays
-    # The removal of a run includes everything below it.
+    # Removing a run removes everything below it.
     assert not any(path.startswith(f"{run}/") for path in stays for run in going)
     after = Inventory(
         items={
@@ -208,10 +207,10 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
         },
         models=found.models,
     )
-    # A second removal would keep the same files.
+    # A second plan would keep the same files.
     again = make_plan(after, wanted, NOW)
     assert not {each.path for each in again.going}
-    # Old versions are removed: beyond the number only fallback versions are kept.
+    # Old versions are removed; beyond the limit, only versions for a rollback are kept.
     if wanted.versions:
         left = len(history.made) - sum(each.kind == VERSION for each in plan.going)
         busy = sum(run.busy for run in history.runs)

@@ -1,4 +1,4 @@
-"""`flotilla gc --keep-runs --keep-versions` on roots as runs leave them."""
+"""Tests `flotilla gc --keep-runs --keep-versions` on roots laid out as runs leave them."""
 
 import fcntl
 import json
@@ -76,7 +76,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert (code, found["removed"]) == (0, [])
     assert before == sorted(path for path in root.rglob("*") if path.is_file())
     kinds = [each["kind"] for each in found["planned"]]
-    # Of the first 470 nights, only those that made one of the newest ten versions are kept.
+    # Of the first 470 nights, only those that produced one of the newest ten versions are kept.
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "version": 40, "run": 470 - 7, "checkpoint": 7, "dataset": 41
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert [each.number for each in registry.versions(uri, "digits")] == list(range(41, 51))
     assert len(registry.promotions(uri, "digits")) == 50
     assert registry.rollback(uri, "digits", by="test").version == 49
-    # The training data of all champions are still known.
+    # The training data of all champions is still known.
     assert len(trained.read_champion_data(uri, "digits").spans) == 49
     assert not swept(root, keep_versions=10)
     assert "left-overs removed" in err
@@ -247,7 +247,7 @@ def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
 def test_what_cannot_be_deleted_of_a_dead_removal_is_said(root, monkeypatch, caplog):
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     with monkeypatch.context() as patched:
-        # A file of another user, and a failing disk.
+        # The folder contains another user's file, and the disk fails to delete.
         patched.setattr("flotilla.trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
         assert swept(root) == ["digits-0001", "datasets/d"]
         assert not storage.collect_garbage(storage.uri_of(root))
@@ -342,7 +342,7 @@ def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsy
 
     def failing(at):
         calls.append(at)
-        # The first runs prepare data; no mark of a version has been written at that time.
+        # The first runs only prepare data; no version has been marked as used yet.
         if len(calls) % 7 == 0:
             raise storage.Unavailable(f"cannot delete {at}: the store does not answer")
         delete(at)
@@ -441,7 +441,7 @@ def test_a_bucket(tmp_path, request, scheme):
 
 @pytest.fixture(params=["file", "gs", "s3"])
 def empty_root(request, tmp_path):
-    """Return an empty storage root for each client."""
+    """Return the URI of an empty storage root, for each storage client."""
     if request.param == "file":
         return storage.uri_of(tmp_path / "root")
     server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
@@ -522,7 +522,7 @@ def sweep_in(folder, root, days=90):
     """Write a sweep with two trials that ended some days ago; return its folder."""
     data = manifest(root / "datasets" / "d", "dataset", days)
     sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
-    # The names do not contain the time.
+    # These run IDs do not contain the time.
     trials = tuple(replace(each, run_id=f"digits-{each.number:04}") for each in sweep.trials)
     for trial in trials[:2]:
         run_of(root, trial.number, days, data)
@@ -599,7 +599,7 @@ def swept_bundles(root: Path) -> list[str]:
 
 
 def take_place(root: Path, history) -> set[str]:
-    """Apply all events below a root; return the bundles that are needed afterwards."""
+    """Apply all events below a root; return the bundles that are still needed afterwards."""
     data = manifest(root / "datasets" / "d", "dataset", 1)
     at = {each: manifest(root / "code" / each, "code", 90) for each in DIGESTS}
     used, scheduled, champion = set(), set(), None
@@ -615,7 +615,7 @@ def take_place(root: Path, history) -> set[str]:
                 version_of(root, count + 1, old, made, code=at[code])
                 champion = [*(champion or [])[-1:], code]
         elif what == "note":
-            # Its first step was killed before its next record.
+            # The first step of this run was killed before it could write a record.
             bundle.note_run(storage.uri_of(root), name, at[code])
             used.add(code)
         elif what == "schedule":

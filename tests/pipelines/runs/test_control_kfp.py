@@ -1,4 +1,4 @@
-"""`flotilla runs`, `status`, `logs`, `open`, `cancel` on an instance."""
+"""Tests `flotilla runs`, `status`, `logs`, `open` and `cancel` on a KFP instance."""
 
 import re
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("uploaded")
 
 @pytest.fixture
 def started(instance, remote, uploaded):
-    """Start a run, and return its id."""
+    """Start a run, and return its ID."""
     assert uploaded
     assert remote("submit", "--name", "mine").code == 0
     [run_id] = instance.store.runs
@@ -36,7 +36,7 @@ def test_runs_newest_first_over_pages(instance, remote):
     assert answer.code == 0
     names = [row["name"] for row in answer.json["runs"]]
     assert names == [f"n{number}" for number in range(129, 4, -1)]
-    # No page is read beyond the requested runs.
+    # No more pages are read than the requested number of runs needs.
     sizes = [re.search(r"page_size=(\d+)", each)[1] for each in instance.asked("GET .*/runs")]
     assert sizes == ["100", "25"]
     instance.requests.clear()
@@ -171,7 +171,7 @@ def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     instance.store.end_run(started, "SUCCEEDED")
     answer = remote("logs", started)
     assert answer.code == 0
-    # The instance's error is not a log.
+    # The instance's error message is not shown as a log.
     assert "error_message" not in answer.out
     assert "train_model     done in 1.5 s" in answer.out
     [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]
@@ -263,7 +263,7 @@ def test_a_second_cancel_says_that_it_is_ending(instance, remote, started):
 )
 def test_a_cancel_that_comes_too_late_is_no_error(instance, remote, started, state, words):
     def late(_workflow, _run):
-        # Between the query of the run and the request to end it.
+        # The run ends between the query for it and the request to terminate it.
         instance.store.play = []
         body = b'{"message": "Failed to terminate a run. Row not found"}'
         instance.faults.add(":terminate", 400, body=body)

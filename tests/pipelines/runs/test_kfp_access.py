@@ -1,4 +1,4 @@
-"""The connection to an instance: options, variables and the places of secrets."""
+"""Tests the connection to a KFP instance: options, environment variables and secrets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors between the command line and an instance produce one line without a long wait."""
+"""Tests that connection errors are reported in one line, without a long wait."""
 
 import json
 import re
@@ -144,11 +144,11 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 
 @pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
 def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
-    # The wait is long enough for the request to be recorded on a busy machine.
+    # On a busy machine, a shorter timeout could expire before the request is recorded.
     monkeypatch.setattr(instances, "READ_SECONDS", 1.0)
     instance.faults.add(".", -1)
     in_one_line(remote(*words), "does not answer", "try again")
-    # A hung server gets no second request.
+    # No second request is sent to a hung server.
     assert len(instance.requests) == 1
 
 
@@ -169,7 +169,7 @@ def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkey
 
 
 def certificate(folder):
-    """Return a self-signed certificate of 127.0.0.1, and its key."""
+    """Return a self-signed certificate for 127.0.0.1, and its key."""
     made, key = folder / "ca.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
@@ -268,7 +268,7 @@ def test_a_token_that_is_renewed_meanwhile_is_taken(instance, remote, tmp_path, 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
 @pytest.mark.parametrize("flag", [(), ("--json",)], ids=["", "json"])
 def test_no_secret_is_reported(instance, remote, monkeypatch, words, flag):
-    # The instance repeats an unknown token in its error.
+    # The instance's error message contains the unknown token.
     instance.token = "right"
     monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
     monkeypatch.setenv("KFP_COOKIES", f"session={SECRET}-cookie")
@@ -358,7 +358,7 @@ def test_user_information_in_the_endpoint_is_in_no_error(around, instance, tmp_p
 
 def test_a_secret_in_a_query_is_found(around, instance, tmp_path):
     del around
-    # `urlopen` would keep the planted proxy for every test after this one.
+    # `urlopen` would keep the planted proxy for all later tests.
     opener = build_opener(ProxyHandler({}))
     with suppress(HTTPError):
         opener.open(f"{instance.url}/apis/v2beta1/runs?filter={quote(SECRETS['key'], safe='')}")
@@ -373,7 +373,7 @@ def refusals_in_one_line(answer, *words):
 
 
 def gone(monkeypatch, instance, method, things):
-    """Remove objects when a method of the store begins, as another client may."""
+    """Remove objects when a method of the store is called, as another client might."""
     real = getattr(Store, method)
 
     def called(store, *arguments):

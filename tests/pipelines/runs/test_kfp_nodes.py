@@ -1,4 +1,4 @@
-"""The nodes of a run, read from the remaining data of its workflow."""
+"""Tests that a run's nodes can be read from whatever data remains of its workflow."""
 
 import base64
 import gzip

@@ -1,4 +1,4 @@
-"""The outcome of a run in `submit --wait` and `status`, even after its pods are deleted."""
+"""Tests the outcome that `submit --wait` and `status` report, even after the pods are deleted."""
 
 import itertools
 
@@ -14,11 +14,10 @@ from tests.kfp_instance.workflow import IMAGE
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
-    """Return a function that calls an instance that has the pipeline."""
     return remote
 
 
-# The store of a default installation, which cannot be read from outside its cluster.
+# The object store of a default installation, which only the cluster itself can reach.
 INSIDE = "minio://mlpipeline/v2/artifacts"
 
 
@@ -110,7 +109,7 @@ CANCELLED = [begin("train_model"), terminated, over("FAILED")]
 
 @pytest.fixture(params=["api", "page", "api, a day later", "page, a day later"])
 def waits(request, instance, remote):
-    """Submit a run and wait for its end, with or without pods, by the API or the interface."""
+    """Submit a run and wait for it, with or without pods, through the API or the UI's address."""
     address, _, later = request.param.partition(", ")
     instance.has_ui = address == "page"
 
@@ -126,7 +125,7 @@ def waits(request, instance, remote):
 
 @pytest.fixture
 def waited(instance, remote):
-    """Submit a run to the address of the API and wait for its end, with its pods."""
+    """Submit a run through the API's address and wait for it, with its pods."""
 
     def wait(play):
         instance.store.play = [*play]
@@ -213,7 +212,7 @@ def test_a_record_that_was_not_written_does_not_fail_the_run(instance, remote):
     assert ["evaluate_model", "evaluate_model", "done"] in lines
 
 
-# Runs whose store this machine cannot read.
+# Runs whose object store cannot be read from this machine.
 
 
 @pytest.fixture
@@ -280,7 +279,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
     assert storage.names(storage.join(root, run_id, "steps"))
 
 
-# These failures happen outside of Flotilla's code.
+# These failures occur outside Flotilla's code.
 
 
 @pytest.fixture
@@ -421,7 +420,7 @@ def test_a_failed_step_is_not_taken_for_the_end(waited):
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
 
 
-# The stages of each step.
+# The stages that each step runs.
 
 
 @pytest.fixture
@@ -440,7 +439,7 @@ def workflow(instance, run_id):
 
 @pytest.fixture
 def rows(instance, remote, run_id):
-    """Return status and stages of the run, which first ends with `state` if given."""
+    """Return a function that reads a run's status and stages; `state` ends the run first."""
 
     def read(state=""):
         if state:
@@ -460,7 +459,7 @@ def do(workflow, *stages):
 
 @pytest.fixture
 def ended(instance, remote, run_id, workflow):
-    """Return the result of a run that succeeded after some stages; the last stage has a result."""
+    """Return a function that completes stages of a run and returns the outcome of the run."""
 
     def end(stages, word, *, has_nodes=True):
         do(workflow, *stages[:-1])
@@ -541,7 +540,7 @@ def test_a_pod_that_failed_after_its_last_stage_has_failed_in_it(workflow, rows,
 
 
 def test_a_pod_that_was_made_again_begins_with_the_first_stage(workflow, rows, monkeypatch):
-    # No pod is replaced within one millisecond, the resolution of a record.
+    # In reality, a pod is never replaced within one millisecond, the time resolution of records.
     monkeypatch.setattr(step_record, "now", map(float, itertools.count(1)).__next__)
     do(workflow, "resolve_config", "prepare_data")
     workflow.say_begin("validate_data")
@@ -583,13 +582,13 @@ def test_the_words_of_the_stages_say_what_became_of_a_run(ended, has_nodes, stag
 
 
 def test_a_root_that_is_a_default_of_the_version_is_read(instance, workflow, rows, run_id):
-    # Only settings that differ from the defaults are parameters of the run.
+    # A run's parameters contain only settings that differ from the defaults.
     del instance.store.runs[run_id]["runtime_config"]["parameters"]["storage_root"]
     do(workflow, *PREPARED)
     assert rows()[1] == [(stage, "done") for stage in PREPARED]
 
 
-# Each stage was a step.
+# Older pipelines ran each stage as a separate step.
 
 
 def test_a_run_of_nine_steps_shows_them_with_their_records(workflow, rows):
@@ -631,7 +630,7 @@ def test_what_became_of_a_run_of_nine_steps(workflow, ended, stages, word):
     assert [each.step for each in found.steps] == [*stages, "finish"]
 
 
-# The message of KFP.
+# KFP's own message.
 
 
 def pod(message, state="FAILED", **more):
@@ -639,7 +638,7 @@ def pod(message, state="FAILED", **more):
     return Pod(state=state, message=message, **values)
 
 
-# The messages of the kubelet, Argo 4.0.5 and Kubernetes.
+# Messages of the kubelet, Argo 4.0.5 and Kubernetes.
 @pytest.mark.parametrize(
     ("message", "words", "blocks"),
     [

@@ -1,4 +1,4 @@
-"""`flotilla run` with its root in an object store: blessed, resumed and read."""
+"""Tests `flotilla run` with its root in an object store: the run is blessed, resumed and read."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ FEW = setting(
     gate__min__accuracy=0.5,
     evaluation__baseline="none",
 )
-# Another machine has only the store and the URIs.
+# Another machine has only the object store and the URIs.
 READ_ALL = """
 import json, sys
 from pathlib import Path
@@ -58,7 +58,7 @@ def read_elsewhere(root, called, folder):
 
 
 def test_it_is_blessed_and_read_from_the_store_alone(root, server, tmp_path):
-    # The store fails repeatedly during this.
+    # The store fails repeatedly during this run.
     server.plan.add(Fault(503, every=40, times=20), Fault("drop", every=61, times=10))
     called = call("run", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     server.plan.clear()

@@ -1,4 +1,4 @@
-"""Ctrl-C during a wait for a run ends the command but not the run."""
+"""Tests that Ctrl-C while waiting for a run ends the command but not the run."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from flotilla.pipelines.runs.kfp_run import RemoteRun
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120
-# Shorter than the client's time-out for a hung instance.
+# Shorter than the client's timeout for a hung instance, in seconds.
 SOON = READ_SECONDS - 1
 SECRET = "ey-secret-0123456789"
 
 
 @pytest.fixture
 def calling(instance, tmp_path):
-    """Start the console script on the instance; it is ended with the test."""
+    """Return a function that starts `flotilla` on the instance; its processes end with the test."""
     processes = []
 
     def start(*words):
@@ -44,7 +44,6 @@ def calling(instance, tmp_path):
 
 
 def begun(instance):
-    """Return an event that is set when the command queries a run."""
     looked = threading.Event()
 
     def look(workflow, run):

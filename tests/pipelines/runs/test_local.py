@@ -1,4 +1,4 @@
-"""A run on this machine: its folder, its process, its events, its interrupts."""
+"""Tests a local run: its folder, process, events and interrupts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from tests.pipelines.step_events import done
 
 CONFIG = Config()
-# A runner that reports its start, and ignores the request to end.
+# A runner that reports its start and ignores requests to stop.
 DEAF = (
     "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
     "print('there', flush=True)\n"
@@ -88,7 +88,7 @@ class TestLayingOut:
         config = load_config(None, ["training.steps=7"])
         run = local.new_run(config, workdir)
         kept = local.config_file(workdir, run.run_id)
-        # The root is left out, so that a workdir can be moved.
+        # The root is not saved, so that a workdir can be moved.
         assert load_config(kept) == config
 
     def test_taking_a_run_up_again_keeps_what_it_has(self, workdir):
@@ -102,7 +102,7 @@ class TestLayingOut:
         )
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
-        # Earlier events belong to the run but not to the outcome of this start.
+        # Earlier events belong to the run, but not to the outcome of this start.
         assert list(events.read(run.folder / local.EVENTS)) == [
             RunBegin(run_id=run.run_id, number=1),
             FromScratch(reason="first"),
@@ -110,7 +110,7 @@ class TestLayingOut:
         ]
         with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
             assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
-        # Wait until the training of a run has begun.
+        # Wait until the run has begun to train.
         assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
         again.save_config()
         assert load_config(local.config_file(workdir, run.run_id)).training.steps == 9
@@ -196,7 +196,7 @@ class TestExecuting:
 
         with pytest.raises(ZeroDivisionError):
             local.execute(run, "prepare", {}, fail)
-        # A process of an earlier test may end meanwhile.
+        # A process of an earlier test may end at the same time.
         assert before.issuperset(psutil.Process().children(recursive=True))
 
 
@@ -254,9 +254,9 @@ def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
 
 
 ROOT = Path(__file__).parents[3]
-# The values contain syntax of shells, templates, YAML, JSON and KFP. KFP reserves `{{`.
+# These values contain shell, template, YAML, JSON and KFP syntax. KFP reserves `{{`.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
-# No value here is the default, except for keys that exclude another.
+# No value here is a default, except for keys that exclude each other.
 TREE = {
     "name": "every-key.1",
     "data": {
@@ -400,8 +400,8 @@ def config():
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("it's two steps")
-    # The command line does this: on a cluster, the step tries model and dataset, which do not exist
-    # here.
+    # The command line sets this variable. Without it, the step would try the model and dataset as
+    # on a cluster, but neither exists here.
     ended = run(folder, config, **{RUN_ID: "run-1"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((folder / "kept.json").read_text(encoding="utf-8"))
@@ -460,6 +460,6 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
-    # This is the end of the step; the end of the runner is not shown.
+    # This is the end of the step's output; the end of the runner's output is not shown.
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

@@ -1,4 +1,4 @@
-"""`flotilla run` with a warm start: the first run starts from scratch, the next from them."""
+"""Tests runs with a warm start: the first starts from scratch, the next from its model."""
 
 import base64
 import json
@@ -56,7 +56,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(workdir):
-    """Run with a warm start from the champion before there is one; the model becomes champion."""
+    """Run with a warm start from a champion that does not exist yet; the model becomes champion."""
     steps = setting(training__steps=600, training__warm_start="champion")
     called = call("run", workdir, *FEW, *steps, cwd=workdir.parent)
     assert called.code == 0, called.err + called.log
@@ -108,7 +108,7 @@ def test_manifest_and_lineage_say_what_it_began_with(first, second):
 
 
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
-    # By now the second run is the champion, and the checkpoint of the first one is deleted.
+    # The second run is now the champion, and the first run's checkpoint is deleted.
     shutil.rmtree(first.folder / "checkpoints")
     more = [*setting(training__steps=90), "--resume", second.answer["run_id"]]
     called = call("train", workdir, *more, cwd=workdir.parent)
@@ -135,7 +135,6 @@ def mnist_workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(mnist_dir):
-    """Return the arguments of every run."""
     return [
         str(ROOT / "configs/mnist.yaml"), *MNIST_FEW, *setting(data__manual_dir=mnist_dir),
         *setting(export__formats="[saved_model]"),
@@ -228,7 +227,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
     mnist_workdir, words, root
 ):
     promotions = storage.local_path(storage.join(registry.home(root, "mnist"), "promotions"))
-    # The locked folder delays a promotion at its last step.
+    # The locked folder blocks the last step of a promotion.
     with (
         locked(promotions),
         calling("run", mnist_workdir, *words, *BETTER, cwd=mnist_workdir.parent) as run,
@@ -255,7 +254,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
 
 
 def _until_it_is_registered(run, mnist_workdir, root):
-    """Wait until version 2 is in the registry; return the folder of the run."""
+    """Wait until version 2 is registered; return the folder of its run."""
     while run.poll() is None:
         if len(registry.versions(root, "mnist")) == 2:
             [folder] = {path.parent for path in mnist_workdir.glob("*/events.jsonl")} - {
@@ -266,7 +265,7 @@ def _until_it_is_registered(run, mnist_workdir, root):
     raise AssertionError(run.communicate())
 
 
-# A part of the store path that each stage requests.
+# Part of the store path that each stage requests.
 STAGES = (
     "/datasets/", "/step-", "/logs/", "/evaluation/", "/decision/", "/model/", "/registry/",
     "report.html",
@@ -316,7 +315,7 @@ SECRETS_FEW = setting(
     training__validate_every=10,
     gate__min__accuracy=0.01,
 )
-# This response of a store repeats the request.
+# A store response that repeats the request's credentials.
 REFUSAL = (
     "<Error><Code>AccessDenied</Code><Message>denied: Authorization: Bearer {0} at "
     "https://u:{0}@h/x?X-Amz-Signature={0}</Message></Error>"
@@ -378,7 +377,7 @@ SIGNED_FEW = [
 
 
 def change(folder, name):
-    """Change one byte of a file, and its checksum in the manifest, as an attacker would."""
+    """Change one byte of a file and its checksum in the manifest, as an attacker would."""
     path = folder / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -532,7 +531,7 @@ ANSWERS = {"digit_logits", "digit_probabilities", "ink_prediction"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The folder of the user's files, from which `flotilla` is called."""
+    """Return the folder with the user's files, from which `flotilla` is called."""
     folder = tmp_path_factory.mktemp("halves")
     (folder / "halves.py").write_text(MODULE, encoding="utf-8")
     (folder / "halves.yaml").write_text(textwrap.dedent(HALVES_CONFIG), encoding="utf-8")
@@ -559,7 +558,7 @@ def halves_second(folder, halves_first):
 
 @pytest.fixture(scope="module")
 def examples():
-    """Real examples of the test split, as a user has them, and their labels."""
+    """Return real examples from the test split, in a user's format, and their labels."""
     digits = load_digits()
     images = (digits.images[1437:] / 16).astype(np.float32)
     inputs = {"upper": images[:, :4], "lower": images[:, 4:]}
@@ -595,7 +594,7 @@ def test_every_form_answers_the_same_to_a_plain_program(
     halves_first, folder, examples, monkeypatch
 ):
     monkeypatch.syspath_prepend(folder)
-    # Its layer is found by its registered name.
+    # Importing the module registers its layer by name.
     __import__("halves")
     inputs, digit, ink = examples
     exported = halves_first.path_of("model")

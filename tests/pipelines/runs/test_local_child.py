@@ -1,4 +1,4 @@
-"""The trial of the model runs in parallel with the steps of a local run."""
+"""Tests that the model is tried in parallel with the steps of a local run."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def killed(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Return the configurations to try; every trial runs in this thread and finds a mistake."""
+    """Return the configurations that were tried; trials run in this thread and find an error."""
     found = []
 
     def begin(config, dataset, on_mistake, is_over):

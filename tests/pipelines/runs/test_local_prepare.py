@@ -1,4 +1,4 @@
-"""The complete `flotilla prepare`: a pipeline in KFP's local runner, on real digits."""
+"""Tests the complete `flotilla prepare` with KFP's local runner, on real digits."""
 
 import shutil
 
@@ -20,7 +20,7 @@ DATASET = {"train": 1293, "validation": 144, "test": 360}
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepare")
-    # A name with special characters of shells, URIs and templates.
+    # The folder's name contains special characters of shells, URIs and templates.
     return call("prepare", folder / "it's a $wörk dir [x] 100%25", cwd=folder)
 
 
@@ -66,7 +66,7 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
     text = prepared.err.partition("step  ")[2]
     assert "train=1293" in text
     assert "reused=no" in text
-    # Below the current folder the path is a relative one, as a person would type it.
+    # A path below the current folder is displayed as a relative path, as a user would type it.
     assert " it's a $wörk dir" in text
     assert "file:" not in text
 
@@ -75,7 +75,7 @@ def test_everything_is_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
     assert names - {".lock"} == {"datasets", "in_use", prepared.answer["run_id"]}
-    # The runner's files for each step are removed.
+    # The runner's temporary files for each step are removed.
     assert not (prepared.folder / "tmp").exists()
 
 

@@ -1,4 +1,4 @@
-"""The complete `flotilla run` of a user's own program: its model is judged, or the run ends."""
+"""Tests `flotilla run` with a user's own program: its model is judged, or the run fails."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`flotilla runs`, `status`, `logs`, `cancel` for runs on this machine."""
+"""Tests `flotilla runs`, `status`, `logs` and `cancel` for local runs."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from flotilla.trainer.events import (
 )
 from tests.pipelines.called import calling, setting
 
-# A process that starts another one with a run's arguments, and prints its exit code.
+# A program that starts another process with a run's arguments, and prints its exit code.
 STARTER = """
 import json, os, signal, subprocess, sys
 words = json.loads(os.environ["WORDS"])
@@ -62,7 +62,7 @@ FINISHED = ended("finish") + line(RunEnd())
 
 @pytest.fixture
 def folder(tmp_path):
-    """The folder of a run that has trained and was refused."""
+    """Return the folder of a run whose model was trained and refused."""
     made = tmp_path / "here" / "runs" / "digits-1"
     made.mkdir(parents=True)
     (made / "config.json").write_text("{}")
@@ -74,7 +74,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def flotilla(folder, remote, monkeypatch):
-    """Call the command line without an instance."""
+    """Return a function that calls the command line without an instance."""
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     assert folder.is_dir()
     return remote
@@ -92,7 +92,7 @@ def going(folder):
 
 @contextmanager
 def starting(folder, name):
-    """Start a process of this name that starts the child of a run."""
+    """Start a process with this name, which starts the child process of a run."""
     words = json.dumps(["-m", "flotilla.pipelines.runs.local_child", "run", str(folder)])
     process = subprocess.Popen(
         [sys.executable, "-c", STARTER, name],

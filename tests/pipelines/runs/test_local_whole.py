@@ -1,4 +1,4 @@
-"""The complete `flotilla run`: digits on a cluster of processes, blessed and refused."""
+"""Tests the complete `flotilla run` with digits on local processes, both blessed and refused."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def blessed(workdir):
 
 @pytest.fixture(scope="module")
 def before(workdir, blessed):
-    """Return the files of the first run, before the second run."""
+    """Return the files of the first run before the second run starts."""
     assert blessed.code == 0, blessed.err + blessed.log
     return content(workdir)
 
@@ -92,7 +92,7 @@ class TestBlessed:
                 continue
             described = json.loads(files[name].read_text(encoding="utf-8"))
             assert (described["kind"], described["uri"]) == (name, uri)
-            # On a cluster, KFP copies it into the pod of every step that takes it.
+            # On a cluster, KFP copies this file into the pod of every step that uses it.
             assert files[name].stat().st_size < 4096
 
     def test_each_artifact_of_kfp_has_something_at_its_uri(self, blessed):
@@ -119,7 +119,7 @@ class TestBlessed:
         assert {**measured["metrics"], **baselines} == blessed.answer["metrics"]
         assert measured["split"] == "test"
         assert measured["global_step"] == STEPS
-        # Far above chance, after a few seconds of training.
+        # A few seconds of training give an accuracy far above chance.
         assert measured["metrics"]["accuracy"] > 0.7
 
     def test_the_decision_says_why(self, blessed):
@@ -191,7 +191,7 @@ class TestBlessed:
         assert f"/{STEPS} (epoch " not in blessed.out
 
     def test_the_table_has_every_step(self, blessed):
-        # Only the first row of a step with several stages has its name.
+        # Only the first row of a step with several stages contains the step's name.
         rows = [line.partition(" done ")[0].split() for line in blessed.err.splitlines()
                 if "  done  " in line]  # fmt: skip
         assert [each[-1] for each in rows] == [*ALL, "export_model", "register_model", "finish"]
@@ -232,7 +232,7 @@ class TestRefused:
     def test_the_decision_says_why(self, refused):
         decision = refused.read("decision", "decision.json")
         assert decision["decision"] == "refused"
-        # The model may have been worse than the champion too.
+        # The model may also have been worse than the champion.
         assert decision["reasons"][0].startswith("Accuracy is 0.")
         assert "; it has to be at least 0.999 (gate.min)" in refused.answer["message"]
         assert refused.answer["headline"] == decision["headline"]
@@ -272,7 +272,7 @@ class TestRefused:
         assert all(name.startswith(f"{refused.folder}/") for name in new)
 
 
-# This is more than any machine trains before the interrupt.
+# More steps than any machine trains before the interrupt.
 ENDLESS = 10_000_000
 LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
 MORE = 40
@@ -385,7 +385,7 @@ def test_it_goes_on_from_there(resumed, interrupted, reached):
 
 @pytest.mark.slow
 def test_it_goes_on_with_the_configuration_of_the_run(resumed):
-    # No file was named: only the newly set values differ.
+    # No configuration file was specified, so only the newly set values differ.
     kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
     assert f'"checkpoint_every": {ENDLESS}' in kept
 
@@ -418,7 +418,7 @@ def test_no_process_outlives_a_run_that_is_killed(interrupted, interrupted_workd
     with calling("train", interrupted_workdir, *given, cwd=interrupted_workdir.parent) as process:
         until_it_trains(process)
         others = [each for each in processes_of(interrupted_workdir) if each.pid != process.pid]
-        # There are at least the runner, a step and the four tasks of the cluster.
+        # There are at least the runner, a step and the cluster's four tasks.
         assert len(others) >= 6
         stopped = next(each for each in others if "/worker-0/" in " ".join(each.cmdline()))
         stopped.send_signal(signal.SIGSTOP)
@@ -436,7 +436,7 @@ def example(row):
 
 @pytest.fixture
 def here(tmp_path):
-    """Create a folder with rows, and a folder of modules outside of the working folder."""
+    """Create a folder with rows, and a folder of modules outside the working folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rows.py").write_text(MODULE.format(factor=2))
     lines = ["x,label", *(f"{number},{'ab'[number % 2]}" for number in range(200))]
@@ -449,7 +449,7 @@ def test_edits_during_a_run_do_not_change_it(here):
     source = setting(data__source=here / "rows.csv", data__map="rows:example", data__label="label")
     words = (*source, "--code", str(here / "mine"))
     with calling("prepare", here / "runs", *words, cwd=here) as process:
-        # The line that names the bundle comes before the steps.
+        # The line that names the bundle is printed before the steps.
         bundle = next(line for line in iter(process.stderr.readline, "") if "/code/" in line)
         (here / "mine" / "rows.py").write_text(MODULE.format(factor="1 / 0"))
         _, err = process.communicate()
@@ -527,7 +527,7 @@ def test_a_real_run_has_its_parameters_curves_metrics_and_model_in_mlflow(server
     (given,) = run.inputs.dataset_inputs
     assert given.dataset.name == "digits"
     with warnings.catch_warnings():
-        # MLflow's own libraries warn of each other.
+        # MLflow's libraries cause warnings in each other.
         warnings.simplefilter("ignore")
         model = import_module("mlflow.pyfunc").load_model("models:/digits@champion")
         answers = model.predict(model.input_example)

@@ -1,4 +1,4 @@
-"""The outcome of a run, from its events and the exit code of the runner."""
+"""Tests how a run's outcome follows from its events and the runner's exit code."""
 
 import subprocess
 from contextlib import suppress
@@ -55,7 +55,7 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*judged("refused", "accuracy is below", "loss is above"), *FINISHED],
             0, ("refused", 3, "accuracy is below; loss is above"),
         ),
-        # An unreadable decision is not a blessing.
+        # If the decision cannot be read, the model is not blessed.
         ([*done("check_gate"), *FINISHED], 0, ("refused", 3, "check_gate reported no decision")),
         (
             [*RESOLVED, *done("train_model", metrics=TRAINED), *FINISHED],
@@ -65,10 +65,10 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*done("resolve_config", metrics=UNCHANGED), *FINISHED],
             0, ("unchanged", 0, UNCHANGED["reasons"][0]),
         ),
-        # A command for single steps runs them even without new data.
+        # A command for single steps runs them even if there is no new data.
         ([*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")], 0, ("done", 0, "")),
         ([*RESOLVED, *done("prepare_data")], 0, ("done", 0, "")),
-        # The runner may not have seen a failure.
+        # The runner may have missed a failure.
         (failed("train_model", "no"), 0, ("failed", 1, "train_model: no")),
         (
             [*failed("train_model", "diverged"), *failed("finish", "no space")],
@@ -92,13 +92,13 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*judged("blessed"), *done("export_model"), *FINISHED],
             1, ("failed", 1, LOST.format("register_model")),
         ),
-        # All of its stages have ended; the missing stage belongs to another step.
+        # All stages of this step have ended; the missing stage belongs to another step.
         ([*judged("blessed"), *FINISHED], 1, ("failed", 1, RUNNER.format(1))),
         ([*judged("blessed"), *promoted()], 1, ("failed", 1, RUNNER.format(1))),
         ([], 1, ("failed", 1, RUNNER.format(1))),
-        # The platform may have asked only the step to end.
+        # The platform may have asked only this step to stop.
         ([*done("prepare_data"), *STOPPED, *FINISHED], 1, ("interrupted", 130, INTERRUPTED)),
-        # For a step that runs again, the last end counts.
+        # If a step runs again, its last end counts.
         ([*failed("train_model", "lost"), *done("train_model")], 0, ("done", 0, "")),
         (
             [*failed("train_model", "lost", 2), begun("train_model")],
@@ -117,7 +117,7 @@ def test_events_and_the_exit_code_of_the_runner_are_an_outcome(events, returncod
         ([], "interrupted"),
         (done("prepare_data"), "interrupted"),
         (judged("blessed"), "interrupted"),
-        # The stop came so early that the step died.
+        # The step was stopped so early that it left no record.
         ([*RESOLVED, begun("prepare_data")], KILLED),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_step_has_failed(code, exit_code):
     assert judge(events, 1) == ("failed", exit_code, "prepare_data: no such set")
 
 
-# The user's code may end the process of a step with exit code 0.
+# User code may end a step's process with exit code 0.
 @pytest.mark.parametrize("returncode", [1, 0])
 def test_a_step_that_died_without_a_word_has_failed(returncode):
     events = [*done("resolve_config"), begun("train_model"), *FINISHED]

@@ -1,6 +1,6 @@
-"""One in a hundred customers leaves.
+"""Tests a model of rare positives: one in a hundred customers leaves.
 
-A champion that finds most of them remains champion every night.
+A champion that finds most of them must remain champion every night.
 """
 
 import csv
@@ -17,10 +17,10 @@ CUSTOMERS, MORE, SHARE = 28_000, 2_000, 0.01
 
 
 def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
-    """Write customers; the first customers do not depend on the number.
+    """Write customers; the first customers are the same for any count.
 
-    One in ten is for validation, and two in ten are for the test, which depend on `shift`. With
-    `shuffled`, the labels outside of the test split are shuffled.
+    One in ten customers is in the validation split and two in ten are in the test split, which
+    depends on `shift`. With `shuffled`, the labels outside the test split are shuffled.
     """
     rng = np.random.default_rng(11)
     total = CUSTOMERS + MORE
@@ -42,7 +42,7 @@ def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory):
-    """Return a function that runs one night on these customers in a common workdir."""
+    """Return a function that runs one night on these customers; all nights share a workdir."""
     folder = tmp_path_factory.mktemp("rare")
     config = {
         "name": "leaving",
@@ -51,7 +51,8 @@ def night(tmp_path_factory):
             "label": "left",
             "splits": {"column": "part"},
         },
-        # By chance, a larger model on shuffled labels ranks customers slightly correctly.
+        # By chance, a larger model trained on shuffled labels ranks customers slightly better than
+        # random.
         "model": {"name": "tabular", "args": {"pieces": 0, "hidden_units": [64, 32], "dropout": 0}},
         "training": {
             "strategy": "single",
@@ -81,7 +82,6 @@ def champion(night):
 
 
 def registered(called):
-    """Return all versions, and the promoted ones."""
     home = called.workdir / "registry" / "models" / "leaving"
     return {name: content(home / name) for name in ("versions", "promotions")}
 
@@ -115,7 +115,7 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
     assert whole == measured["examples"]
-    # Few test examples have a duplicate in the training split of this model.
+    # Few test examples have a duplicate in this model's training split.
     assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]

@@ -1,4 +1,4 @@
-"""`flotilla schedule` keeps one schedule per name, with the settings of the last call."""
+"""Tests that `flotilla schedule` keeps one schedule per name, with the last call's settings."""
 
 import copy
 from datetime import UTC, datetime
@@ -13,7 +13,6 @@ from tests.trainer.config.test_old_parameters import flat
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
-    """Return a function that calls an instance that has the pipeline."""
     return remote
 
 
@@ -155,7 +154,7 @@ def test_a_time_zone_is_said_in_both_clocks(instance, remote):
     assert answer.code == 0
     assert "02:30:00 Asia/Kolkata (" in answer.err
     assert "21:00:00 UTC); if the instance's CRON_SCHEDULE_TIMEZONE is Asia/Kolkata" in answer.err
-    # The API has no field for it.
+    # The API has no field for the time zone.
     assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
 
 
@@ -170,7 +169,7 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
 
 
 def before(instance, **more):
-    """Convert the schedule to one from before the form, for an older version of the pipeline."""
+    """Convert the schedule to the format that older versions of the pipeline used."""
     made = the_schedule(instance)
     config = load_config(None, ["training.steps=9", "gate.min.accuracy=0.5"])
     made["runtime_config"] = {"parameters": {**flat(config), **more}, "pipeline_root": "gs://b/r"}
@@ -192,7 +191,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     assert made["runtime_config"]["pipeline_root"] == "gs://b/r"
     sent = made["runtime_config"]["parameters"]
     assert (sent["steps"], sent["settings"]) == (9, {"gate": {"min": {"accuracy": 0.5}}})
-    # Its image has the steps of its version.
+    # No image is sent, because the version's own image has the version's steps.
     assert "image" not in sent
     [version] = instance.store.versions
     assert made["pipeline_version_reference"]["pipeline_version_id"] == version
@@ -278,11 +277,11 @@ NOW = datetime(2026, 7, 15, 10, 20, 30, tzinfo=UTC)
         ("0 0 29 2 *", "0 0 0 29 2 *", "2028-02-29 00:00:00"),
         ("0 0 31 * *", "0 0 0 31 * *", "2026-07-31 00:00:00"),
         ("0 0 1,20 * *", "0 0 0 1,20 * *", "2026-07-20 00:00:00"),
-        # Either the 13th or a Friday.
+        # The schedule fires on the 13th and on every Friday.
         ("0 0 13 * 5", "0 0 0 13 * 5", "2026-07-17 00:00:00"),
         ("@daily", "0 0 0 * * *", "2026-07-16 00:00:00"),
         ("@Hourly", "0 0 * * * *", "2026-07-15 11:00:00"),
-        # A step in the field for weekdays stops at Saturday.
+        # A step in the day-of-week field stops at Saturday.
         ("0 0 * * thu/2", "0 0 0 * * thu/2", "2026-07-16 00:00:00"),
         ("0 0 * * 5/2", "0 0 0 * * 5/2", "2026-07-17 00:00:00"),
         ("0 0 12 */7 *", "0 0 0 12 */7 *", "2026-08-12 00:00:00"),

@@ -1,4 +1,4 @@
-"""A schedule is removed or replaced while its runs are active: no run is lost."""
+"""Tests that no run is lost if its schedule is removed or replaced while the run is active."""
 
 import pytest
 
@@ -9,7 +9,7 @@ NIGHTLY = ("schedule", "--cron", "30 2 * * *")
 
 @pytest.fixture
 def fire(instance, remote, uploaded):
-    """Create the schedule `digits`, and return a function that starts a run of it."""
+    """Create the schedule `digits`, and return a function that starts one of its runs."""
     assert uploaded
     assert remote(*NIGHTLY).code == 0
     instance.requests.clear()
@@ -25,7 +25,7 @@ def fire(instance, remote, uploaded):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Call these functions in turn, one during each pause between two queries."""
+    """Call these functions in turn, one in each pause between two queries."""
     calls = []
 
     def sleep(_seconds):
@@ -132,7 +132,7 @@ def test_a_cancelled_run_without_pods_is_said_to_be_lost(instance, remote, fire)
     run = fire()
     assert remote("cancel", run).code == 0
     assert "Workflow" not in remote("status", run).err
-    # A person deletes it by hand.
+    # A user deletes the workflow by hand.
     instance.store.workflows[run].collect()
     assert "its pods are gone; unless it ends" in remote("status", run).err
     instance.store.end_run(run, "FAILED")
@@ -145,7 +145,7 @@ def test_two_at_once_both_succeed(instance, remote, fire, how):
     assert fire is not None
     [key] = instance.store.recurring
     if how == "removed":
-        # The other client acted between the list and the requests of this one.
+        # Another client acted between this client's list request and its next requests.
         instance.faults.add(":disable", 404)
         instance.faults.add("DELETE", 404)
     else:

@@ -1,4 +1,4 @@
-"""`flotilla submit`: the request to an instance, and the verdict with `--wait`."""
+"""Tests `flotilla submit`: the request to an instance, and the outcome with `--wait`."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_names_and_places_are_passed_on(instance, remote):
     assert first["display_name"] == "mine"
     assert first["runtime_config"]["pipeline_root"] == "gs://b/r"
     assert (first["service_account"], second["service_account"]) == ("trainer", "pipeline-runner")
-    # The experiment is created once.
+    # The experiment is created only once.
     assert len(instance.store.experiments) == 1
 
 
@@ -152,7 +152,7 @@ def test_on_a_terminal_a_table_is_updated(instance, remote, monkeypatch):
     instance.store.play = [*PROMOTED]
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    # The table is redrawn: the cursor moves up over the old lines.
+    # To redraw the table, the cursor moves up over the old lines.
     assert "\x1b[1A" in answer.err
     assert answer.err.count("train_model") > 2
     assert "running" in answer.err
@@ -193,7 +193,7 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     answer = remote("submit")
     assert answer.code == 1
     assert "whether the run was started is not known, see `flotilla runs`" in answer.err
-    # Write requests are sent once.
+    # Write requests are never repeated.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1
 
@@ -208,7 +208,7 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
     assert "[/x]" in remote("runs").out
 
 
-# The first action of a step's process, on another machine.
+# What a step's process does first, on another machine.
 STEP = """
 import json, sys
 from flotilla.trainer.code.bundle import load_bundle

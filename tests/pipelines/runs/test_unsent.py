@@ -1,4 +1,4 @@
-"""A later run sends the data of earlier runs that the tracker has missed, once and with a limit."""
+"""Tests that a later run sends data that a tracker missed earlier, once and up to a limit."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from tests.trainer.tracking.test_tracker import Target, progress
 
 @pytest.fixture
 def targets(monkeypatch):
-    """Replace the writers to MLflow by targets, by the id of the run."""
+    """Replace the MLflow writers by fake targets, by run ID."""
     made = {}
 
     def make(name):
@@ -37,7 +37,7 @@ def targets(monkeypatch):
 
 @pytest.fixture
 def left(tmp_path, targets):
-    """Return a function that leaves a run in the state after a killed command line."""
+    """Return a function that leaves a run in the state after its command was killed."""
 
     def leave(run_id, *more, parent=""):
         folder = tmp_path / run_id

@@ -1,4 +1,4 @@
-"""`flotilla upload` keeps one version per content, even with concurrent uploads."""
+"""Tests that `flotilla upload` keeps one version per content, even with concurrent uploads."""
 
 import copy
 import json
@@ -100,7 +100,7 @@ def test_a_pipeline_left_without_a_version_gets_one(instance, remote):
 
 @pytest.mark.parametrize("path", ["POST .*/pipelines$", "POST .*upload_version"])
 def test_somebody_who_was_faster_has_done_our_work(instance, remote, path):
-    # The request was executed, and the answer is a conflict with another client.
+    # The request was executed, but the response reports a conflict with another client.
     instance.faults.add(path, 409, times=1, late=True)
     answer = remote("upload")
     assert answer.code == 0
@@ -128,7 +128,7 @@ def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
         instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
     answer = remote("upload", "--json")
     assert answer.json["version"]["name"] == uploaded
-    # Each version includes its whole spec.
+    # Each version in a list includes its complete spec.
     assert sizes(instance) == [5, 1]
     instance.requests.clear()
     answer = remote("upload", "--image", MINE, "--json")
@@ -166,7 +166,7 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
         f"it is not the newest: `submit` and `schedule` take {newer}, or this one by "
         f"--version {older}"
     )
-    # The effect agrees with the printed line.
+    # The submitted version must be the one in the printed line.
     remote("submit")
     remote("submit", "--version", older)
     ids = {each["pipeline_version_id"]: name for name, each in zip(
@@ -205,7 +205,7 @@ def test_a_version_that_is_gone_at_once(instance, remote):
 
 def test_where_pipelines_are_kept_in_kubernetes(instance, remote):
     instance.pipeline_store = "kubernetes"
-    # The filter matches a part of the name, and this is another pipeline.
+    # The filter matches parts of names, so it also finds this other pipeline.
     instance.store.create_pipeline({"display_name": "flotilla-training-2"})
     assert remote("upload").code == 0
     assert remote("upload").code == 0
@@ -283,7 +283,7 @@ def pipeline_id(uploaded, instance):
 
 @pytest.fixture
 def add(instance, compiled, pipeline_id):
-    """Upload another version, with or without the mark of the Flotilla that compiled it."""
+    """Return a function that uploads a version with the mark of a given Flotilla, or none."""
 
     def added(name, mark):
         spec = copy.deepcopy(dict(compiled.spec))
@@ -337,7 +337,7 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     )
     assert remote("submit", "--version", "by-hand").code == 0
     assert the_run_of(instance) == "by-hand"
-    # A name that the user gave needs no remark.
+    # No remark is needed if the user specified the version.
     assert "the newest version" not in remote("submit", "--version", uploaded).err
 
 
@@ -509,7 +509,7 @@ NAMES = (
 def test_one_name_is_one_thing_in_every_command(instance, remote, compiled, tmp_path, name):
     file = tmp_path / "ours.yaml"
     file.write_text(compiled.text)
-    # A wrong filter would find this one instead.
+    # A wrong filter would find this pipeline instead.
     store = instance.store
     store.create_pipeline({"display_name": "aXb a b 100 under-score size"})
     store.create_experiment({"display_name": name.upper() + " "})

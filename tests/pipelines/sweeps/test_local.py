@@ -1,4 +1,4 @@
-"""A sweep on this machine: the runs that it starts, the files that it keeps, and its resume."""
+"""Tests a local sweep: the runs that it starts, the files that it keeps, and how it resumes."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_siz
 
 
 class Machine:
-    """Replaces the process of a run: ends each run as configured, and records the starts."""
+    """Replaces the processes of runs: ends each run as configured, and records each start."""
 
     def __init__(self):
         self.begun = []
@@ -172,7 +172,7 @@ def test_tpe_learns_from_the_trials_before_and_draws_nothing_twice(machine, tmp_
 
 
 def test_a_sampled_trial_that_is_not_allowed_has_failed(machine, tmp_path):
-    # Each value alone is allowed.
+    # Each value is allowed by itself.
     keys = ["training.strategy=single,async_parameter_server", "cluster.workers=2,9"]
     result = swept(tmp_path, tpe=12, settings=keys)
     assert machine.begun

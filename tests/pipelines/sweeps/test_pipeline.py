@@ -1,4 +1,4 @@
-"""The pipeline of a sweep: bounded loops, one choice, one promotion."""
+"""Tests the pipeline of a sweep: its loops are bounded, and it selects and promotes one model."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_one_loop_trains_one_trial_is_promoted_and_parameters_have_their_default
     assert places == [str(place) for place in range(9)]
     for name in ("prepare-data", "choose-trial", "evaluate-model", "export-model"):
         assert count_of(spec, name) == 1, name
-    # A run on the same files does not skip the trials.
+    # A previous run on the same files does not cause the trials to be skipped.
     (prepare,) = (task for task in tasks_of(spec) if "is_whole_run" in task["inputs"]["parameters"])
     assert prepare["inputs"]["parameters"]["is_whole_run"]["runtimeValue"] == {"constant": False}
     given = spec["root"]["inputDefinitions"]["parameters"]
@@ -73,7 +73,7 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
     loops = [task for task in tasks_of(spec) if "parameterIterator" in task]
     sizes = [len(json.loads(each["parameterIterator"]["items"]["raw"])) for each in loops]
     assert sorted(sizes) == [1, 3, 9]
-    # KFP's local runner would replace each of them by the item of the loop.
+    # KFP's local runner would replace each of them by the loop's item.
     for loop in loops:
         given = loop["inputs"]["parameters"].values()
         assert not any("taskOutputParameter" in each for each in given)

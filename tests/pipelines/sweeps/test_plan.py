@@ -1,4 +1,4 @@
-"""The plan of a sweep is checked before it starts."""
+"""Tests that the plan of a sweep is checked before the sweep starts."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_each_trial_has_a_run_of_its_own():
     assert len({each.run_id for each in sweep.trials}) == 3
     assert sweep.keys == ("training.batch_size",)
     assert sweep.fixed == ("training.steps=90",)
-    # This is set since the run of the best trial would otherwise be skipped as a repetition.
+    # Otherwise the run of the best trial would be skipped as a repetition.
     assert sweep.base.training.when_unchanged == "train"
 
 

@@ -1,4 +1,4 @@
-"""The candidates for settings, runs, models, versions and steps; a completion never fails."""
+"""Tests the completions of settings, runs, models, versions and steps; completion never fails."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ RUNS = ["digits-20260101-000000-aaaa", "wine-20260102-000000-bbbb"]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Create two runs, a sweep, and a model with two versions; the first one is champion."""
+    """Create two runs, a sweep, and a model with two versions; version 1 is the champion."""
     monkeypatch.chdir(tmp_path)
     for age, run in enumerate(reversed(RUNS)):
         Path("runs", run).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The completions that a shell receives when the user presses Tab, by protocol and in bash."""
+"""Tests the completions that a shell gets when the user presses Tab, by protocol and in bash."""
 
 import os
 import pty
@@ -29,7 +29,6 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def completed(here, monkeypatch, capsys):
-    """Return the output of `_FLOTILLA_COMPLETE=complete_bash` for a line."""
     assert here.is_dir()
 
     def complete(line):
@@ -98,13 +97,13 @@ def test_a_script_of_before_still_works(monkeypatch, capsys):
 
 @pytest.fixture
 def typed(here):
-    """Type into an interactive bash that has loaded the script; return the displayed line."""
+    """Return a function that types into an interactive bash and returns the displayed line."""
     script = here / "completion"
     with script.open("w") as file:
         subprocess.run([FLOTILLA, "completion", "bash"], stdout=file, check=True)
     process, screen = pty.fork()
     if not process:
-        # Only `exec` may follow in the forked child.
+        # Only `exec` is safe in the forked child.
         variables = {"PATH": PATH, "PS1": "ready>", "TERM": "dumb", "HOME": str(here)}
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], variables)
 
@@ -116,7 +115,7 @@ def typed(here):
         return found.decode()
 
     def press(line, expected):
-        # Control-U clears the line of the previous test.
+        # Ctrl-U clears the line of the previous test.
         os.write(screen, f"\x15{line}\t".encode())
         return read(expected)
 

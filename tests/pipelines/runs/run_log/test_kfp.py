@@ -23,7 +23,7 @@ def step(name, state="SUCCEEDED", pod=""):
 
 @pytest.fixture
 def logs(monkeypatch):
-    """Return the log of each pod, which the instance serves."""
+    """Return the logs that the instance serves, by pod."""
     served = {"pod-train_model": POD}
 
     def log_of(_client, _run, _created, pod):
@@ -81,7 +81,7 @@ def test_a_step_that_the_run_does_not_have():
 
 @pytest.fixture
 def look(logs):  # noqa: ARG001
-    """Read the log of a run's only step in this pod; return the new lines."""
+    """Read the log of the run's only step from a pod; return the new lines."""
     lines = []
     client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
     view = LogView(verbose=True)

@@ -27,7 +27,7 @@ def write_events(folder, *found):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return the folder of a run from before printed lines had a time."""
+    """Return the folder of a run by an older version, whose printed lines have no time."""
     chief = tmp_path / "cluster" / "chief-0"
     chief.mkdir(parents=True)
     (chief / "log.txt").write_text("building\n1970-01-01 00:00:12,000 INFO a note\n")

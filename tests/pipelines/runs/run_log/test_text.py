@@ -7,7 +7,7 @@ from flotilla.pipelines.runs.run_log.text import LogText, RunnerText, split_time
 from flotilla.trainer.events import NewestVersion, to_tree
 
 BEGIN = datetime(2026, 1, 2, 23, 59, 50).timestamp()
-# The output of KFP 2.17's local runner; a step's own lines are indented.
+# Output of KFP 2.17's local runner; a step's own lines are indented.
 RUNNER = """\
 23:59:51.422 - INFO - Running pipeline: 'flotilla-training'
 --------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ I0000 00:00:1767398394.459360   27264 port.cc:153] oneDNN custom operations are 
 --------------------------------------------------------------------------------
 a crash of the runner
 """
-# The log of a step's pod, written by Argo, KFP's launcher in Go, and the step.
+# The log of a step's pod, written by Argo, KFP's Go launcher, and the step.
 POD = """\
 time="2026-01-02T03:04:04.100Z" level=info msg="capturing logs" argo=true
 I0102 03:04:05.123456      17 launcher_v2.go:90] input ComponentSpec:{
@@ -82,7 +82,7 @@ def test_an_event_is_read_where_a_line_is_one():
     written = json.dumps(to_tree(event))
     [line] = read(LogText(utc=True), f"[chief-0] 2026-01-02 03:04:07,250 INFO {written}")
     assert (line.label, line.event) == ("chief-0", event)
-    # The user's own line about an event is text.
+    # A line of the user that contains an event is treated as text.
     [line] = read(LogText(), f"got {written}")
     assert line.event is None
 

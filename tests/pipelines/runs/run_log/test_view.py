@@ -133,7 +133,7 @@ def test_of_a_traceback_the_frames_of_others_are_counted():
         "  ... 1 frame of others (--verbose)", last,
     ]  # fmt: skip
     assert [text for _, text in written(*lines, verbose=True)] == trace
-    # A bug in Flotilla has no other frames.
+    # The traceback of a bug in Flotilla has no user frames, so it is shown in full.
     lines = [of_text(each) for each in (head, *library, last)]
     assert len(written(*lines)) == 4
 
