@@ -59,7 +59,7 @@ MOST_ROWS = 100_000
 _NAMED = 3
 # Suffixes of scikit-learn's class names, for classification and for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees in one boosting iteration; it takes 0.1 s on one core.
+# Maximum product of columns, rows and trees per boosting iteration, which takes 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
 # Maximum number of rows for a recommendation (three columns), and of output values (64 MB).
@@ -79,7 +79,7 @@ class Baseline:
     """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
     `skipped` is the reason if it was not fitted. `outputs` are for the first test examples, in the
-    format of the task. A decision threshold is chosen by `validation`.
+    format of the task. `validation` is for choosing a decision threshold.
     """
 
     name: str

@@ -22,7 +22,7 @@ from flotilla.trainer.tasks.base import Array, Floats
 # Larger tensors are treated as pictures, not as columns of a table.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# With up to this many columns, histograms have more bins; they take at most 160 MB either way.
+# Histograms have more bins with up to this many columns; they take at most 160 MB in both cases.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0

@@ -47,8 +47,8 @@ class Label(NamedTuple):
 class Kind(NamedTuple):
     """A kind of model: functions that build its matrices, and one that fits it.
 
-    `known` builds the matrix of training rows, perhaps not all if time is short; `matrix` is for
-    others.
+    `known` builds the matrix of training rows, or of some of them if time is short; `matrix` builds
+    the matrix of other rows.
     """
 
     known: Callable[[Rows, Clock], Matrix]

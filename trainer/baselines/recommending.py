@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of pseudo-examples that each item starts with, which have the mean rate.
+# Number of pseudo-examples with the mean rate that each item starts with.
 _PRIOR = 10.0
 
 

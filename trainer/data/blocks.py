@@ -1,11 +1,12 @@
-"""Blocks: the records of a shard. A block is a `tf.train.Example` with many rows, by column.
+"""Blocks: the records of a shard.
 
-Each feature is one list with the values of all rows: numbers as int64 or float32, texts and encoded
-images as bytes. Tensors, and sequences of numbers, are a single value: the bytes of all rows,
-concatenated. The number of rows is a separate entry, and so are the lengths of each sequence.
+A block is a `tf.train.Example` that stores many rows column by column. Each feature is one list
+with the values of all rows: numbers as int64 or float32, texts and encoded images as bytes.
+Tensors, and sequences of numbers, are a single value: the bytes of all rows, concatenated. The
+number of rows is a separate entry, and so are the lengths of each sequence.
 
-A block is written from Arrow columns and parsed by a few ops, without work for each row. A large
-example is a block of one row.
+A block is written from Arrow columns and parsed by a few ops, without per-row work. A large example
+is a block of one row.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def complete(
 
 
 def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Parse records of one row each (strings of shape (n,)), as clients send them, to a batch.
+    """Parse a batch of one-row records (strings of shape (n,)), as sent by clients.
 
     A block of one row is such a record. The lengths of sequences follow from their content.
     """
@@ -195,7 +196,6 @@ def _varint(value: int) -> bytes:
 
 
 def _key(name: str) -> str:
-    """Return the key of a feature's entry; a feature may have any name."""
     return f"{_COUNT[0]}{name}" if name.startswith(_COUNT[0]) else name
 
 
@@ -215,7 +215,7 @@ def _wire(feature: FeatureSpec) -> Any:
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    """Return the rows of a parsed column; `count` is their number, or the length of each."""
+    """Return the rows of a parsed column; `count` is their number, or their lengths."""
     if not _is_one_value(feature):
         values = column.values
         if feature.stored in ("int", "float"):

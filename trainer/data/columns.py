@@ -4,8 +4,8 @@ Sources give columns by feature name, in one of three forms:
 
 - numbers of a fixed shape: a NumPy array whose first axis is the example;
 - texts and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
-- sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, which are flat for
-  each example (`bfloat16` as `float32`).
+- sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, one flat list per
+  example (`bfloat16` is stored as `float32`).
 
 A table has the same columns in their stored form: int64, float32, or the bytes of a tensor.
 """
@@ -37,7 +37,8 @@ _SHORT_FLOAT = "bfloat16"
 def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arrays and lists to columns in the forms of this module, and add the lengths.
 
-    A feature of variable length, or an array of texts, may be an array or a list of arrays.
+    A feature of variable length, or an array of texts, may be given as an array or as a list of
+    arrays.
     """
     found = {
         name: make_column(feature, given[name])
@@ -54,7 +55,7 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
     if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
         return _make_lists(feature, values)
     if feature.stored == "image":
-        # PNG is lossless.
+        # `encode` writes PNG, which is lossless.
         return make_texts(each if isinstance(each, bytes) else encode(each) for each in values)
     if feature.dtype == "string":
         return make_texts(values)

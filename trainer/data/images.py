@@ -7,7 +7,8 @@ during preparation and encoded again: as JPEG if it was a JPEG, otherwise as PNG
 - Animations (GIF, WebP, PNG): the first frame is used.
 - 16 bits per channel: the upper 8 bits are kept.
 - CMYK and palettes: converted to RGB.
-- Alpha channel: dropped, unless four channels are configured; it is opaque if an image has none.
+- Alpha channel: dropped, unless four channels are configured; if the image has none, it is made
+  opaque.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ALIKE: dict[str, dict[int, tuple[str, ...]]] = {
     "PNG": {1: (*_GREY, *_COLOURS), 3: (*_GREY, *_COLOURS, "P"), 4: (*_GREY, *_COLOURS)},
 }
 ORIENTATION, _UPRIGHT = 0x0112, (None, 0, 1)
-# JPEG quality for images that were already compressed with losses.
+# JPEG quality for images that were already stored in a lossy format.
 _QUALITY = 95
 
 

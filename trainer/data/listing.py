@@ -42,7 +42,7 @@ SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
 _PROGRESS = 100_000
-# If files are smaller on average, in bytes, they are much slower to read than fewer, larger ones.
+# Average file size in bytes below which files are much slower to read than fewer, larger ones.
 _SMALL = 16 << 10
 _log = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def _place(root: str, digest: str) -> str:
 
 
 def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
-    """Return files that match a pattern, or else those below matching folders."""
+    """Return the files that match a pattern; if there are none, those below matching folders."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
@@ -293,7 +293,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # A name is empty in "a//b", which is not the path of a file.
+    # The path "a//b" has an empty name, so it is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

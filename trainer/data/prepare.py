@@ -37,7 +37,7 @@ from flotilla.trainer.storage.errors import report_errors
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.assembly import Written
 
-# Keys for the location and the reading of data, which do not change its content.
+# Keys for where data is stored and how it is read; they do not change its content.
 _NOT_CONTENT = {
     "manual_dir",
     "partition",
@@ -80,7 +80,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         ConfigError: the dataset, version or folder does not exist.
         UserError: the dataset cannot be downloaded, or cannot be used.
     """
-    # Find a known version without the builder, because the installed one may only have newer ones.
+    # Look up a known version without the builder; the installed builder may only have newer ones.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known

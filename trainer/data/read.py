@@ -101,8 +101,8 @@ def training_batches(  # noqa: PLR0913
     If the whole split fits in memory, it is read and parsed once, and every order is equally
     likely. Otherwise, runs of blocks are read in random order into a buffer of `shuffle_buffer`
     examples, by default 256 MiB. Blocks are drawn from the buffer at random, and the rows of
-    `windows.MIXED` of them are permuted. A pattern then needs an index of the blocks
-    (`block_index.write_index`).
+    `windows.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
+    the blocks (`block_index.write_index`).
 
     Features of variable length are padded to the longest of the batch. With `buckets`, a batch has
     examples whose lengths fall into the same bucket.
@@ -281,7 +281,7 @@ def _count_held(spec: DatasetSpec, examples: int | None) -> int:
 
 
 def _count_blocks(spec: DatasetSpec, most: int) -> int:
-    """Return the number of blocks of a window: one if a block is one row, which may be large."""
+    """Return the number of blocks in a window: 1 if a block is one row, because it may be large."""
     return most if spec.block_rows > 1 else 1
 
 
@@ -303,7 +303,7 @@ def _batch(  # noqa: PLR0913
     of: int = 1,
     drop_remainder: bool = False,
 ) -> tf.data.Dataset:
-    """Return batches of rows that `make` completes, or every `of`-th one."""
+    """Return batches of rows that `make` completes; if `of` is above 1, every `of`-th batch."""
     # If no feature has to be completed per batch, applying `make` to whole windows is cheaper.
     late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
     batches = windows if late else windows.map(make)
@@ -326,7 +326,7 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
 
 
 def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows; the classes of `spec.swapped` are exchanged."""
+    """Return features of a batch of rows; for targets in `swapped`, the classes are exchanged."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

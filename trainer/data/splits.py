@@ -24,10 +24,10 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
     """Return the number of shards of each split; empty splits are left out.
 
-    `shards` is the number for the training split; shards of the others have about the same size.
+    `shards` is the number for the training split; shards of other splits have about the same size.
 
     Raises:
-        UserError: there is no training example, or there are fewer than shards.
+        UserError: there are no training examples, or fewer than shards.
     """
     if not examples["train"]:
         raise UserError(
@@ -98,7 +98,7 @@ def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> ND
             f"data.validation: {what} would take {taken} of the {examples} training examples of "
             f"{name}; set a smaller share or count"
         )
-    # The only NumPy generator that guarantees the same draw in every version.
+    # `RandomState` is the only NumPy generator with the same draw in every version.
     order = np.random.RandomState(seed).permutation(examples)
     target = np.full(examples, TRAIN, np.int8)
     target[order[:held]] = VALIDATION

@@ -44,7 +44,7 @@ def compare_samples(
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
     """Yield the counts of values that both samples certainly counted, and the sum of all others."""
-    # If a text has many values, only the most frequent ones are counted, which differ by sample.
+    # If a text has many values, only the most frequent are counted, and these differ by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),

@@ -133,7 +133,7 @@ class Copies:
         return self.found / self.asked
 
     def __str__(self) -> str:
-        """Format the number of test examples for a message."""
+        """Describe how many of the examined test examples were found."""
         if self.asked == self.whole:
             return f"{self.found} of {self.whole} test examples"
         return (

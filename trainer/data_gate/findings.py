@@ -30,7 +30,7 @@ class Finding:
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
         says: the problem and a suggested fix, in one sentence.
-        feature: the feature, or empty; `split` likewise.
+        feature: name of the feature, or empty; `split` is the name of the split, or empty.
         value: the measured value.
         limit: the allowed value, or None.
         champion: the value in the champion's dataset, or None.

@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Return whether it cannot be chance that a used feature has no value in a split."""
+    """Return whether chance cannot explain that a used feature has no value in a split."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used

@@ -35,7 +35,8 @@ _FEW = 1e-9
 class _Answers(NamedTuple):
     """One entry per label: class, example, whether each model recognizes it, and weight.
 
-    `guessed` is the weight that the champion predicts as each class, and `total` the total weight.
+    `guessed` is the weight of the examples that the champion assigns to each class, and `total` the
+    total weight.
     """
 
     classes: Array

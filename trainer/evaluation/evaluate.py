@@ -223,7 +223,7 @@ class TrainedModel:
     """The model of a checkpoint, and its global step.
 
     Attributes:
-        described: for a program's model, how it was interpreted.
+        described: for a program's model, how its outputs were interpreted.
     """
 
     model: keras.Model

@@ -97,8 +97,8 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
         confidence: the confidence of each bound.
     """
     wanted = special.ndtri(confidence)
-    # At -1 the score is infinite, or undefined if all examples were lost. It is not evaluated
-    # there.
+    # At -1 the score is infinite, or undefined if all examples were lost. Therefore it is not
+    # evaluated there.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

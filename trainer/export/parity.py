@@ -52,7 +52,7 @@ _LITE = {"tflite", "tflite_int8"}
 # The converter's message for an operation that TensorFlow Lite does not support.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
-# Inputs by feature; then inputs, labels and weights in the form that the model and task accept.
+# A pair: inputs by feature, and (inputs, labels, weights) as the model and task accept them.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
 
@@ -111,7 +111,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
             formats[name] |= _measure_rounded(name, form, subject, readers[0])
-        # Written so that it is also true for NaN.
+        # This condition is also true for NaN.
         elif not difference <= form.tolerance:
             raise UserError(
                 f"nothing is exported: as {name} the model's predictions for {count} "
@@ -155,8 +155,8 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
 def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
     """Raise `ConfigError` if a model cannot be written in a format and then called.
 
-    An untrained model may predict anything. Therefore only large differences are errors, and none
-    are for TFLite.
+    An untrained model may predict anything. Therefore only large differences are errors, and
+    differences of TFLite are ignored.
     """
     expected = subject.answers(examples)
     for ask in _write_form(name, FORMATS[name], subject, path, examples):

@@ -95,7 +95,7 @@ class DatasetSpec:
         """Return the spec of a published dataset, with the statistics `learnt` for models.
 
         Raises:
-            UserError: it is not a dataset, or was prepared by another version.
+            UserError: it is not the manifest of a dataset, or another version wrote it.
         """
         if manifest.kind != KIND:
             raise UserError(f"it is a {manifest.kind} and not a {KIND}: check the URI")

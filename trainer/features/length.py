@@ -27,12 +27,12 @@ WITHOUT_GAIN = 16
 LEAST_STEPS = 50
 # Minimum number of steps, which even a small table needs.
 LEAST_CEILING = 1_500
-# A long epoch has up to this many validations, with at least this many steps between them.
+# An epoch has one validation per `MOST_STEPS` steps, but at most `MOST_VALIDATIONS`.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
 # Before about 100 updates, Adam's second moments are unreliable (Ma and Yarats 2021, On the
 # Adequacy of Untuned Warmup).
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# Share of the epochs if there is no validation, because training for all of them would overfit.
+# Share of the default epochs if there is no validation; training for all of them would overfit.
 WITHOUT_VALIDATION = 0.2
 # Smaller numbers of epochs are formatted with decimals.
 _WHOLE = 10
@@ -71,7 +71,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per update; asynchronous workers each make their own."""
+    """Return the number of examples per update; asynchronous workers make separate updates."""
     training, topology = config.training, config.topology
     return (
         training.step_examples

@@ -22,8 +22,8 @@ _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 def layer_name(name: str) -> str:
     """Return the name of a layer, and so of its variables and scope, for a column or an output.
 
-    It depends only on the given name, so that a checkpoint fits even if other columns change.
-    Different names give different results.
+    The result depends only on the given name, so that a checkpoint fits even if other columns
+    change. Different names give different results.
     """
     if _OF_LAYERS.fullmatch(name) and not _MADE.fullmatch(name):
         return name

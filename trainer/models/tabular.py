@@ -103,7 +103,7 @@ def network(  # noqa: PLR0913
 
 
 def _in_units(spec: InputSpec, found: Any) -> Any:
-    """Scale an output in units of the label to the label's mean and deviation, to start there."""
+    """Convert an output in the label's units so that training starts at the label's mean."""
     if isinstance(found, Mapping):
         return {name: _scaled(spec, name, each) for name, each in found.items()}
     return _scaled(spec, spec.targets[0], found) if spec.targets else found

@@ -37,8 +37,8 @@ from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedd
 from flotilla.trainer.models.spec import InputSpec, initializer, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# The fraction of the distinct strings that must have a row; below 1 because their number is an
-# estimate.
+# The fraction of the distinct strings that must have a row. It is below 1 because the number of
+# distinct strings is an estimate.
 _NEARLY = 0.95
 # A table of numbers has a row for each number up to the largest. It may have this many rows, or
 # this multiple of the distinct numbers.

@@ -33,7 +33,7 @@ class _Known:
             found = tf.strings.to_hash_bucket_fast(known, FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
-        # The fingerprint of no value, so that an empty vocabulary needs no special case.
+        # Append a fingerprint that no value has, so that an empty vocabulary needs no special case.
         self._sorted = np.append(fingerprints[order], np.int64(2**63 - 1))
         self._numbers = np.append(order + first, 0).astype(np.int64)
 

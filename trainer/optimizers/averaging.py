@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, which is evaluated and exported instead of them.
+"""An exponential moving average of the weights, which replaces them in evaluation and export.
 
-It starts with the weights after the first update, as with Keras's `use_ema`. It is updated on the
-server by an atomic subtraction, so that no update is lost if workers write at the same time.
+The average starts with the weights after the first update, as with Keras's `use_ema`. It is updated
+on the server by an atomic subtraction, so that no update is lost if workers write at the same time.
 """
 
 from __future__ import annotations

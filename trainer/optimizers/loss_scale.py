@@ -38,12 +38,12 @@ class _Value(NamedTuple):
 class LossScale:
     """The scale, the number of gradients, and this number at the last change of the scale.
 
-    The number is incremented, so that it is exact even if several workers write at the same time.
-    The others are assigned.
+    The number of gradients is incremented, so that it is exact even if several workers write at the
+    same time. The other two variables are assigned.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:
-        """Create the variables on the current device; `gradients` is their number per update."""
+        """Create the variables on the current device, for this number of `gradients` per update."""
         self._growth = GROWTH * gradients
         self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
         self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)

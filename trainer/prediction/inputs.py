@@ -51,7 +51,7 @@ class Batch:
         inputs: arrays by feature.
         copied: columns of the data to copy to the output.
         lengths: lengths of the examples if an input is padded, else None.
-        size: their size in the file in bytes; 0 if unknown.
+        size: size of the examples in the file, in bytes; 0 if unknown.
     """
 
     inputs: Mapping[str, NDArray[Any]]

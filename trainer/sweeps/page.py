@@ -19,7 +19,7 @@ from flotilla.trainer.sweeps.sweep import Objective, Sweep, Trial, find_best, ma
 
 PAGE = "sweep.html"
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# Listed values are on a log scale if the ratio of the largest to the smallest is higher.
+# Listed values are drawn on a log scale if the ratio of the largest to the smallest exceeds this.
 _MOST_LINEAR = 8.0
 _MOST_TICKS = 7
 

@@ -38,7 +38,7 @@ from flotilla.trainer.sweeps.sweep import (
 FILE = "sweep.journal"
 #: The state file of earlier versions, which cannot be resumed.
 OLD_FILE = "sweep.json"
-# Maximum number of initial trials that TPE samples at random; otherwise a quarter of all trials.
+# TPE first samples a quarter of all trials at random, but at most this many.
 _MOST_RANDOM = 10
 _PLAN, _END, _TRIAL = "plan", "end", "trial"
 optuna.logging.set_verbosity(optuna.logging.WARNING)

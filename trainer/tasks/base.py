@@ -93,8 +93,8 @@ Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 class Constant(NamedTuple):
     """A prediction that ignores the inputs.
 
-    `answer` describes it, and `outputs` are those for one example. If `make` is set, it computes
-    the outputs of a part instead, from columns and training statistics.
+    `answer` describes the prediction, and `outputs` are its outputs for one example. If `make` is
+    set, it computes the outputs of a part instead, from columns and training statistics.
     """
 
     answer: str
@@ -223,8 +223,8 @@ class Task(ABC):
     from_probabilities = False
     #: Whether outputs are in the units of the label, so that a model can start at the label's mean.
     in_units = False
-    #: How to choose the positive class of two if the configuration does not: `rarity` chooses the
-    #: rarer class, and `order` the second one. Empty if the task has no positive class.
+    #: How to choose which of two classes is positive if the configuration does not: `rarity`
+    #: chooses the rarer class, and `order` the second one. Empty if the task has no positive class.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:

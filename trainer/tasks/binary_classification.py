@@ -171,7 +171,7 @@ class BinaryClassification(Sigmoid):
         """Return a permutation test of an area.
 
         The average precision is tested by the mean log rank of the positive examples. Otherwise a
-        single one that happens to rank first would dominate the test.
+        single positive example that happens to rank first would dominate the test.
         """
         if metric not in Areas._fields:
             return None
@@ -187,7 +187,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Require one logit per example; if there are two, explain how to train such a model."""
+        """Require one logit per example; explain how to train a model with two logits."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, and {self.name} of {self.target} takes one "

@@ -47,7 +47,7 @@ class Measured(NamedTuple):
     """A metric of the output at `path`.
 
     If `plain` is set, it receives what the model returns instead of the task's predictions. If
-    `weighted` is set, it uses example weights. If `own` is set, it belongs to the task.
+    `weighted` is set, it uses example weights. If `own` is set, the metric belongs to the task.
     """
 
     path: tuple[Any, ...]
@@ -91,7 +91,7 @@ class State:
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of the metric by name; there may be several. None if undefined."""
+        """Return the values of the metric by name, None if undefined; there may be several."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}

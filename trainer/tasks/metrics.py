@@ -355,8 +355,8 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     """Return one ROC curve: points of false positive rate, true positive rate and threshold.
 
     For two classes it is the curve of the second class. For more classes it is micro-averaged: each
-    pair of an example and a class is a binary decision. It is empty if all examples are of the same
-    class.
+    pair of an example and a class is a binary decision. The result is empty if all examples are of
+    the same class.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= _BINARY:

@@ -161,7 +161,7 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss is categorical; with one output per example it would always be 0."""
+    """Return whether a loss is categorical; such a loss of one output per example is always 0."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 

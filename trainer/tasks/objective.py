@@ -59,7 +59,7 @@ from flotilla.trainer.tasks.task_loss import (
 
 # AutoGraph is slow, and these modules do not need it: they have no loops or branches over tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Number of calls before the function is traced. If there are more, tracing saves time.
+# Number of calls without tracing; tracing the function saves time only if there are more.
 _UNTRACED = 8
 # Symbolic labels and outputs, for metrics that are created only to check their names.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))

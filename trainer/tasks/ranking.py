@@ -87,7 +87,7 @@ class Ranking(BinaryClassification):
 
 
 class Queries(NamedTuple):
-    """A metric for each query that defines it, and the weights of these queries."""
+    """A metric of each query for which it is defined, and the weights of these queries."""
 
     values: Floats
     weights: Floats

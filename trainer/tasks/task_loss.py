@@ -59,7 +59,7 @@ def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Add an axis if labels have their own weights, so that each also has its own loss."""
+    """Add an axis if labels have their own weights, so that each label also has its own loss."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights

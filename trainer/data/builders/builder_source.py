@@ -35,7 +35,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """When pickling, leave out the builder; another process finds it by its name."""
+        """Leave the builder out of the pickle; another process finds it by its name."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property

@@ -37,7 +37,7 @@ _MOVED = {
 
 
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
-    """Return the TFDS builder of `config.dataset`, in the configured or the newest version.
+    """Return the TFDS builder of `config.dataset`, in the configured version, or the newest.
 
     A name may include a TFDS config, such as `glue/cola`. TFDS stores its downloads and prepared
     files in `data_dir`. `data.builder_args` are passed to the builder.
@@ -75,10 +75,7 @@ def is_folder(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
-    """Return whether a builder generates any range of a split on demand, by `sizes` and `columns`.
-
-    TFDS writes no files for such a builder; see `examples/clicks_large`.
-    """
+    """Return whether a builder generates any range of a split on demand (`sizes` and `columns`)."""
     return hasattr(found, "sizes") and hasattr(found, "columns")
 
 
@@ -88,7 +85,7 @@ def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of the files of a folder builder; empty for other builders."""
+    """Return a digest of the files of a folder builder, as a mapping; empty for other builders."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
-# Status codes for which TFDS retries ten times.
+# HTTP status codes after which TFDS retries ten times.
 UNAVAILABLE = (500, 502, 503, 504)
 _FTP_PORT = 21
 _GCS = "https://storage.googleapis.com"
@@ -38,13 +38,7 @@ class UnreachableError(ConnectionError):
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
-    """Check that the host of `url` is available; other errors are left to the download.
-
-    It uses the proxies and certificates of `requests`, as TFDS does. A local file needs no host.
-
-    Raises:
-        UnreachableError: the host refused the connection, or did not answer within `seconds`.
-    """
+    """Check that the host of `url` can be reached; the download itself reports other errors."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     # Use a daemon thread, because DNS lookups have no timeout.
     threading.Thread(

@@ -46,7 +46,7 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
-        # The only NumPy generator that guarantees the same numbers in every version.
+        # `RandomState` is the only NumPy generator with the same numbers in every version.
         random = np.random.RandomState(SEED)
         drawn = [_sequence(random) for _ in range(SEQUENCES)]
         return {
@@ -67,8 +67,8 @@ def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
     """Return the tokens, and the number of open brackets after each of them."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # Closing is more likely than opening, so that about half of the sequences end with none
-        # open.
+        # Closing is more likely than opening, so that about half of the sequences end without an
+        # open bracket.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
             token = LETTER
@@ -93,8 +93,8 @@ Column = NDArray[np.int64]
 
 
 def draw() -> tuple[Column, Column, Column]:
-    """Return user, item and click of every example, in the order of their creation."""
-    # The only NumPy generator that guarantees the same numbers in every version.
+    """Return the user, item and click of every example, in the order of creation."""
+    # `RandomState` is the only NumPy generator with the same numbers in every version.
     random = np.random.RandomState(SEED)
     of_users = random.normal(size=(USERS, RANK))
     of_items = random.normal(size=(ITEMS, RANK))

@@ -1,6 +1,6 @@
-"""Small tables and images of scikit-learn, which need no download, for each learning task.
+"""Small tables and images that ship with scikit-learn, for each learning task.
 
-The inputs of tables are standardized by the training examples, which are the same in every run.
+Table inputs are standardized by the training examples, which are the same in every run.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Linnerud(_Table):
 
 
 class Wine(_Table):
-    """Grower, one of three, of 178 wines (Aeberhard and Forina, UCI, 1991)."""
+    """The grower (one of three) of 178 wines (Aeberhard and Forina, UCI, 1991)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         "grower": tfds.features.ClassLabel(names=["first", "second", "third"])
@@ -162,7 +162,7 @@ class Wine(_Table):
 
 
 class BreastCancer(_Table):
-    """Diagnosis, malignant or benign, of 569 tumours (Wolberg et al., UCI, 1995)."""
+    """The diagnosis (malignant or benign) of 569 tumours (Wolberg et al., UCI, 1995)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         "diagnosis": tfds.features.ClassLabel(names=["malignant", "benign"])

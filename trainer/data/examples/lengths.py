@@ -47,10 +47,11 @@ def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
 def fill_batches(
     spec: DatasetSpec, windows: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return windows of full batches, whose rows fall into the same bucket by length.
+    """Return windows of full batches; the rows of a batch have lengths in the same bucket.
 
-    A row has the length of its longest input. Batches are in the order in which they fill up. No
-    row of an endless dataset is dropped: rows of an incomplete batch wait for more.
+    The length of a row is the length of its longest input. Batches are in the order in which they
+    fill up. No row of an endless dataset is dropped: rows of an incomplete batch wait until it is
+    full.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
     names = [length_name(name) for name in inputs or varying(spec)]

@@ -52,7 +52,7 @@ class UnsuitableError(ValueError):
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration for reading the source, without roles and shapes of the result."""
+    """Return the configuration for reading the source, without roles and shapes of the results."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
@@ -88,8 +88,8 @@ class MappedSource(Source):
     def select(self) -> Selection:
         """Return the features of the function's results, inferred from the first examples.
 
-        This fetches the source, and reads all of it if texts are classes. The result is cached, and
-        pickled with the source.
+        This fetches the source, and reads all of it if a text feature has classes. The result is
+        cached, and pickled with the source.
         """
         if self._selection is None:
             self._selection = self._infer()
@@ -208,7 +208,7 @@ class MappedSource(Source):
         return said == "image" if said else is_kept and not value.ndim and value.dtype == _TEXT
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
-        """Return the TFDS features of values that are classes, by name."""
+        """Return the TFDS class feature of each value that is a class, by name."""
         labels = self._config.label or (DEFAULT_LABEL,)
         said = self._config.types
         found: dict[str, Any] = {}
@@ -353,7 +353,7 @@ def get_dtype(value: Value) -> str:
 def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
     """Infer a feature from its first values; raises `UnsuitableError`.
 
-    If the values are classes, `classes` is the TFDS feature of a class.
+    `classes` is the TFDS class feature if the values are classes.
     """
     shapes = {value.shape for value in values}
     # Skip empty lists, whose type is arbitrary.

@@ -25,7 +25,7 @@ class ColumnRoles(Roles):
 def assign(
     config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
 ) -> ColumnRoles:
-    """Choose the roles of columns; none with `data.map`, whose results have roles instead.
+    """Choose the roles of columns. With `data.map`, only the function's results have roles.
 
     Columns of `index` are left out unless a key names them; `where` is used in messages.
 

@@ -23,7 +23,7 @@ _SEEN = 10_000
 EXACT = {"float32": 2**24, "float64": 2**53}
 # Minimum number of representable steps within the range of a column.
 _STEPS, _FEW_STEPS = 4096, 64
-# Closer to zero, a float32 has fewer digits.
+# Below this magnitude, a float32 has fewer digits.
 _TINY = 1e-37
 _NAMED = 3
 
@@ -222,9 +222,10 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the times among texts of a format with types; return a mask of the rest.
+        """Add the times among texts of a typed format; return a mask of the other texts.
 
-        The format may lack a type for times, as JSON does, so they are recognized in every format.
+        A typed format may lack a type for times, as JSON does, so texts of every format are
+        checked.
         """
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))

@@ -15,7 +15,7 @@ from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# Minimum number of classes with a separator for a note that each may be a set of labels.
+# Note that classes may be sets of labels if at least this many names contain a separator.
 _FEWEST_SETS = 2
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
@@ -227,7 +227,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
 
 
 def _check_said(name: str, said: str, scan: ColumnScan) -> None:
-    """Raise `UserError` if nearly all values need another number type than the configured one."""
+    """Raise `UserError` if nearly all values need a number type other than the configured one."""
     best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(

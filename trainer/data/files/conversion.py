@@ -101,7 +101,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times or numbers that order the examples, in full precision.
 
-    `said` is their kind; if it is empty, texts have the kind of most values.
+    `said` is the configured kind; if empty, texts are read as the kind of most values.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
     if is_text(array.type) and not said:
@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     """Parse values as numbers of a kind: int, float, bool, time, or a kind of formatted numbers."""
     if pa.types.is_decimal(array.type):
-        # The text of a decimal is exact, and is parsed as in any other format.
+        # Parse the text of a decimal, which is exact.
         array = pc.cast(array, pa.string())
     if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)
@@ -134,7 +134,7 @@ def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type) and kind == "int":
         whole = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        # An unsigned value that is too large becomes negative.
+        # An unsigned value beyond int64 becomes negative.
         return Numbers(whole, missing, (whole < 0) & pa.types.is_unsigned_integer(array.type))
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         return Numbers(np.full(len(array), np.nan), missing, ~missing)

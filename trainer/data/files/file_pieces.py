@@ -205,7 +205,7 @@ def choose_reader(
 
 
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
-    """Return the files to train on, with the splits that their names give; raises `UserError`.
+    """Return the files to train on, with the splits that their names indicate; raises `UserError`.
 
     A file without a label is left out if its name indicates that it is for prediction.
     """

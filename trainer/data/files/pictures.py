@@ -171,7 +171,7 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
             f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
         )
     height, width, channels = max(sizes, default=(1, 1, 1))
-    # The default of three channels means that it is not configured; grey images need only one.
+    # Three channels is the default, so it counts as not configured; grey images need only one.
     if config.channels != ImageConfig().channels:
         channels = config.channels
     return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")

@@ -205,7 +205,7 @@ def _fill(array: pa.Array, value: Any) -> NDArray[Any]:
 
 
 _MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
-# The rest may be classes: `-` is the opposite of `+`, `none` is a degree, `unknown` an answer.
+# Words for a missing value that are hardly ever classes, unlike `-`, `none` or `unknown`.
 _DOUBTFUL = {
     "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
 }  # fmt: skip

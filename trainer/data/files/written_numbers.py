@@ -22,7 +22,7 @@ from flotilla.trainer.data.files.text_values import matches
 
 #: A column has a type if at least this share of its values has it.
 NEARLY_ALL = 0.9
-# With more units, the texts are something else that begins with a number, such as addresses.
+# A column with more units has other texts that begin with a number, such as addresses.
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
@@ -69,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts, NaN if missing; return a mask of those without the unit or invalid."""
+    """Parse trimmed texts, NaN if missing; also return a mask of invalid texts and other units."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -144,7 +144,7 @@ def list_units(writing: Mapping[str, int]) -> list[str]:
 
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
-    """Return whether per cent is mixed with other numbers, or with unformatted (`plain`) ones."""
+    """Return whether percentages are mixed with other formatted numbers, or with `plain` ones."""
     others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 

@@ -103,7 +103,8 @@ def shuffle_rows(
     for bucket in range(count):
         taken = [int(share[bucket]) for share in shares]
         order = pa.array(random.permutation(sum(taken)))
-        # Assign the rows to no variable, which would keep them in memory while the caller works.
+        # Do not assign the rows to a variable, which would keep them in memory while the caller
+        # works.
         yield pa.concat_batches(
             [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
         ).take(order)

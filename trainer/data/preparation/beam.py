@@ -4,7 +4,7 @@ A worker needs this package, and the module of `data.map` or of a user's builder
 if the run has a code bundle. The pipeline options, and the stores that workers need, are checked
 first.
 
-Beam is an optional dependency, which is imported where it is used.
+Beam is an optional dependency, which is imported only if it is used.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def map_parts(  # noqa: PLR0913
         source: the source to read.
         parts: the parts that have not been mapped yet.
         folder: local folder; the subfolder of a part has the part's number as its name.
-        config: has the number of processes, which are started if there are enough parts.
+        config: has the number of processes to start if there are enough parts.
         work: counts the examples.
         done: called in this process with the folder of each mapped part.
 

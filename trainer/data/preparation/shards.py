@@ -49,7 +49,7 @@ class ShardWriter:
         self._pending: list[pa.RecordBatch] = []
 
     def add(self, table: pa.RecordBatch) -> None:
-        """Add the next rows; rows of an incomplete block wait for more."""
+        """Add the next rows; rows of an incomplete block wait until it is full."""
         rows = pa.concat_batches([*self._pending, table])
         while rows.num_rows:
             size = min(rows.num_rows, self._left)

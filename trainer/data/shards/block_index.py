@@ -52,9 +52,9 @@ def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
 def shuffle_blocks(
     paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
 ) -> tf.data.Dataset:
-    """Return all blocks once, from random positions: `TOGETHER` consecutive ones at each.
+    """Return every block once, as runs of `TOGETHER` consecutive blocks in random order.
 
-    Blocks from `AT_ONCE` positions are interleaved.
+    `AT_ONCE` runs are interleaved.
     """
     shard = index[:, SHARD]
     within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)

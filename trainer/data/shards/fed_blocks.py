@@ -73,7 +73,7 @@ def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextmanager
 def allow_tensor_seed() -> Iterator[None]:
-    """Clear the graph's seed in this block: if it is 0, a tensor as a seed raises an error."""
+    """Clear the graph's seed in this block; if it were 0, a tensor seed would raise an error."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:

@@ -109,7 +109,7 @@ def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
 
 
 def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> PartRange:
-    """Return the range of a part of a split, which is a whole number of batches.
+    """Return the range of examples of a part of a split; a part is a whole number of batches.
 
     `shards` has the number of examples of each shard. Parts differ by at most one batch.
     """
@@ -209,7 +209,7 @@ class ShardStore:
                     self._fetching = ""
                     self._lock.notify_all()
                 self.changed()
-        # After any error, notify those that wait for a shard.
+        # After any error, notify the readers that wait for a shard.
         except Exception as error:
             with self._lock:
                 self.error = error

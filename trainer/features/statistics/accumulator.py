@@ -41,7 +41,7 @@ _SALT = 0x5EED
 _PROJECTIONS = 4
 # Statistics of each element are kept only for vectors up to this length.
 _LONGEST = 4096
-# Maximum number of value hashes of all features together, and minimum of each feature.
+# Maximum number of value hashes for all features together, and minimum number per feature.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 
 

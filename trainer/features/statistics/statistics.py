@@ -53,7 +53,7 @@ class FeatureStatistics:
             it is None if there are no numbers.
         means: mean of each element of an input vector; `stds` has the standard deviations.
         quantiles: equally spaced quantiles of a sample of the examples, including minimum and
-            maximum. For a tensor, they are of the mean of each example.
+            maximum. For a tensor, they are quantiles of the examples' means.
         counts: number of examples by value, the most frequent first; classes are given by name.
         distinct: number of distinct values of a number, a text or a class; estimated if large.
         words: for input texts, number of examples by word, in lower case and without punctuation.
@@ -193,5 +193,5 @@ class Learnt:
         return found
 
 
-#: Statistics before preparation: nothing is known of any feature.
+#: Statistics before preparation, when nothing is known about any feature.
 NOTHING = Learnt(lambda: (b"", ""))

@@ -57,7 +57,7 @@ class _Array:
 
 
 class NpzReader(Reader):
-    """Reads files of `numpy.savez`: numbers, texts, vectors, and images (uint8 arrays by shape)."""
+    """Reads files of `numpy.savez`: numbers, texts, vectors, and images (uint8, image-shaped)."""
 
     at_once = _AT_ONCE
 

@@ -122,7 +122,7 @@ def _rows_at_once(
     Repeated values are stored once, so the size of a file says little about its size in memory.
 
     Raises:
-        UserError: a row group exceeds the limit of expansion.
+        UserError: a row group exceeds the expansion limit.
     """
     wanted = {*names}
     most = float(_BATCH)

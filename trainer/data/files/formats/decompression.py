@@ -1,6 +1,6 @@
 """Open files as streams of bytes; compression and UTF-16 are detected by content, not by name.
 
-A file that exceeds the limit of expansion, or is not text, is rejected.
+A file that exceeds the expansion limit, or is not text, is rejected.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def open_text(path: Path) -> Iterator[IO[bytes]]:
     """Open a text file, decompressed and, if it is UTF-16, converted to UTF-8.
 
     Raises:
-        UserError: it is corrupted, exceeds the limit of expansion, or is not text.
+        UserError: it is corrupted, exceeds the expansion limit, or is not text.
     """
     with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""

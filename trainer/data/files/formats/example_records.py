@@ -113,7 +113,7 @@ def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
     if of_bytes and all(value is None or len(value) < len("ab") for value in values):
         return pa.array([value[0] if value else None for value in values], pa.binary())
     if of_bytes:
-        # Several values are texts, because an image is a single value.
+        # Treat lists of several values as texts, because an image is a single value.
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):
             return pa.array(values, pa.list_(pa.binary())).cast(pa.list_(pa.string()))
     try:

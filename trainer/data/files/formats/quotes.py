@@ -17,10 +17,10 @@ from flotilla.trainer.data.files.text_values import NUMBER
 ESCAPE = "\\"
 _CHUNK = 4 << 20
 _NEARLY_ALL = 0.9
-# A column has a fixed set of values if its first rows have a smaller share of distinct values.
+# Below this share of distinct values in its first rows, a column has a fixed set of values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
-# Message of the csv module for a quote that does not end a value; others are for unclosed quotes.
+# Message of the csv module for a quote within a value; its other messages are for unclosed quotes.
 _NOT_AN_END = "expected after"
 # A larger quoted value is considered unclosed. The limit applies to all users of the csv module.
 csv.field_size_limit(8 << 20)
@@ -94,7 +94,7 @@ class QuoteSearch:
         return False
 
     def _records(self, **dialect: Any) -> Iterator[tuple[int, list[str], str]]:
-        """Yield the first row of each record, its lines, and the error in its quotes if any."""
+        """Yield each record's first row number, its lines, and the error in its quotes if any."""
         # Spaces after a closing quote are allowed.
         spaces = re.compile(f"{re.escape(self.quote)} +(?={re.escape(self.delimiter)}|[\r\n]|\\Z)")
         taken: list[str] = []

@@ -19,7 +19,7 @@ Broken = Callable[[int, str], None]
 END = -1
 #: Maximum number of columns. Reading this many takes a minute, and no model has more inputs.
 MOST_COLUMNS = 10_000
-# In blocks with more columns than this, records must fill at least this share of the cells.
+# With more than `_SOME` columns, at least the share `_FILLED` of a block's cells must be filled.
 _SOME, _FILLED = 1000, 0.02
 #: Maximum size of the decompressed data of a file in memory, in bytes.
 BLOCK_BYTES = 64 << 20
@@ -46,7 +46,7 @@ class Rows:
         table: the columns that were read.
         numbers: numbers of the records within the piece.
         mixed: columns with values of several types, which were converted to texts.
-        size: number of bytes of the file that they take; 0 if unknown.
+        size: number of bytes that the records take in the file; 0 if unknown.
     """
 
     table: pa.Table
