@@ -1,6 +1,6 @@
 """Queries a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
 
-It queries once at the start and once per input line, on one channel, as a chief does.
+Like a chief, it sends all queries on one channel: one at the start, and one per input line.
 """
 
 import sys
@@ -27,7 +27,8 @@ def _devices(session: tf.compat.v1.Session) -> int:
         try:
             return len(session.list_devices())
         except tf.errors.UnavailableError:
-            # Errors are returned at once, and gRPC does not tell when the channel reconnects.
+            # An unreachable server causes an immediate error, and gRPC does not report
+            # reconnections, so poll.
             time.sleep(0.2)
 
 

@@ -1,4 +1,4 @@
-"""Tasks that a test starts one by one, as containers and published examples do."""
+"""Starts tasks one by one, as containers and published examples do."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
-# Maximum duration of a cluster on a busy machine, in seconds.
+# Maximum run time of a cluster on a busy machine, in seconds.
 SECONDS = 600
 
 
@@ -37,7 +37,7 @@ class ByHand:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def start(self, task: Task, flags: tuple[str, ...] = (), module: str = "trainer") -> None:
-        """Start a task that gets its cluster from TF_CONFIG, or from flags."""
+        """Start a task that reads its cluster from TF_CONFIG or from flags."""
         config = self.folder / "config.json"
         config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
         settings = {**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"}
@@ -55,10 +55,10 @@ class ByHand:
             )
 
     def wait_for(self, task: Task, text: str) -> None:
-        """Wait until the output of a task contains a text; fail if the task ends first."""
+        """Wait until a task's output contains a text; fail if the task ends first."""
         while text not in self.log(task):
             assert self.processes[task].poll() is None, self.log(task)
-            # Nothing signals that data was appended to a file, so poll.
+            # File changes are not signaled, so poll.
             time.sleep(0.1)
 
     def flags(self, task: Task) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class ByHand:
 def by_hand(
     folder: Path, dataset: str, cluster: Cluster, config: dict[str, object]
 ) -> Iterator[ByHand]:
-    """Yield an object that starts tasks; at the end of the block, end all of them."""
+    """Yield an object that starts tasks; when the block ends, end all of them."""
     tasks = ByHand(folder, dataset, cluster, config)
     try:
         yield tasks

@@ -1,4 +1,4 @@
-"""Fixtures of the cluster tests: a published dataset and a Kubernetes cluster."""
+"""Fixtures of the cluster tests: a published dataset and a fake Kubernetes cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.trainer.cluster.forks.serving import serving
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the URI of the prepared digits in 8 shards, with a validation split."""
+    """Return the URI of the prepared digits: 8 shards, and a validation split."""
     folder: Path = tmp_path_factory.mktemp("dataset")
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
 
@@ -45,13 +45,13 @@ def _forks(
 def kube(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Cluster]:
-    """Yield a cluster whose pods train; with the engine `jobset`, it supports JobSets."""
+    """Yield a cluster whose pods train models; for the engine `jobset`, it supports JobSets."""
     with real_cluster(tmp_path / "kubernetes", {"store": {"accesskey": "abc"}}) as made:
         parameters = getattr(request.node, "callspec", None)
         if parameters and parameters.params.get("engine") == "jobset":
             made.install_jobset()
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
-        # Only the launcher gets these variables; the pods have a separate environment.
+        # Only the launcher gets this variable; the pods have their own environment.
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
         yield made
 

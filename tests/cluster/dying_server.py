@@ -1,4 +1,4 @@
-"""A parameter server that kills itself when it has to publish its second part."""
+"""A parameter server that kills itself when it is about to publish its second part."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from flotilla.trainer.checkpoints import part_server
 
 
 def main() -> None:
-    """Run the task, and kill it as the kernel's out-of-memory killer does."""
+    """Run the task; kill it as the kernel's out-of-memory killer would."""
     publish = part_server._ACTIONS["publish"]
     seen = []
 

@@ -1,4 +1,4 @@
-"""A model that ends its process, as a user's script may do."""
+"""A model whose construction ends the process, as a user's script may do."""
 
 import sys
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Training as a Kubernetes job whose pods are processes; shared by the tests of both engines."""
+"""Runs training as a Kubernetes job whose pods are local processes, for tests of both engines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS_TO_END = 120
 def on_engines(
     tfjob: pytest.MarkDecorator | None = None, jobset: pytest.MarkDecorator | None = None
 ) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs on both engines; each may have an additional mark."""
+    """Return a mark that runs a test on both engines; each engine may have an additional mark."""
     marks = {"tfjob": tfjob, "jobset": jobset}
     return pytest.mark.parametrize(
         "engine",
@@ -36,7 +36,7 @@ def on_engines(
 
 
 class Training:
-    """One run, with its settings, its launcher process, its events and its checkpoints."""
+    """A run with its settings, launcher process, events and checkpoints."""
 
     def __init__(self, kube: Cluster, engine: str, folder: Path, dataset: str) -> None:
         self.kube, self.engine = kube, engine
@@ -49,7 +49,7 @@ class Training:
     def begun(
         self, steps: int, every: int = 200, training: Tree | None = None, **cluster: Any
     ) -> Iterator[Training]:
-        """Start the launcher; it is killed at the end of the block."""
+        """Start the launcher, and kill it when the block ends."""
         trained = {"steps": steps, "checkpoint_every": every, "validate_every": 0}
         sized = {"workers": 2, "max_restarts": 9, "communication": "ring"}
         tree = {
@@ -74,24 +74,23 @@ class Training:
                 return found
 
     def end(self) -> tuple[int, str]:
-        """Return the exit code of the launcher and its last line."""
+        """Wait for the launcher to end; return its exit code and last line."""
         code, out, message = self.step.end()
         self.lines += out.splitlines(keepends=True)
         return code, message
 
     def kill_launcher(self) -> None:
-        """Kill the launcher, as KFP or the loss of a node does."""
+        """Kill the launcher, as KFP or a node failure would."""
         self.step.signal(signal.SIGKILL)
         self.end()
 
     def published(self) -> int:
-        """Return the global step of the newest checkpoint, which must be complete."""
+        """Verify the newest checkpoint, and return its global step."""
         uri, reached = newest_checkpoint(storage.join(self.root, "checkpoints"))
         storage.verify(uri)
         return reached
 
     def said(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of a kind from all launchers of the run."""
         return [
             each for each in events.read(self._folder / "events.jsonl") if isinstance(each, kind)
         ]
@@ -103,14 +102,13 @@ class Training:
         return {task: pod["metadata"]["uid"] for task, pod in self.kube.pods().items()}
 
     def lose(self, task: str) -> None:
-        """Kill the container of a task, and wait for its new pod."""
+        """Kill a task's container, and wait for its new pod."""
         pod = self.kube.kill(task)
         self.kube.pod(task, but=pod["metadata"]["uid"])
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
-        """Kill a worker, and wait until it joins training again."""
-        # Steps that were dispatched to the worker before the kill are counted later, so wait for
-        # several increases.
+        # Steps that were dispatched to the worker before it was killed are counted late, so wait
+        # for several increases.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
 

@@ -13,9 +13,8 @@ from flotilla.trainer.runtime.errors import UserError
 
 
 def main() -> int:
-    """Launch the job in a JSON file; return its exit code."""
-    # Keep the pipe open until this process ends, so that the reader then sees the end of the
-    # events.
+    """Launch the job that a JSON file describes; return its exit code."""
+    # Keep the pipe open for writing, so that the reader sees its end only when this process ends.
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:

@@ -24,7 +24,7 @@ Kind = TypeVar("Kind", bound=Event)
 class Launched:
     """A launcher process.
 
-    Its events arrive through a pipe, so waiting for them needs no polling.
+    Events arrive through a pipe, so waiting for them requires no polling.
     """
 
     def __init__(self, process: subprocess.Popen[str], pipe: TextIO, folder: Path) -> None:
@@ -55,7 +55,7 @@ class Launched:
         return next(process for process in self.tasks() if _folder_of(process).name == name)
 
     def tasks(self) -> list[psutil.Process]:
-        """Return the processes of all tasks, including those forked from a fork server."""
+        """Return the processes of all tasks, including those forked by a fork server."""
         place = self.folder / "cluster"
         return [each for each in psutil.process_iter() if _folder_of(each).parent == place]
 
@@ -76,7 +76,7 @@ class Launched:
 
 
 def _folder_of(process: psutil.Process) -> Path:
-    """Return the folder of a task's configuration, or `.` if the process is not a task."""
+    """Return the folder with a task's configuration, or `.` if the process is not a task."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         for word in process.cmdline():
             if word.endswith("/config.json"):
@@ -86,7 +86,7 @@ def _folder_of(process: psutil.Process) -> Path:
 
 @contextmanager
 def launched(config: dict[str, Any], dataset: str, folder: Path) -> Iterator[Launched]:
-    """Start a launcher for a configuration; if it still runs at the end of the block, kill it."""
+    """Start a launcher for a configuration; kill it if it is still running when the block ends."""
     folder.mkdir(exist_ok=True)
     job = folder / "job.json"
     checkpoints = storage.uri_of(folder / "checkpoints")

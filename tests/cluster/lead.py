@@ -1,4 +1,4 @@
-"""Leads a strategy under test: `python -m tests.cluster.lead SPEC` (a `Trial` as JSON)."""
+"""Runs a strategy under test: `python -m tests.cluster.lead SPEC` (a `Trial` as JSON)."""
 
 import importlib
 import json
@@ -15,13 +15,12 @@ from tests.cluster.servers import WORDS
 
 
 def say(**words: Any) -> None:
-    """Write a line for the test to the descriptor that WORDS names, or to standard output."""
+    """Write a line for the test to the file descriptor in WORDS, or to standard output."""
     with os.fdopen(int(os.environ.get(WORDS, "1")), "w", closefd=False) as lines:
         lines.write(json.dumps(words) + "\n")
 
 
 def main() -> None:
-    """Build the strategy, run it, and report the results."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "TF_CONFIG" in os.environ:

@@ -1,10 +1,10 @@
-"""A chief that starts with the values on the servers, trains, and dies.
+"""A chief that starts from the values on the servers, trains, and then kills itself.
 
 Run it with `python -m tests.cluster.leaving SPEC`. SPEC is a JSON file with `config` (sections that
-differ from the defaults), `uri` of the run's checkpoints, `saved` (the global step of the newest
-checkpoint, or -1), `layers` (the number of additional layers) and `torn` (whether it dies while it
-assigns values). The chief writes a line of JSON that describes the state that it found and the
-state that it leaves.
+differ from the defaults), `uri` (of the run's checkpoints), `saved` (global step of the newest
+checkpoint, or -1), `layers` (number of additional layers) and `torn` (whether the chief dies while
+it assigns values). The chief prints a JSON line with the values that it found and the values that
+it left.
 """
 
 import json
@@ -49,10 +49,10 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
 
 
 def main() -> None:
-    """Begin a run like the outer loop, then kill this process."""
+    """Start a run as a real chief does, then kill this process."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    # Most variables get no values before they are bound to the servers' values.
+    # Most variables have no values until they are bound to the servers' values.
     placement.LARGE_BYTES = 64
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))

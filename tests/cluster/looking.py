@@ -21,7 +21,7 @@ FIRST, MORE = 500, 3000
 
 
 def main() -> None:
-    """Check turns until the server has allocated its memory, then measure its growth."""
+    """Check turns until the server's memory is allocated, then measure how much it grows."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     strategy = create(parse_config(spec["config"]), *from_tf_config(os.environ["TF_CONFIG"]))

@@ -1,9 +1,8 @@
-"""Trains on a table and measures its traffic: `python -m tests.cluster.lookups SPEC`.
+"""Trains on a table and measures network traffic: `python -m tests.cluster.lookups SPEC`.
 
 SPEC is a JSON file with `config` (sections that differ from the defaults), `counter` (see
-`benchmarks.relay`) and `trials` (pairs of the number of rows of a table and the batch size). For
-each trial, a line of JSON contains the `bytes` of one step, and the `devices` and `shapes` of the
-variables.
+`benchmarks.relay`) and `trials` (pairs of a table's row count and the batch size). For each trial,
+a JSON line reports the `bytes` of one step, and the `devices` and `shapes` of the variables.
 """
 
 import json
@@ -32,7 +31,7 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
     """Return a problem whose batches read one row per example, spread over the table."""
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Multiplying by a prime maps a thousand consecutive ids to a thousand different rows.
+        # Multiplying by a prime maps a thousand consecutive IDs to a thousand different rows.
         return number * 7919 % rows, number % 2
 
     def looked_up(given: Any) -> Any:
@@ -42,7 +41,7 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
 
 
 def main() -> None:
-    """Run the trials one after the other, on one connection."""
+    """Run the trials one after another on the same connection."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     config = parse_config(spec["config"])

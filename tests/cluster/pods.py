@@ -31,13 +31,13 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 
 DOMAIN, PORT = "fleet.test", 2222
-# An address block for benchmarks (RFC 2544), which no real network uses.
+# An address block for benchmarks (RFC 2544), which real networks do not use.
 NETWORK, ROUTER = "198.18.{}.{}", "198.18.0.1"
 PREFIX = f"fl{os.getpid()}"
 # Seconds until a new pod starts, as measured on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# Seconds until a chief that lost its cluster is restarted, as in `flotilla.components.kubernetes`.
+# Seconds until a chief that lost its cluster restarts, as in `flotilla.components.kubernetes`.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -45,7 +45,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 def why_not() -> str:
-    """Return why network namespaces are not possible on this machine; empty if they are."""
+    """Return why network namespaces cannot be used on this machine; empty if they can."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need Linux, root and iproute2"
     name = f"{PREFIX}try"
@@ -98,7 +98,7 @@ class NameServer:
 
 @dataclass
 class Pod:
-    """A network namespace, its address, and the process in it."""
+    """A network namespace with its address and process."""
 
     namespace: str
     address: str
@@ -132,7 +132,7 @@ class Pods:
         return storage.uri_of(self.folder / "checkpoints")
 
     def start(self, task: Task) -> None:
-        """Start the pod of a task at an unused address."""
+        """Start a task's pod at an unused address."""
         with self._starting:
             if not self._is_over:
                 self._start(task)
@@ -157,20 +157,20 @@ class Pods:
         _later(lag, lambda: self.server.names.update({name: address}))
 
     def lose(self, task: Task) -> float:
-        """Remove the pod of a task and start a new one later; return the time of the removal."""
+        """Remove a task's pod and start a new one later; return the time of the removal."""
         pod = self.pods.pop(task)
         pod.process.kill()
         pod.process.wait()
         gone = time.monotonic()
-        # Let the kernel close the connections first, as a kubelet stops containers before it
-        # removes their network. Then peers notice the loss at once.
+        # Let the kernel close the connections first, because a kubelet also stops containers before
+        # it removes their network. Peers then notice the loss at once.
         time.sleep(CLOSING_SECONDS)
         _remove(pod)
         _later(BACK_SECONDS, lambda: self.start(task))
         return gone
 
     def cut_off(self, task: Task, other: Task | None = None) -> Callable[[], None]:
-        """Cut off a pod, from all or only from `other`; return a function that reconnects it."""
+        """Cut off a pod from all others or from `other`; return a function that reconnects it."""
         pod = self.pods[task]
         if other:
             lost = ("route", "add", "blackhole", self.pods[other].address)
@@ -203,7 +203,7 @@ class Pods:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def supervise(self) -> int:
-        """Restart the chief whenever it has lost its cluster; finally return its exit code."""
+        """Restart the chief whenever it has lost its cluster; return its final exit code."""
         while True:
             pod = self.pods.get(CHIEF)
             code = pod.process.wait() if pod else None
@@ -220,7 +220,8 @@ class Pods:
             pod.process = self._process(CHIEF, pod.namespace)
 
     def read_events(self, pipe: Path) -> None:
-        # This process also opens the pipe for writing, so that the pipe outlasts a chief.
+        # This process also opens the pipe for writing, so that the pipe stays open between two
+        # chiefs.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):
@@ -268,7 +269,7 @@ def _later(seconds: float, act: Callable[[], object]) -> None:
 def _remove(pod: Pod) -> None:
     pod.process.kill()
     pod.process.wait()
-    # Delete the link explicitly: the kernel cleans up a namespace slowly, and names are reused.
+    # Delete the link explicitly: the kernel removes namespaces slowly, and link names are reused.
     _ip("link", "del", pod.link("v"))
     _ip("netns", "del", pod.namespace)
     shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
@@ -284,7 +285,7 @@ def pods(  # noqa: PLR0913
     environment: Mapping[str, str] | None = None,
     lag: float = 0.0,
 ) -> Iterator[Pods]:
-    """Start a pod for each task, with additional environment variables; finally remove them."""
+    """Start a pod for each task, with more environment variables; remove the pods at the end."""
     addresses = {
         role: tuple(f"run-{role}-{index}.{DOMAIN}:{PORT}" for index in range(count))
         for role, count in roles.items()
@@ -293,8 +294,8 @@ def pods(  # noqa: PLR0913
     os.mkfifo(pipe)
     (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
     with ExitStack() as stack:
-        # The bridge has a fixed MAC address. Otherwise its address changes with the pods, and peers
-        # lose it.
+        # The bridge has a fixed MAC address. Otherwise its address would change with the pods, and
+        # peers would lose it.
         _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
         stack.callback(_ip, "link", "del", PREFIX)
         _ip("addr", "add", f"{ROUTER}/15", "dev", PREFIX)

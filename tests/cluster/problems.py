@@ -40,7 +40,7 @@ CLASSES = 3
 
 
 def examples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and labels, which are the same in every process."""
+    """Return inputs and labels that are the same in every process."""
     random = np.random.default_rng(seed)
     inputs = random.normal(size=(count, FEATURES)).astype("float32")
     return inputs, random.integers(0, CLASSES, size=count)
@@ -94,7 +94,7 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
 
 
 def located() -> Problem:
-    """The loss is that of `equal`, plus 100 times the index of the task."""
+    """The loss is the loss of `equal` plus 100 times the task's index."""
     known = equal()
 
     def loss(*of_batch: object) -> tf.Tensor:
@@ -104,7 +104,7 @@ def located() -> Problem:
 
 
 def measured() -> Problem:
-    """Every worker gets equal batches; an evaluation of 23 examples in six batches returns sums."""
+    """Every worker gets equal batches; an evaluation sums over 23 examples in six batches."""
     objective = of_classes(CLASSES)
 
     def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
@@ -126,7 +126,7 @@ def dealt(
 
 
 def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
-    """Return every `workers`-th batch of some examples, starting at this worker's index."""
+    """Return every `workers`-th batch of the examples, starting at this worker's index."""
     batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
     mine = batches.enumerate().filter(lambda i, _: i % workers == number())
     return mine.map(lambda _, batch: batch).repeat()
@@ -135,7 +135,7 @@ def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
 def of_ids(
     config: Config, looked_up: Callable[[Any], Any], example: Callable[[tf.Tensor], Any], batch: int
 ) -> Problem:
-    """Return a problem with two classes; `looked_up` maps ids to the input of the last layer."""
+    """Return a two-class problem; `looked_up` maps IDs to the input of the last layer."""
 
     def build_model() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -174,7 +174,7 @@ class Idle(keras.layers.Layer):
 
 
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The loss includes L2, and each step clips the gradient by its global norm."""
+    """The loss includes an L2 term, and each step clips the gradient by its global norm."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -215,7 +215,7 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The model has a table in two parts; a batch looks up any number of rows of each part."""
+    """The model has a table in two parts; a batch looks up any number of rows in each part."""
     return embedded(batch_size, workers, ShardedEmbedding)
 
 
@@ -224,7 +224,7 @@ def embedded(
     workers: int = 2,
     table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
 ) -> Problem:
-    """The model has a table, of which each batch looks up some rows, one of them several times."""
+    """The model has a table; each batch looks up some rows, one of them several times."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -268,7 +268,7 @@ def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The model predicts a class and a number, whose losses have the weights 0.25 and 2."""
+    """The model predicts a class and a number; their losses have weights 0.25 and 2."""
     inputs, classes = examples(12 * batch_size * workers)
     labels = {"kind": classes, "size": inputs.sum(axis=1)}
     parts = {
@@ -301,7 +301,7 @@ def _of_task(
 
 
 class OwnLoss(keras.Sequential):
-    """A model that computes its loss and tracks its mean, as Keras documents it."""
+    """A model that computes its own loss and tracks its mean, as the Keras documentation shows."""
 
     def __init__(self, layers):
         super().__init__(layers)
@@ -351,7 +351,7 @@ def halved(problem: str, batch_size: int, workers: int) -> Problem:
 
 
 def dropped(batch_size: int = 8) -> Problem:
-    """Every task gets the same batches, so losses differ between tasks only because of Dropout."""
+    """Every task gets the same batches, so only Dropout makes losses differ between tasks."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -384,7 +384,7 @@ SEQUENCE_FEATURES = {
 
 
 def recurrent() -> keras.Model:
-    """Return a small network with fixed weights that masks the padding."""
+    """Return a small network with fixed weights that masks padding."""
     reset_uids()
     keras.utils.set_random_seed(7)
     given = keras.Input((None,), dtype="int64")
@@ -422,12 +422,12 @@ TABLE = "table"
 
 
 def ids_of(numbers: tf.Tensor) -> tf.Tensor:
-    """Return raw 64-bit ids that are far apart."""
+    """Return raw 64-bit IDs that are far apart."""
     return numbers * (2**55 + 12345) - 2**62
 
 
 def growing(ids: int, capacity: int, **training: object) -> Problem:
-    """Return a problem with a growing table, whose examples cycle through `ids` ids."""
+    """Return a problem with a growing table; its examples cycle through `ids` IDs."""
     config = parse_config({"training": training})
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -443,7 +443,7 @@ FAILURE = "the well is dry"
 
 
 def slowed(worker: int, times: int, microseconds: int) -> Problem:
-    """A batch takes `microseconds`; on the given worker, it takes `times` as long."""
+    """A batch takes `microseconds`, and `times` as long on the given worker."""
     usual = equal()
 
     def batches() -> tf.data.Dataset:
@@ -486,7 +486,7 @@ def failing(worker: int, after: int) -> Problem:
 
 
 EXAMPLES = 192
-# With this factor, a gradient times the initial loss scale is infinite in float16.
+# With this factor, a gradient multiplied by the initial loss scale is infinite in float16.
 LARGE = 64.0
 
 
@@ -497,7 +497,7 @@ def dense(batch_size: int, workers: int = 1) -> Problem:
 
 
 def rows(batch_size: int, workers: int = 1) -> Problem:
-    """The rows of a table are looked up on the table's device."""
+    """Table rows are looked up on the table's device."""
     floats = dense(batch_size, workers).batches
 
     def batches() -> tf.data.Dataset:
@@ -525,7 +525,7 @@ def large(batch_size: int, workers: int = 1, precision: str = "float16") -> Prob
 
 
 class TwoDevices(Replicated):
-    """One process with two replicas, as with two GPUs."""
+    """A process with two replicas, as on a machine with two GPUs."""
 
     def replicate(self) -> tf.distribute.Strategy:
         (processor,) = tf.config.list_physical_devices("CPU")
@@ -535,10 +535,9 @@ class TwoDevices(Replicated):
 
 
 class TwoGpus(AsyncParameterServer):
-    """Asynchronous training on workers with two GPUs each."""
+    """Asynchronous training on workers that have two GPUs each."""
 
     def connect(self) -> None:
-        """Connect, and add GPUs to the logical devices of each worker."""
         listed = tf.config.list_logical_devices
         worker = "/job:worker/replica:0/task:0"
 

@@ -1,4 +1,4 @@
-"""A worker or a parameter server under test; a worker has `DEVICES` virtual devices."""
+"""A worker or parameter server under test; a worker has `DEVICES` virtual devices."""
 
 import os
 
@@ -9,7 +9,7 @@ from flotilla.trainer.runtime import signals
 
 
 def main() -> None:
-    """Serve until this process is killed, or until the process of the test ends."""
+    """Serve until this process is killed or its parent, the test process, exits."""
     signals.end_with_parent()
     cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     devices = int(os.environ.get("DEVICES", "1")) if task.role == "worker" else 1

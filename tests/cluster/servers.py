@@ -26,13 +26,13 @@ from flotilla.trainer.runtime import signals
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
-# The environment variable with the file descriptor for the results of a leading process.
+# Name of the environment variable with the file descriptor for a leading process's results.
 WORDS = "WORDS"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The instructions for a leading process.
+    """Instructions for a leading process.
 
     Attributes:
         config: the sections of a configuration that differ from the defaults.
@@ -71,7 +71,7 @@ class Leading:
         self.said: list[Words] = []
 
     def next(self) -> Words:
-        """Wait for the next message of the process: the report of a run, or the result."""
+        """Wait for the next message of the process: the report of a run, or the final result."""
         line = self._words.readline()
         assert line, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
         self.said.append(json.loads(line))
@@ -114,7 +114,7 @@ class Servers:
         return self.start_module("tests.cluster.lead", asdict(trial), task)
 
     def start_module(self, module: str, spec: Words, task: Task = CHIEF) -> Leading:
-        """Start a leading process from another module, which reads `spec` from a file."""
+        """Start a leading process with another module, which reads `spec` from a file."""
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "spec.json"
@@ -174,10 +174,10 @@ def _end(process: forked.Process) -> None:
 def serving(
     folder: Path, *, ps: int = 0, workers: int = 0, chief: bool = True, devices: int = 1
 ) -> Iterator[Servers]:
-    """Start parameter servers and workers, and end all tasks at the end of the block.
+    """Start parameter servers and workers, and end all tasks when the block ends.
 
-    Without a chief, `start_lead(trial, task)` starts each worker. Without servers and workers, the
-    leading process is the only one.
+    Without a chief, each worker must be started with `start_lead(trial, task)`. Without servers and
+    workers, there is only the leading process.
     """
     roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
     with reserve_cluster({role: count for role, count in roles.items() if count}) as cluster:

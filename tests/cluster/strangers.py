@@ -1,4 +1,4 @@
-"""Connections to this machine from an address that is not a loopback address."""
+"""Connections to this machine at an address other than loopback."""
 
 import ipaddress
 import select
@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-# Maximum wait for a connection, in seconds. On one machine, a connection is made or dropped almost
-# at once, or a little later if the kernel is busy.
+# Maximum time to wait for a connection, in seconds. On one machine, a connection is made or dropped
+# almost at once, or a little later if the kernel is busy.
 SECONDS = 2.0
 
 
 def other_addresses() -> list[str]:
-    """Return the addresses of this machine other than loopback; skip the test if there are none."""
+    """Return this machine's addresses other than loopback; skip the test if there are none."""
     found = [
         each.address
         for addresses in psutil.net_if_addrs().values()

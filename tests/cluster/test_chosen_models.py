@@ -1,4 +1,4 @@
-"""The models that `flotilla run` chooses by itself train the exact number of steps on clusters."""
+"""Tests that models chosen automatically by `flotilla run` train the exact number of steps."""
 
 import random
 

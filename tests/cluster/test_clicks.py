@@ -1,4 +1,4 @@
-"""Tests two small recommenders: with fixed tables, and with growing tables over two nights."""
+"""Tests two small recommenders: with fixed tables, and with tables that grow over two nights."""
 
 import json
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
         before, after = rows_of(checkpoint, feature), rows_of(later, feature)
         days = [ids_of(day, feature) for day in (0, 1)]
         assert before.keys() == days[0]
-        # New ids have rows, and ids of the previous day have kept theirs.
+        # New IDs have rows, and IDs of the previous day have kept theirs.
         assert after.keys() == days[0] | days[1]
         assert days[1] - days[0]
         gone = days[0] - days[1]
@@ -170,7 +170,7 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
     }
     found = answered(model, pairs)
     strangers = found["user_vector"].numpy()
-    # Unseen ids share one row, so these examples differ only in the segment.
+    # Unseen IDs share one row, so these examples differ only in the segment.
     np.testing.assert_array_equal(strangers[0], strangers[1])
     assert (strangers[0] != strangers[2]).any()
     assert len(np.unique(found["item_vector"].numpy(), axis=0)) == 1

@@ -1,4 +1,4 @@
-"""All strategies make the same updates as one process: with state, towers and more."""
+"""Tests that all strategies make the same updates as one process, with state, towers and more."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
-# The labels are standardized and the examples weighted, or there are two outputs with loss weights.
+# Either labels are standardized and examples weighted, or there are two outputs with loss weights.
 TASKS = ["regressed", "two_outputs"]
 
 
@@ -87,7 +87,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
-# Loss weights are tested only with synchronous servers, below.
+# With loss weights, only synchronous servers are tested (below).
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
@@ -128,7 +128,7 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
 @pytest.mark.long
 @pytest.mark.parametrize(("problem", "pull_every"), [("clipped", 1), ("normed", 1), ("clipped", 3)])
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
-    # These updates fill several turns and leave some single updates.
+    # These updates fill several turns, and some single updates remain.
     updates = 4 * TURN + 3
 
     def outcome(steps: int) -> Outcome:
@@ -181,8 +181,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     different = {path for path in first if first[path] != second[path]}
     (seed,) = different
     assert seed.endswith("seed_generator_state")
-    # Both workers have drawn equally often, but with different seeds; the first worker, which
-    # saves, has the given seed.
+    # Both workers have drawn equally often, but with different seeds; the first worker, which saves
+    # the checkpoint, has the configured seed.
     assert np.subtract(second[seed], first[seed]).tolist() == [1, 0]
     (moving_mean,) = (path for path in first if path.endswith("moving_mean"))
     inputs = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -190,8 +190,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
 
 
-# In one graph or one process, no other worker changes the state. For synchronous updates,
-# `test_sync_parameter_server` compares it with one process.
+# In one graph or one process, no other worker changes the state. `test_sync_parameter_server`
+# compares synchronous updates with one process.
 SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 
@@ -246,7 +246,7 @@ def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy
     assert (before["moving_variance"] != 1).all()
     assert before["seed_generator_state"][1] > 0
     after = state(trained(strategy, 400, dataset, tmp_path))
-    # Without the restored state, the counter would show fewer draws after a hundred steps.
+    # If the state were not restored, the counter would show fewer draws after a hundred steps.
     assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
     assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
     assert (after["moving_mean"] != before["moving_mean"]).any()
@@ -263,7 +263,8 @@ def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
     scratch.mkdir()
     evaluate(config, dataset, checkpoint, evaluation, scratch)
     assert gate.check(config, evaluation, decision).blessed
-    # The export fails if the outputs of the loaded model differ from those in memory.
+    # The export fails if the outputs of the loaded model differ from the outputs of the model in
+    # memory.
     export(config, dataset, checkpoint, decision, model, scratch)
     assert storage.verify(model).kind == "model"
 
@@ -345,7 +346,7 @@ def alone_of_updates(tmp_path_factory) -> Callable[..., Outcome]:
 
 @pytest.fixture(scope="module")
 def whole(alone_of_updates) -> Outcome:
-    """Train in one process with the whole batch, and with averages of the weights."""
+    """Train in one process with the whole batch, and average the weights."""
     return alone_of_updates("dense", ema=0.9)
 
 
@@ -355,7 +356,7 @@ def exact(alone_of_updates) -> Outcome:
 
 
 def lead(folder, strategy: str, name: str, size: int, **training: object) -> list[Outcome]:
-    """Train with two workers, or with one if updates are asynchronous and need a fixed order."""
+    """Train with two workers, or with one if asynchronous updates need a fixed order."""
     if strategy == "multi_worker_mirrored":
         with serving(folder, workers=2, chief=False) as servers:
             wanted = trial_of_updates(strategy, name, size // 2, workers=2, **training)
@@ -401,7 +402,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
         outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
     scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
-    # The result equals that of a single worker whose towers compute in parallel.
+    # The result equals the result of one worker whose towers compute in parallel.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_of_updates(replace(outcome, variables=kept), whole)
@@ -474,7 +475,7 @@ def words(run: Launched, task: str) -> str:
 def test_all_begin_again_when_one_dies_and_all_end_by_a_signal_after_one_last_checkpoint(
     dataset, tmp_path, killed, other
 ):
-    # History rows of a longer run are thinned out, so an interrupt could hit a step without a row.
+    # A longer run thins out its history, so an interrupt could hit a step without a row.
     long_run = {**SETTINGS["training"], "steps": MAX_ROWS}
     with launched({**SETTINGS, "training": long_run}, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 1)

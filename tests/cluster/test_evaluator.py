@@ -1,4 +1,4 @@
-"""The evaluator evaluates every checkpoint during training, and training continues if it dies."""
+"""Tests that the evaluator evaluates every checkpoint, and that training continues if it dies."""
 
 import pytest
 

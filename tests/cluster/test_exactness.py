@@ -1,4 +1,4 @@
-"""Each step is counted once, and each example is in the expected batch."""
+"""Tests that each step is counted once, and that each example is in the expected batch."""
 
 import random
 from collections import Counter
@@ -27,7 +27,7 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# The other strategies use a fixed number of processes: always several, or always one.
+# The other strategies run in a fixed number of processes: always several, or always one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -45,7 +45,7 @@ def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:
 
 
 def counted(run: Launched) -> int:
-    """Return the global step of the newest checkpoint; the manifest and the counter must agree."""
+    """Return the global step of the newest checkpoint; its manifest and counter must agree."""
     step = run.newest()
     uri, _ = newest_checkpoint(run.checkpoints)
     assert storage.read_manifest(uri).fields["global_step"] == step
@@ -143,7 +143,7 @@ def numbers(tmp_path_factory) -> str:
 
 
 def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
-    """Check weights against position and batches: an example is repeated only with its update.
+    """Check that the visits of examples agree with the input position and the number of batches.
 
     After each of `lost` kills of a worker, up to `MAX_PORTION` updates run again: the worker may
     have died after it pushed a gradient but before the update was counted.
@@ -201,7 +201,7 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
 
 
 def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launched:
-    """Kill tasks one after the other, each some steps after the previous task is back."""
+    """Kill tasks one after another, each some steps after the previous task is back."""
     draw = random.Random(len(names))
     config = visited.settings(
         strategy,
@@ -246,7 +246,7 @@ def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-# Factor by which the steps of the slow worker take longer.
+# Factor by which the slow worker's steps take longer.
 SLOWER = 4
 
 
@@ -254,7 +254,7 @@ SLOWER = 4
 @pytest.mark.long
 def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
     config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
-    # Steps are so long that their other costs are negligible.
+    # Steps are so long that all other costs are negligible.
     uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
     trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
     with serving(tmp_path, ps=1, workers=2) as servers:

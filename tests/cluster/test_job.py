@@ -1,4 +1,4 @@
-"""Tests jobs on the fake cluster whose pods train: launched, lost, suspended, cancelled."""
+"""Tests jobs whose pods train on a fake cluster: launched, lost, suspended and cancelled."""
 
 import os
 import signal
@@ -102,7 +102,7 @@ SECRET = {"pod": {"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}}}
 
 
 def require_last_checkpoint(training, reached):
-    """Cancel the run, and check that only its checkpoint is left."""
+    """Cancel the run; check that it reports its last checkpoint and leaves nothing running."""
     training.step.signal(signal.SIGTERM)
     code, message = training.end()
     assert code == INTERRUPTED, message
@@ -184,7 +184,7 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
     with training.begun(STEPS, every=STEPS):
         reached = training.wait(Progress).global_step
         training.step.signal(signal.SIGTERM)
-        # KFP may kill the launcher a second after SIGTERM, and the exit step too.
+        # KFP may kill the launcher one second after SIGTERM, and the exit step too.
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()

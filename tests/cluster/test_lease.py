@@ -1,4 +1,4 @@
-"""A folder of checkpoints has one writer, even with several real launchers."""
+"""Tests that a checkpoint folder has only one writer, even with several real launchers."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def launch_second(run, config, dataset, folder):
 
 
 def kill_all(run):
-    """Kill a launcher, and wait until its tasks, which could still write, have ended too."""
+    """Kill a launcher, and wait until its tasks, which could still write, have also ended."""
     tasks = run.tasks()
     run.process.kill()
     run.process.wait()
@@ -61,7 +61,7 @@ def holders(run):
 
 
 def content(run):
-    """Return the contents of all checkpoints, and the other files of a run, with their times."""
+    """Return the files of all checkpoints, with their modification times."""
     folder = storage.local_path(run.checkpoints)
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 
@@ -107,11 +107,11 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
 
 
 def left_elsewhere(run):
-    """Change the lease of a dead holder to one of another machine; return its URI."""
+    """Make a dead holder's lease look like one from another machine; return its URI."""
     (number,) = lease.holders(run.checkpoints)
     place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
-    # On a busy machine, the lease must not expire during the test.
+    # Even on a busy machine, the lease must not expire during the test.
     other = {"writer": "another-boot.1/1/77", "renewed": time.time() + 600}
     storage.write_bytes(place, json.dumps({**left, **other}).encode())
     return place
@@ -168,5 +168,5 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert run.events(Restart) == []
     # Only the checkpoint that was being written at that time may be new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
-    # The lease of the other holder is unchanged.
+    # The other holder's lease is unchanged.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine."""
+"""Tests a cluster of local processes."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def run_of(strategy, **cluster):
 
 
 def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
-    """Let the task at an address read a file; raises TensorFlow's error."""
+    """Make the task at an address read a file; raise TensorFlow's error if it fails."""
     host = f"[{address}]" if ":" in address else address
     settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=1000 * seconds)
     with tf.Graph().as_default():
@@ -77,7 +77,7 @@ def require_no_stranger(run, count, others, metrics_port=0):
     found = {process: open_ports(process) for process in run.tasks()}
     assert len(found) == count
     ports = sorted(port for each in found.values() for port in each)
-    # Metrics are served over IPv4 only.
+    # Metrics are served only over IPv4.
     expected = [(address, port) for address in ("127.0.0.1", "::1") for port in ports]
     assert reached(["127.0.0.1", "::1"], ports) == [
         each for each in expected if each != ("::1", metrics_port)
@@ -219,12 +219,12 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert [int(found[1]) for found in validated if found] == [150, 300]
     published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
     assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
-    # Each event appears once, as text.
+    # Each event is displayed once, as text instead of JSON.
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 
-# A separate mount namespace, in which all mounts are read-only except the folder $1, /dev/shm and
-# the file systems of the kernel.
+# A separate mount namespace in which all mounts are read-only except the folder $1, /dev/shm and
+# the kernel's file systems.
 READ_ONLY = r"""
 mount --bind "$1" "$1" && mount -t tmpfs tmpfs /dev/shm || exit 77
 while read -r _ place _; do
@@ -270,7 +270,7 @@ def test_all_tasks_train_and_publish(folder, dataset):
         "PYTHONPATH": str(ROOT),
         "HOME": "/absent",
         "TMPDIR": str(folder / "tmp"),
-        # Keras imports matplotlib if it is installed; the image does not have it.
+        # Keras imports matplotlib if it is installed; the image does not contain it.
         "MPLCONFIGDIR": str(folder / "tmp"),
         events.VARIABLE: str(folder / "events.jsonl"),
     }

@@ -1,4 +1,4 @@
-"""A user's program in pods of the fake cluster, in an image without Flotilla."""
+"""Tests a user's program in pods of the fake cluster, in an image without Flotilla."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ sys.exit(143 if asked else 0)
 
 
 def make_image(kube, tmp_path):
-    """Make an image: a folder with its own Python, which cannot import Flotilla."""
+    """Create an image: a folder with its own Python, which cannot import Flotilla."""
     folder = tmp_path / "image"
     (folder / "bin").mkdir(parents=True)
     base = os.path.realpath(sys._base_executable)
@@ -71,7 +71,7 @@ def make_image(kube, tmp_path):
 
 
 class Run:
-    """A run of the program: its launcher, and what it has published."""
+    """A run of the program, with its launcher and what it has published."""
 
     def __init__(self, kube, engine, folder):
         self.kube, self.engine, self.folder = kube, engine, folder
@@ -144,8 +144,8 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
     with run.begun(100):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
-        # The agent looks for checkpoints once a second, so this one is published at the last
-        # moment.
+        # The agent looks for checkpoints once per second, so this checkpoint is published just in
+        # time.
         kube.kill("ps-0")
         kube.kill("worker-0", reason="OOMKilled")
         line = run.wait_for("worker 0 begins at")
@@ -156,7 +156,7 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
     said = list(events.read(run.folder / "events.jsonl"))
     causes = [each.cause for each in said if isinstance(each, events.Restart)]
     assert "out of memory (OOMKilled, exit code 137)" in causes
-    # The restarted agent of the new pod found the program running, and did not start it again.
+    # The restarted agent in the new pod found the program running, and did not start it again.
     assert sum("worker 0 begins at" in line for line in run.lines) == 2
     assert run.is_over(100)
     kube.store.wait(lambda: not kube.of_jobs())

@@ -1,4 +1,4 @@
-"""A new attempt after a chief or servers die: live values are kept, lost ones are restored."""
+"""Tests attempts after a chief or servers die: remaining values are kept, lost values restored."""
 
 import signal
 
@@ -22,7 +22,7 @@ EVERY, END = 400, 2000
 
 @pytest.fixture
 def leaving(tmp_path):
-    """Return a function that starts servers, and one that runs a chief until it dies."""
+    """Return a function that starts servers, and a function that runs a chief until it dies."""
 
     def serve(servers):
         return serving(tmp_path, ps=servers, workers=1)
@@ -50,7 +50,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving):
         second = said(started, 3)
         third = said(started, 3, torn=True)
         fourth = said(started, 3)
-        # Another optimizer has other variables, so no values are kept.
+        # A different optimizer has different variables, so no values are kept.
         fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
         more = said(started, 3, layers=1)
         fewer = said(started, 3)
@@ -59,7 +59,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving):
     assert (second["found"], second["taken"], second["step"]) == (STEPS, every, 2 * STEPS)
     assert second["begun"] == first["left"]
     assert second["left"] != second["begun"]
-    # Every id of the batches has exactly one row, although two chiefs assigned rows.
+    # Every ID in the batches has exactly one row, although two chiefs assigned rows.
     assert second["metrics"]["grown"]["rows"] == IDS
     assert third["begun"] == second["left"]
     assert (fourth["found"], fourth["taken"], fourth["step"]) == (3, [], STEPS)
@@ -80,7 +80,7 @@ def test_servers_that_live_keep_their_values_to_the_bit(leaving):
         for work in (started.kill, started.start):
             work(Task(role="ps", index=lost))
         second = said(started, 3)
-        # Only the chief died, so the restarted server's values are also kept.
+        # Only the chief died this time, so the restarted server's values are also kept.
         third = said(started, 3)
     assert (second["found"], second["taken"]) == (STEPS, [1 - lost])
     # The step count is kept even if its server is lost.
@@ -114,7 +114,7 @@ def validated(run):
 def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_they_can(
     dataset, tmp_path
 ):
-    """Only a lost server's variables go back in time; a lost chief or worker costs nothing."""
+    """Only a lost server's variables go back in time; a lost chief or worker costs no steps."""
     end = END + EVERY
     # A new attempt also restarts tasks whose memory has grown.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)
@@ -138,17 +138,17 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
     assert killed == ["ps-0", "ps-1", "chief-0", "worker-1"]
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun == [0, *(each.global_step for each in lost), attempt.global_step]
-    # An update that was in progress on the server when its worker died may be counted too.
+    # If an update was in progress on the server when its worker died, it may be counted as well.
     assert end <= run.newest() <= end + 1
     saved = [step for _, step in list_checkpoints(run.checkpoints)]
     assert saved == [*range(0, end, EVERY), run.newest()]
     require_marked(run, lost)
-    # This holds even if a server died at a boundary, before the validation.
+    # This holds even if a server dies at a boundary, before the validation.
     assert validated(run) == [1, 2, 3, 4, 5, 6]
 
 
 def require_marked(run, lost):
-    """Check that only the next checkpoint records the variables with restored values."""
+    """Check that only the next checkpoint records which variables have restored values."""
     saved = {step: fields(run.checkpoints, step) for _, step in list_checkpoints(run.checkpoints)}
     marked = {step: each[RECOVERED] for step, each in saved.items() if RECOVERED in each}
     for name, event in zip(("ps-0", "ps-1"), lost, strict=True):

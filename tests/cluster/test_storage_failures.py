@@ -40,7 +40,7 @@ def settings_of_disk(steps, **cluster):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a disk of one megabyte as the folder of the checkpoints."""
+    """Mount a file system of one megabyte as the checkpoint folder."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -1,4 +1,4 @@
-"""A cluster survives the loss of tasks and attempts, until the end of training."""
+"""Tests that a cluster survives lost tasks and failed attempts until training ends."""
 
 import itertools
 import json
@@ -107,10 +107,7 @@ LONG_MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.long)
 
 @pytest.fixture
 def train(dataset, tmp_path, monkeypatch):
-    """Train a model that disturbs the end of training.
-
-    Return the run, its exit code and its output.
-    """
+    """Train a model that disturbs the end of training; return the run, its exit code and output."""
     (tmp_path / "ends.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
@@ -146,7 +143,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, 
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"
-    # The other workers of a mirrored strategy are restarted with it.
+    # The other workers of a mirrored strategy are restarted as well.
     assert {each.restarts for each in others} <= {1}
 
 
@@ -154,7 +151,8 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 CHIEF_ATTEMPTS_SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # The servers keep no values between attempts, which would also increase their memory.
+    # With a full recovery, the servers keep no values between attempts, which would use more
+    # memory.
     "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 

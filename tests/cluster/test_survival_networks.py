@@ -1,4 +1,4 @@
-"""A cluster survives tasks at new addresses and connections that are cut."""
+"""Tests that a cluster survives tasks with new addresses, and cut connections."""
 
 import json
 import os
@@ -28,8 +28,8 @@ from tests.cluster.pods import CHIEF, pods, why_not
 pytestmark = pytest.mark.cluster
 
 NAME = "pod.fleet.test"
-# Maximum time until a reconnection, in seconds. gRPC itself resolves a name again only after 30 s,
-# and a connection attempt takes up to 20 s.
+# Maximum time until a reconnection, in seconds. gRPC itself would resolve a name again only after
+# 30 s, and a connection attempt takes up to 20 s.
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500
@@ -42,7 +42,7 @@ PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
 
 
 class Relay:
-    """A relay from one address to a port of 127.0.0.1."""
+    """A relay from an address to a port of 127.0.0.1."""
 
     def __init__(self, address: str, port: int, target: int) -> None:
         self._target = target
@@ -51,7 +51,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Close the relay and all connections, as happens when a process ends."""
+        """Close the relay and all connections, as the kernel does when a process ends."""
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -65,7 +65,7 @@ class Relay:
                 try:
                     called = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
-                    # The address does not exist yet; the caller tries again.
+                    # The address does not exist yet; the caller will try again.
                     caller.close()
                     continue
                 self._sockets.append(called)
@@ -75,7 +75,7 @@ class Relay:
                     ).start()
 
     def _passing(self) -> Callable[[], bool]:
-        """Return a function that tells whether the data of a new connection are passed on."""
+        """Return a function that tells whether the data of a new connection is relayed."""
         return lambda: True
 
 
@@ -196,7 +196,7 @@ def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rej
     assert running_of_rejoin.pods[WORKER].address != before
     step = _end(running_of_rejoin)
     assert len([e for _, e in running_of_rejoin.seen if isinstance(e, AttemptBegin)]) == 1
-    # The updates of an unfinished turn are not counted for any worker.
+    # Updates in an unfinished turn are not counted for any worker.
     assert 0 <= step - running_of_rejoin.attempt_steps <= TURN
 
 
@@ -259,8 +259,8 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
                 **os.environ,
                 **signals.parent_environment(),
                 "GRPC_FAIL_FAST": "use_caller",
-                # gRPC's bandwidth probe is also a ping. It is off, because it would end the call
-                # only if a probe happens to be in progress.
+                # gRPC's bandwidth probe is also a ping. It is disabled, because it would end the
+                # call only if a probe happens to be in progress.
                 liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
             },
             stdin=subprocess.PIPE,
@@ -305,7 +305,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # The intervals are short, because gRPC would close an idle channel with such frequent pings.
+    # The intervals are short, because gRPC would close an idle channel that pings so often.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
@@ -313,7 +313,8 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         run.cut_off(WORKER)
         _, at = run.seen[-1]
-        # The cut lasts beyond a boundary, at which all workers are idle.
+        # The connection is cut for longer than it takes to reach a boundary, where all workers are
+        # idle.
         run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
         assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
 
@@ -322,8 +323,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
-    # Only the packets from this worker to the server are lost; the other tasks can reach the
-    # worker.
+    # Only packets from this worker to the server are lost; other tasks can reach the worker.
     with pods(tmp_path, dataset, settings_of_cut_off("sync_parameter_server"), ROLES) as run:
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         connect = run.cut_off(WORKER, PS)

@@ -1,4 +1,4 @@
-"""A cluster survives tasks that stall."""
+"""Tests that a cluster survives tasks that stall."""
 
 import signal
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 NEAR = 1e-5
 SLOW_STEPS = 50
-# A long run unrolls steps in a graph, even if few steps remain.
+# A long run unrolls its steps in a graph, even if few steps remain.
 IN_TURNS = pytest.mark.parametrize("steps", [LONG_RUN, 100], ids=["in turns", "one by one"])
 
 
@@ -68,7 +68,7 @@ def local_steps(report: dict[str, Any]) -> dict[str, int]:
 
 
 def assert_adds_up(outcome: Outcome, runs: list[int], needed: int) -> None:
-    """Check that every update took exactly `needed` gradients, and that all others were dropped."""
+    """Check that every update used exactly `needed` gradients, and that all others were dropped."""
     assert [r["global_step"] for r in outcome.reports] == np.cumsum(runs).tolist()
     assert outcome.variables["global_step"] == outcome.global_step == sum(runs)
     for report in outcome.reports:
@@ -99,7 +99,7 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
 def test_each_worker_computes_its_own_gradients(two_workers):
     known = two_workers.lead(trial("problems:equal", [4])).reports
     found = two_workers.lead(trial("problems:located", [4])).reports
-    # Half of the losses are those of worker 1, which are larger by 100.
+    # Half of the losses are from worker 1, and are larger by 100.
     assert found[-1]["loss"] == pytest.approx(known[-1]["loss"] + 50, abs=1e-3)
 
 
@@ -141,7 +141,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert local_steps(waiting.reports[-1])["worker-2"] == waiting.global_step == SLOW_STEPS
     ahead = three_workers.lead(slowed(needed=2, runs=runs))
     assert_adds_up(ahead, runs, needed=2)
-    # The limit is a number of the slow worker's steps, not a time.
+    # The limit is measured in the slow worker's steps, not in time.
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS

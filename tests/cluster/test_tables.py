@@ -30,10 +30,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# Bytes per example of a lookup: an id to the server, a row back, and a gradient to the server.
+# Bytes that a lookup transfers per example: an ID to the server, a row back, and a gradient to the
+# server.
 EXAMPLE = 4 + 2 * DIMENSION * 4
-# Maximum bytes of all other messages of a step: announcements, learning rate, counters and small
-# variables.
+# Maximum size of all other messages of a step, in bytes: announcements, learning rate, counters and
+# small variables.
 ROUND_TRIPS = 20_000
 
 
@@ -72,7 +73,7 @@ def relayed(tmp_path_factory):
 
 
 def measured(relayed, strategy, trials, optimizer="adam", **args):
-    """Return the result of each trial, a pair of table rows and batch size."""
+    """Return the result of each trial, which is a pair of table rows and batch size."""
     servers, counter = relayed
     settings = {"name": optimizer, "args": args}
     config = {
@@ -168,7 +169,7 @@ def servers(tmp_path_factory):
 
 
 def rows_of(variables):
-    """Return the row of each id that has one; check that no id has two."""
+    """Return the row of each ID that has one; check that no ID has two."""
     found = {}
     for shard in range(SHARDS):
         own = {
@@ -182,7 +183,7 @@ def rows_of(variables):
 
 
 def grown(outcome):
-    """Check that exactly the seen ids have rows, and that these rows were trained."""
+    """Check that exactly the seen IDs have rows, and that these rows were trained."""
     rows = rows_of(outcome.variables)
     assert set(rows) == {int(ids_of(np.int64(each))) for each in range(IDS)}
     metrics = outcome.reports[-1]["metrics"]["tables"][TABLE]
@@ -278,8 +279,7 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# This strategy has no chief; the tests of tables below have one. `make test-long` runs the other
-# cases.
+# This strategy has no chief, while the table tests below do. `make test-long` runs the other cases.
 LED_DIFFERENTLY = ("multi_worker_mirrored",)
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 

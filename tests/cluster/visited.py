@@ -1,4 +1,4 @@
-"""A model that counts the visits of each example in a weight.
+"""A model that counts in weights how often each example is visited.
 
 The gradient of an example's weight is -1 / batch size in each batch that contains the example, and
 0 in all others. Plain SGD with the batch size as its learning rate therefore adds 1 per visit. A
