@@ -1,6 +1,6 @@
 """Compares training input on MNIST: Flotilla's shards, and TFDS, which decodes single examples.
 
-`python -m benchmarks.examples WHICH FOLDER` measures one of them in its own process.
+`python -m benchmarks.examples WHICH FOLDER` measures one of the two in its own process.
 """
 
 from __future__ import annotations

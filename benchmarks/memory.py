@@ -49,7 +49,7 @@ def memory() -> Comparison:
 
 
 def table_memory() -> Comparison:
-    """Compare the resident memory of all tasks, with a full table that reuses its rows."""
+    """Compare the memory of all tasks after the same numbers of steps, with a full table."""
     (run,) = _runs(OF_TABLE, TABLE_LOOKS, 1)
     return Comparison(
         name=f"memory of all tasks with a full table after {LATE:,} steps, over after {EARLY:,}",

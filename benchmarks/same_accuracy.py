@@ -32,7 +32,7 @@ LOCAL_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class FastPath:
-    """A way of training that is faster than the plain one.
+    """A fast way to train, and the plain Keras training that it is compared with.
 
     Attributes:
         own: settings of the fast path.

@@ -97,7 +97,7 @@ def _dense(inputs: Any, given: int, units: int, name: str) -> Any:
 
 
 class _Gate:
-    """Lets all workers start together; otherwise the first one would take steps of the others."""
+    """Makes all workers start together, because the first one would otherwise take more steps."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder: Path = options.record.parent

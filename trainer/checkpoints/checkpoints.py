@@ -96,7 +96,7 @@ class Checkpoints:
         """Keep checkpoints below `uri` according to `Retention`; temporary files are in `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
-        training examples may now be test examples. `awaited` says that an evaluator is running.
+        training examples may now be test examples. `awaited` tells whether an evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -236,7 +236,7 @@ class Checkpoints:
             self.parts.require()
 
     def note_published(self, uri: str, step: int) -> None:
-        """Emit that a checkpoint was published, and delete those that retention drops."""
+        """Emit an event for a published checkpoint; delete those that retention does not keep."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # Later checkpoints were unreadable, and retention must prefer readable ones.
@@ -408,7 +408,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return the variables, keyed by the checkpoint path to restore: their average's, if any."""
+    """Return the variables by the path to restore: the path of the average, if there is one."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

@@ -99,7 +99,7 @@ class Validations:
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether exactly this checkpoint was measured, not an earlier one of its step."""
+        """Return whether this checkpoint itself was measured, not an earlier one of its step."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 

@@ -57,7 +57,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
             found.append((at, step, manifest))
         else:
             log.warning("skipped: the manifest of %s has no global step", at)
-    # By time too: a program may publish a model at the step of an earlier checkpoint.
+    # Also sort by time, because a program may publish a model at the step of an earlier checkpoint.
     return sorted(found, key=lambda each: (each[1], each[2].created_at))
 
 
@@ -116,7 +116,7 @@ class IndexEntry:
 
     @property
     def by(self) -> MainMetric:
-        """The metric that compares checkpoints: the main metric, or the loss if that is missing."""
+        """The metric that compares checkpoints: the main metric or, if not measured, the loss."""
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
@@ -164,17 +164,17 @@ def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
 
 
 def learnt_of_dataset(uri: str) -> Learnt:
-    """Return the statistics for a new model, which are those of the dataset."""
+    """Return the dataset's statistics, which a new model uses."""
     return Learnt(partial(_first, (uri,)))
 
 
 def learnt_of_checkpoint(uri: str, dataset: str) -> Learnt:
-    """Return the statistics of a checkpoint's model; those of the dataset if it has none."""
+    """Return the statistics of a checkpoint's model, or the dataset's if the model has none."""
     return Learnt(partial(_first, (uri, dataset)))
 
 
 def learnt_of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> Learnt:
-    """Return the statistics for a run's model: those of its initial weights or of the dataset."""
+    """Return the statistics for a run's model, from its initial weights or from the dataset."""
     return Learnt(lambda: _first([*_list_own(checkpoints, training), dataset]))
 
 

@@ -1,7 +1,7 @@
 """A module that runs in a child process: its request, environment, answer and errors.
 
 The request is a JSON file. The answer is the last line of output that is a JSON object, and an
-error is the last line that starts with `flotilla: `. The child ends when its parent ends.
+error is the last line that starts with `flotilla: `. The child exits when its parent exits.
 """
 
 from __future__ import annotations

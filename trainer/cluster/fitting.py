@@ -67,9 +67,9 @@ def try_fit(
 ) -> dict[str, Any]:
     """Return the result of a dry run without a GPU; see `flotilla.trainer.training.dry_run.fit`.
 
-    `dataset` is empty before it is prepared. `elsewhere`: the run is on other machines, which may
-    have other packages and files, and a network. Raises `NotKnownError` after `seconds`, or if the
-    process was killed or failed, and `ConfigError` if model and dataset do not fit.
+    `dataset` is empty before it is prepared. `elsewhere` means that the run is on other machines,
+    which may have other packages and files, or a network. Raises `NotKnownError` after `seconds`,
+    or if the process was killed or failed, and `ConfigError` if model and dataset do not fit.
     """
     try:
         return child_process.call(

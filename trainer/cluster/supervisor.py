@@ -55,7 +55,7 @@ EVALUATOR = Task(role="evaluator", index=0)
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
-TaskEvent = tuple[TaskProcess, End] | None  # a task with its end, or None: a request to stop
+TaskEvent = tuple[TaskProcess, End] | None  # a task and how it ended; None for a request to stop
 TaskEvents = queue.SimpleQueue[TaskEvent]
 
 
@@ -186,7 +186,7 @@ class Supervisor:
                 self._start_evaluator(self._evaluator.handle_end(end))
                 continue
             if end.code == DONE and process is not self._leader and self._is_program:
-                # It needs no record, because only the leader of a program says that training is
+                # No record is needed, because only the leader of a program says that training is
                 # over.
                 continue
             if end.code == DONE:

@@ -60,7 +60,7 @@ def parse_size(text: str) -> int:
 def registry_name(source: str) -> str:
     """Return the default model name for files: `my-churn-2024` for `My Churn (2024).csv`.
 
-    For a pattern, the name is made from the last part that is more than wildcards.
+    For a pattern, the name is made from the last part of the path that is not only wildcards.
     """
     place = re.split(r"\?(?=\w+=)", source)[0]
     parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
@@ -68,8 +68,8 @@ def registry_name(source: str) -> str:
     letters = unicodedata.normalize("NFKD", last.lower())
     ascii_ = "".join(each for each in letters if not unicodedata.combining(each))
     name = re.sub(r"[^a-z0-9._]+", "-", ascii_)[:_NAME_LETTERS].strip("._-")
-    # Letters of other scripts are lost, so add a digest: the name must not be empty, and two such
-    # sources are different models.
+    # Letters of other scripts are lost, so add a digest: the name must not be empty, and different
+    # sources need different names.
     is_lost = any(each.isalnum() and not each.isascii() for each in ascii_)
     digest = hashlib.sha256(last.encode(errors="surrogatepass")).hexdigest()[:6]
     return f"{name or 'model'}-{digest}" if is_lost or not name else name

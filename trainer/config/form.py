@@ -1,8 +1,8 @@
 """The form of a run: the common configuration keys as typed fields, and `settings`.
 
 Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
-other keys, as in a YAML file. It rejects a key that has a field, so that each key has one place. A
-drop-down list has the entry `settings` for a value of the user's own.
+other keys, as in a YAML file. It rejects a key that has a field, so that each key is set in one
+place. To use a value that a drop-down list lacks, choose its entry `settings`.
 
 On this machine, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
 runner changes the types of values in a mapping.

@@ -104,7 +104,7 @@ def load_config(
         path: path of the file, or None for the defaults.
         assignments: assignments such as `training.steps=500`.
         rebases: whether relative paths in the file refer to its folder, as in a file that a person
-            wrote. Those in a recorded file refer to the working folder.
+            wrote, and not to the working folder, as in a recorded file.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or contains a value that is not allowed.
@@ -331,7 +331,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
 
 
 def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply assignments. A length given in epochs or steps replaces the other in the tree."""
+    """Apply assignments. Assigned epochs replace steps in the tree, and vice versa."""
     given = {_assign(tree, assignment) for assignment in assignments}
     training = tree.get("training")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):

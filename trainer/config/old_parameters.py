@@ -101,7 +101,7 @@ def describe_replacement(name: str) -> str:
     if name not in keys():
         return "removed; set a key of the configuration by --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    # The form has no field of its own for the name of a dataset.
+    # The form has no separate field for the name of a dataset.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"now {next(fields, '')}--set {'.'.join(key)}=..."

@@ -149,7 +149,7 @@ def _hint(role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The capabilities of a strategy. A user's class has those of its base class.
+    """The capabilities of a strategy. A user's class inherits those of its base class.
 
     Attributes:
         spares_workers: a lost worker does not stop training or cause a new attempt.

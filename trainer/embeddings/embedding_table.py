@@ -178,7 +178,7 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Split the unique ids by shard; return their places, each id's place, and shards' ids.
+        """Split the unique ids by shard; return their indices, each id's index, and the lookups.
 
         Each id is sent once, even if the batch contains it several times. This also matters because
         most Keras optimizers square a gradient before they sum the duplicates of a row.

@@ -386,7 +386,7 @@ def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:
-    """Make a function run an operation before it ends, in any order relative to others.
+    """Make a function run an operation before returning, in any order relative to others.
 
     TensorFlow runs stateful operations without a resource in program order. The release of one
     mutex would then wait for the release of another one, which another worker may hold: a deadlock.

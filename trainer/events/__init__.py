@@ -213,7 +213,7 @@ class Restart(Event):
     task: str
     cause: str
     restarts: int
-    code: int = 0  # For a pod killed by a signal, 128 plus its number.
+    code: int = 0  # For a pod killed by a signal, 128 plus the signal's number.
 
 
 class ServersLost(Event):
@@ -322,8 +322,8 @@ class WarmStart(Event):
 
     uri: str
     taken: int = 0  # Number of the model's variables that got values.
-    left: Mapping[str, int] = field(default_factory=dict)  # Other variables, by reason.
-    what: str = ""  # Both as one line, with the names of some other variables.
+    left: Mapping[str, int] = field(default_factory=dict)  # Skipped variables, counted by reason.
+    what: str = ""  # A line for the log, which names some of the skipped variables.
 
 
 class HandedOn(Event):
@@ -426,9 +426,9 @@ def begin_again(path: Path, run_id: str) -> int:
 def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
     """Yield the events of a file in order, or nothing if the file does not exist.
 
-    If `every` lists kinds, then of every other kind only the newest event of each start of the run
-    is yielded, after the other events of that start. In this way a week of progress is read in a
-    second. Raises `OSError`.
+    If `every` lists kinds, all events of these kinds are yielded. Of each other kind, only the
+    newest event of each start of the run is yielded, at the end of that start. Thus a week of
+    progress is read in a second. Raises `OSError`.
     """
     whole = {event_name(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}

@@ -136,7 +136,7 @@ class RunState:
 
 
 def reduce_events(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
-    """Return the state of a run after these events, or after those of its newest start."""
+    """Return the state of a run after these events, or only after those since its newest start."""
     state = RunState()
     for event in happened:
         if newest_start and isinstance(event, events.RunBegin):

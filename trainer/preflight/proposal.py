@@ -79,7 +79,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of the first rows: a scan of each column, and whether these are all rows."""
+    """Statistics of the first rows: a scan of each column, and whether there are no others."""
 
     count: int
     columns: Mapping[str, Any]

@@ -106,7 +106,7 @@ class Link:
         self._messages.put({"is": "wake"})
 
     def wait_gone(self, seconds: float) -> bool:
-        """Return whether no guard is connected, waiting up to `seconds` for that."""
+        """Wait up to `seconds` for the guard to disconnect; return whether none is connected."""
         return self._is_free.wait(seconds)
 
     def send(self, **message: Any) -> None:

@@ -73,7 +73,7 @@ class Metrics:
     """The steps and metrics of one attempt, which become events and rows of the history."""
 
     def __init__(self, history: History, steps: int, start: int) -> None:
-        """Start at global step `start`; training ends at `steps`, or 0 if unknown."""
+        """Start at global step `start`; training ends at step `steps` (0 if unknown)."""
         self._history = history
         self.steps = steps
         self._begun = history.seconds()
@@ -121,7 +121,7 @@ class Metrics:
         return name in self._names
 
     def step_at(self, when: float, number: int) -> int:
-        """Return the newest step that was reported until a time, or -1.
+        """Return the newest step that was reported by the time `when`, or -1.
 
         If `number`, the step in a checkpoint's name, was reported and is not lower, return it.
         """

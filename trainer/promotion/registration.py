@@ -57,8 +57,8 @@ class Registration:
 class Request:
     """A model to register, with the URIs of the registry's root, the model and the result.
 
-    `by` is the run or the person that requests the registration. `compare` compares the model with
-    another champion than the gate did, by the same rules, and returns that decision.
+    `by` is the run or the person that requests the registration. `compare` applies the gate's rules
+    to the model and a champion other than the gate's, and returns the decision.
     """
 
     config: Config

@@ -73,7 +73,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """A promotion by a run or a person; `restores` is the number of a repeated promotion, or 0."""
+    """A promotion by a run or a person; `restores` is the number of the one it repeats, or 0."""
 
     number: int
     uri: str
@@ -451,7 +451,7 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
     """Return the positive class of each binary output of a model, by the name of the output.
 
-    A model of an earlier version does not record it; it is the second class.
+    A model of an earlier version does not record the class, which is then the second one.
     """
     if "positive" in fields:
         said = fields["positive"]

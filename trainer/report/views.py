@@ -232,7 +232,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
-    """Return the steps as bars over the active time of the run, and the seconds left out.
+    """Return the steps as bars over the active time of the run, and the idle seconds left out.
 
     Each try of a step has its own bar with the events of that time. The tries of a step are
     numbered if there are several. Idle time between the tries is left out.

@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import COLOURS
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
-# The URI of the code bundle in that folder, if the run has one.
+# The variable with the URI of the code bundle in the user's folder, if the run has one.
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"flotilla"}
 _LIBRARIES = (
@@ -58,7 +58,7 @@ def folder() -> str:
 
 
 def bundle() -> str:
-    """Return the URI of the code bundle in that folder, or an empty string if there is none."""
+    """Return the URI of the code bundle in the user's folder; empty if there is none."""
     return os.environ.get(BUNDLE_VARIABLE, "")
 
 

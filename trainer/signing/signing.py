@@ -44,7 +44,7 @@ class UnsignedError(UserError):
 
 
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Sign all files below `folder`, if a private key is configured; return whether it is.
+    """Sign all files below `folder` if a private key is configured; return whether one is.
 
     `fields` are the manifest fields that the files are published with.
 

@@ -2,7 +2,7 @@
 
 The manifest is written last, as the atomic commit, and lists each file with its size and crc32c. A
 URI names a directory and begins with `file://`, `gs://`, `s3://` or `minio://`. The contract is the
-same for all of them. A `flotilla.trainer.runtime.errors.UserError` is an error that the user can
+same for all schemes. A `flotilla.trainer.runtime.errors.UserError` is an error that the user can
 fix.
 """
 

@@ -207,7 +207,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file, which equals no other tag if the file changed while read."""
+    """Return the tag of a file, which equals no other tag if the file changed during the read."""
     # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
@@ -293,10 +293,10 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder for `name`. With `resume`, use the folder of a dead writer if any."""
+    """Create a staging folder for `name`. With `resume`, reuse a dead writer's folder, if any."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # Delete orphans after that, so that the inherited folder is kept.
+    # Delete orphans only now, so that the inherited folder is kept.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -347,7 +347,7 @@ def delete_orphans(root: Path) -> list[Path]:
 
 
 def is_staging(name: str) -> bool:
-    """Return whether a name is the name of a staging folder."""
+    """Return whether this is the name of a staging folder."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
@@ -452,7 +452,7 @@ def is_living(text: str) -> bool:
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return the PID and start time in a `writer`. The PID is 0 if it is of another machine."""
+    """Return the PID and start time in a `writer`. The PID is 0 for another machine."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()

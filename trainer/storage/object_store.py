@@ -73,7 +73,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
-        # An upload in progress is left alone, because its writer removes it if another one was
+        # An upload in progress is left alone, because its writer removes it if another writer was
         # first.
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
@@ -144,7 +144,7 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object. Check first, because some stores have no conditional writes."""
+        """Create one object if missing; check first, as some stores have no conditional writes."""
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:

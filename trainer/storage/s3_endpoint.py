@@ -13,12 +13,12 @@ from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_addres
 
 # The object store of a KFP instance, in KFP's namespace.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
-# The secret with the credentials of that store, and its keys.
+# The secret with the credentials of KFP's object store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
 # Variables that boto3 reads itself.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Variables that select other credentials than that secret: a key, a role or a profile.
+# Variables that select other credentials than KFP's secret: a key, a role or a profile.
 _OTHERS = (
     BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",

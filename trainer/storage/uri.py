@@ -1,6 +1,6 @@
 """Storage URIs: `file:///path`, which is percent-encoded, or `gs://`, `s3://` and `minio://`.
 
-A scheme needs an entry in `SCHEMES` and a `Bucket` (`store.py`) that `publishing.choose_store`
+A new scheme needs an entry in `SCHEMES` and a `Bucket` (`store.py`) that `publishing.choose_store`
 opens. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
 KFP's user interface in `pipelines/runs/kfp_nodes.py`.
 

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 # Seconds between reads of the reports, and between checks whether the closures have ended.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# Amount of work to schedule ahead, in seconds. Without a chief, the workers continue this long.
+# Amount of work to schedule ahead, in seconds. If the chief dies, the workers continue this long.
 AHEAD_SECONDS = 10
 # Maximum time for workers to end their current turns, in seconds; a turn takes about a second.
 HALT_SECONDS = 20.0
@@ -102,7 +102,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Schedule updates up to `boundary`, and complete them if at most `steps` are left."""
+        """Schedule updates up to `boundary`; complete them if at most `steps` updates are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -242,7 +242,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # A newer run replaced this one, which therefore stopped early; repeat the rest.
+                # A newer run of the closure stopped this one early; repeat the rest.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again

@@ -110,7 +110,7 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
     """Send a gradient as `push` does, and the loss to `device`; the loss is last in the result.
 
-    Both are sent in one message if `device` is exactly that of trainable float32 variables.
+    Both are sent in one message if `device` is exactly the device of trainable float32 variables.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
@@ -137,9 +137,9 @@ class PureGradient:
     """A traced function from weights, state and batch to the loss, the gradients and the new state.
 
     Gradients are dense: a table is pulled and pushed as a whole unless its rows are passed as
-    weights. `dense` lists the trainable variables without such tables. `state` lists the
-    non-trainable variables, without the bookkeeping of dynamic tables, and the variables of the
-    loss scale.
+    weights. `dense` lists the trainable variables except for those tables. `state` lists the
+    variables of the loss scale and the non-trainable variables, except for the bookkeeping of
+    dynamic tables.
     """
 
     def __init__(  # noqa: PLR0913

@@ -24,7 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The start and the length of a range of positions; in a plan, an index and its position.
+# The start and the length of a range of positions; in a plan, an example's index and position.
 Range = tuple[int, int]
 # Number of recent staleness values to keep; enough for a 95th percentile.
 STALENESS_WINDOW = 400
@@ -38,7 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, position) of the n-th next example; positions count up from there."""
+        """Return pairs (n, position): from the n-th next example on, positions count up from it."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position, or at a new epoch if that does not match."""
+        """Return the stream at a saved position, or at a new epoch if it does not match."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]

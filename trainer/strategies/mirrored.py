@@ -195,7 +195,7 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Return whether XLA can compile an update, because none of its code is the user's."""
+    """Return whether no code of an update is the user's, so that XLA can compile it."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)

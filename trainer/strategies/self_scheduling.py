@@ -34,7 +34,7 @@ LOSS, UPDATES, OTHERS = range(3)
 # Number of closures of a stretch whose runs can be told apart; the counters take half a megabyte.
 # With more closures, the oldest ones would end early.
 CLOSURES = 1 << 16
-# Maximum size of a portion: if its worker dies, up to this many steps are counted twice.
+# Maximum number of steps in a portion: if its worker dies, up to this many steps are counted twice.
 MAX_PORTION = 100
 
 

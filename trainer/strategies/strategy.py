@@ -299,7 +299,7 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's method, as the model's own may take other arguments. An earlier loss is kept.
+    # Call Keras's `compile`, as the model's own may take other arguments. It keeps an earlier loss.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 

@@ -134,7 +134,7 @@ class SyncParameterServer(Served):
                 # Send it to the server once, instead of with every announcement.
                 own = tf.identity(own)
                 # After a restart, the previous loop of this worker may have taken the token of the
-                # open step, or may take this one. Therefore, start with the open step in any case.
+                # open step, or may take the one put below. So start with the open step in any case.
                 step = self._open.read_value()
                 tokens.put(step)
             # TensorFlow evaluates the condition of a loop on the loop's device, here the worker.
@@ -163,7 +163,7 @@ class SyncParameterServer(Served):
                 # Wait for the previous step, so that only one batch of a turn is in memory.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
-                # Read the variables only after their step is open.
+                # Read the variables only after the step is open.
                 if whole:
                     # Only the reads on the servers wait for the number.
                     return gradient(batch, [number])

@@ -67,7 +67,7 @@ _GAUGES = {
 }
 
 
-# Metrics that a user's own program need not report. Their value is then 0 or -1.
+# Metrics that a user's own program need not report; 0 or -1 means that it reports none.
 _SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
 

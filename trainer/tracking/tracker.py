@@ -270,7 +270,7 @@ class Unsent:
 
     @classmethod
     def read(cls, folder: Path) -> Unsent | None:
-        """Read the file; return None if it is missing, invalid or of another tracker."""
+        """Read the file; return None if it is missing, invalid or for another tracker."""
         with suppress(OSError, ValueError):
             found = read_record(cls, (folder / UNSENT).read_bytes())
             if found and found.tracker == _digest_tracker():

@@ -240,7 +240,7 @@ def _problem(
     return Problem(
         build_model=partial(_build_model, config, spec, objective),
         check=lambda model: dry_run.require(config, model, objective),
-        # `objective.optimizer` is known only after a model was built.
+        # `objective.optimizer` is known only after a model has been built.
         build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,
         chance_loss=objective.task.chance_loss(),

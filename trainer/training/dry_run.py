@@ -1,10 +1,10 @@
 """The dry run, which checks model, task, dataset and configuration before a cluster starts.
 
 The dataset is described by its first rows or its builder. The model is built for one example; most
-variables of a large model get no values. A smaller model is tried: one step and one validation on
-two examples, real or artificial, and an export. Artificial values should not make any model fail:
-they are random bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in turn, and short
-texts.
+variables of a large model get no values. If the model is not too large, it is tried: one step and
+one validation on two examples, real or artificial, and an export. Artificial values should not make
+any model fail: they are random bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in
+turn, and short texts.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The result of a dry run: the features, the task and the reason for it, and the parameters.
+    """The result of a dry run: features, task, reason for the task, and number of parameters.
 
     `notes` are hints from the first rows.
     """

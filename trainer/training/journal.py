@@ -102,7 +102,7 @@ class Journal:
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps about `MAX_ROWS` rows and all with a validation."""
+        """Add a row to the history, which keeps all validations and about `MAX_ROWS` other rows."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:

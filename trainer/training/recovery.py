@@ -1,11 +1,11 @@
 """Recovery: an attempt reuses the values on living servers, and restores the others.
 
 After the chief or parameter servers have died, the variables on living servers are newer than any
-checkpoint, and are kept (`flotilla.trainer.strategies.server_state`). Those of a restarted server
-are restored from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding
-and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). If
-variables of different steps must not be combined, or no server is alive, all variables are restored
-from the newest checkpoint: full recovery.
+checkpoint, and are kept (`flotilla.trainer.strategies.server_state`). The variables of a restarted
+server are restored from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR:
+Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial
+Recovery"). If variables of different steps must not be combined, or no server is alive, all
+variables are restored from the newest checkpoint: full recovery.
 """
 
 from __future__ import annotations
