@@ -19,8 +19,8 @@ from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: An argument of the first step's command, which KFP's executor ignores. The next argument is the
-#: mark: the Flotilla version that compiled the pipeline, and the digest of its steps.
+#: Option in the first step's command; KFP's executor ignores it. The next argument is the mark: the
+#: Flotilla version that compiled the pipeline, and the digest of its steps.
 OPTION = "--compiled_by"
 # Increase this number if a value passed between steps changes its meaning but no signature changes.
 _REVISION = 3

@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.json_records import read_record
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """A reference to a published directory; `facts` are also the artifact's metadata."""
+    """A reference to a published directory; `facts` are also stored as the artifact's metadata."""
 
     kind: str
     uri: str
@@ -114,9 +114,9 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write the file from which KFP's UI offers TensorBoard for the logs at URI `logs`.
+    """Write the file that makes KFP's UI offer TensorBoard for the logs at URI `logs`.
 
-    The viewer works only in the namespace of a profile; elsewhere, the file only shows the command.
+    The viewer works only in a profile's namespace; elsewhere, the file only shows the command.
     """
     # Drop the endpoint in the URI's query, because KFP passes the endpoint to the viewer itself.
     source, _, _ = logs.partition("?")

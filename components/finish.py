@@ -1,6 +1,6 @@
 """The exit step, which ends the training job and writes the report.
 
-It always runs: after a success, a refusal or a failure.
+It always runs: after success, refusal or failure.
 """
 
 import logging

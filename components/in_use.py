@@ -55,7 +55,7 @@ def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config,
 def last_use(root: str, path: str) -> float:
     """Return the Unix time at which `path` below `root` was last used, or 0 if it never was.
 
-    An unreadable mark, or one in the future, counts as the current time.
+    If the mark is unreadable or its time is in the future, the current time is returned.
     """
     now, at = time.time(), _mark_time(root, path, _USED)
     if isinstance(at, int | float):
@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Yield True if `path` may be removed, because it was not used after the Unix time `seen`."""
+    """Yield whether `path` may be removed: it has not been used after the Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))

@@ -167,7 +167,7 @@ def prepare(step: Step) -> tuple[str, str]:
 
 
 def validate(step: Step) -> str:
-    """Apply the data gate, also against the champion's dataset; return `accepted` or `refused`."""
+    """Check the dataset, also against the champion's dataset; return `accepted` or `refused`."""
     # Import this only here: it imports SciPy, which takes longer than a whole unchanged run.
     from flotilla.trainer.data_gate import validate
 

@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """Replace a warm start from `champion` by the URI of the champion's checkpoint."""
+    """If the warm start is `champion`, replace it with the URI of the champion's checkpoint."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:
@@ -122,7 +122,7 @@ def add_champion(config: Config, root: str) -> Config:
 
 
 def add_positive(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's positive classes for those that are not set.
+    """Use the champion's positive classes where none are set; return the configuration.
 
     By default, the rarer class is positive. If two classes are about equally frequent, the rarer
     one may change between runs, and with it the meaning of a prediction.
@@ -184,7 +184,7 @@ def _list_files(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # This listing is already published, even if some of its files were deleted since then.
+        # This listing is already published, even if some of its files have been deleted since.
         _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
         return before.version
     listing.publish(taken, root)

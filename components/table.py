@@ -1,4 +1,4 @@
-"""The table of all pipeline steps, from which pipelines are compiled, run and reported.
+"""The table of all pipeline steps, used to compile and run pipelines and to write reports.
 
 A step is a KFP component: it consists of its file `components/NAME.py`, its row in this table, and
 its wiring in `pipelines/training.py`. A step runs its stages in sequence, and each stage has its
@@ -166,7 +166,7 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after `stage`, or all of them if it is not one."""
+    """Return the names of a step's stages after `stage`, or of all stages if it has no such one."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 

@@ -1,4 +1,4 @@
-"""The JobSet engine: builds the JobSet of a configuration and interprets its status.
+"""The JobSet engine: builds the JobSet for a configuration and interprets its status.
 
 Each task is its own replica with one completion. To replace a lost pod at once, the engine deletes
 the replica's Job; the Job controller alone would wait up to 10 minutes. Exit codes from 1 to 127
@@ -153,7 +153,7 @@ def _failure_policy() -> Tree:
 
 # The reason that the Job controller gives if a Job exceeds its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Maximum number of child Jobs without pods whose events are read; the others report the same.
+# Maximum number of child Jobs without pods whose events are read. The other Jobs report the same.
 _REPORTERS = 10
 
 
@@ -199,7 +199,7 @@ class JobSets(Engine):
         return [each["template"]["spec"]["template"] for each in jobs]
 
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether a pod belongs to the JobSet with this uid, according to its label."""
+        """Return whether a pod's label contains the uid of this JobSet."""
         return bool(pod["metadata"].get("labels", {}).get(UID_LABEL) == uid)
 
     def is_taken_up(self, tree: Tree) -> bool:

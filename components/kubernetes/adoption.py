@@ -44,7 +44,7 @@ class Adoption:
         self.is_adopted = False
 
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
-        """Adopt or create the job, and return it as the API stores it.
+        """Adopt or create the job, and return it as stored by the API.
 
         `own` is metadata with the owner reference of this attempt. Deleting an earlier job of this
         name may take at most `delete_seconds`. Raises `UserError`.
@@ -99,7 +99,7 @@ class Adoption:
             )
 
     def _require_own_service(self, name: str) -> None:
-        """Raise a `UserError` if another owner has the Service that the tasks need for DNS."""
+        """Raise a `UserError` if the Service that the tasks need for DNS has another owner."""
         if not self._kind.has_child_jobs:
             return
         try:

@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return `local` without a cluster, else the engine of the run's job, else the first one."""
+    """Return `local` outside a cluster; otherwise the engine of the run's job, or the first one."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
         return "local"

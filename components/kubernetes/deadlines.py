@@ -31,8 +31,8 @@ class Deadlines:
     """The current stage of a job, and the deadlines that apply in it.
 
     Once all tasks have run, a job stays in the stage `running`, whatever its tasks do; only
-    suspension returns it to the queue. `is_taken_up`: the engine's controller has reacted to the
-    job.
+    suspension returns it to the queue. `is_taken_up`: whether the engine's controller has reacted
+    to the job.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Deadlines:
         self.is_taken_up = self._is_suspended = self._is_put_back = False
         # When each pod that cannot start was first seen in that state.
         self._failing_since: dict[str, float] = {}
-        # Total seconds for which earlier jobs of this run have run.
+        # Total running time of earlier jobs of this run, in seconds.
         self._ran = 0.0
 
     def begin_again(self) -> None:
@@ -144,7 +144,7 @@ class Deadlines:
         return min(self._ends().values(), default=math.inf) - self._clock()
 
     def find_exceeded(self, every: Collection[Tree]) -> str:
-        """Return a message about a pod that cannot start or an exceeded deadline, if any."""
+        """Return a message if a pod cannot start or a deadline is exceeded; otherwise empty."""
         pods = self._newest_pods(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:

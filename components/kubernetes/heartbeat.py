@@ -26,10 +26,10 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Heartbeats per lease duration, so that a job is not an orphan until several have been lost.
+# Number of heartbeats per lease duration, so that a few lost ones do not make a job an orphan.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# Attempts to take the lease, which disappears or changes with the earlier job that owns it.
+# Maximum attempts to take the lease, which may change or be deleted with an earlier job.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -216,7 +216,7 @@ def read_heartbeat(lease: Tree) -> str:
 
 
 def is_renewed(lease: Tree) -> bool:
-    """Return whether a launcher has renewed a lease since it took it."""
+    """Return whether a lease has been renewed since a launcher took it."""
     spec = lease.get("spec", {})
     return bool(spec.get("renewTime") != spec.get("acquireTime"))
 

@@ -1,7 +1,7 @@
 """Reads the Kubernetes events of a job and its pods, by the uid of the involved object.
 
-Unlike the conditions of the job, events tell why a pod cannot be created. A job also runs without
-the permission to list events.
+Unlike the conditions of the job, events tell why a pod cannot be created. The permission to list
+events is optional.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PodRefusals:
         self.newest = ""
 
     def final(self) -> str:
-        """Return why the pods of a job that never ran can never be created; otherwise empty."""
+        """Return why a job that never ran can never get its pods; empty if it ran or still may."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS

@@ -187,7 +187,7 @@ class _Launch:
         self._stop: stop.Stop | None = None
         self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
-        # The leading task's last message, to be reported on an interrupt while there is no job.
+        # The leading task's last message, reported if an interrupt arrives between two jobs.
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
@@ -325,7 +325,7 @@ class _Launch:
             relay.take(event)
 
     def _note_names(self, text: str) -> None:
-        """Handle a line of the guard about names that do not resolve, or resolve again."""
+        """Store the guard's message about unresolved names, or clear it when all names resolve."""
         if found := _UNRESOLVED.search(text):
             self._deadlines.unresolved = found[0]
         elif names.RESOLVED in text:

@@ -1,8 +1,8 @@
 """Follows the logs of all tasks, and relays their events.
 
-Each line is read exactly once, even if connections break. The API can resend a log only from a
-whole second on. So timestamps identify lines that were read before, and a count identifies lines
-with equal timestamps.
+Each line is read exactly once, even if connections break. The API can resend a log only from the
+start of a second. Therefore lines that were already read are recognized by their timestamps, and
+lines with equal timestamps are counted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 # A Kubernetes object, or a part of it, as JSON.
 Tree = dict[str, Any]
 
-# The controllers find the container by this name.
+# The controllers identify the container of a task by this name.
 CONTAINER = "tensorflow"
 # The sidecar container of a user's program.
 AGENT = "flotilla-agent"
@@ -40,7 +40,7 @@ STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
 # Maximum length of pod names, Service names and label values.
 MAX_LENGTH = 63
-# The longest suffix of a pod's name: its role, its indexes and a random part.
+# Length of the longest suffix of a pod's name: its role, its indexes and a random part.
 _LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))
 _DIGEST_LENGTH = 12
 

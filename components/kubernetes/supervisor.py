@@ -408,7 +408,7 @@ class Supervisor:
             self._observe({**pod, "kind": "Pod"}, False)
 
     def _forget_absent(self) -> None:
-        """Forget pods, and the job, that were deleted while no watch saw it, as in an outage."""
+        """Forget pods, and the job, if the watches missed their deletion, as in an outage."""
         with suppress(RefusedError, UnreachableError):
             there = self._api.list_labelled(PODS, self._kind.selector(self._name))
             uids = {pod["metadata"]["uid"] for pod in there}

@@ -200,7 +200,7 @@ def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _add_traceback(step: StepRecord, known: RunState) -> StepRecord:
-    """Return the record; if training failed, with the tasks' traceback of the user's code."""
+    """Return the record; if training failed, add the tasks' traceback of the user's code."""
     if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)

@@ -55,7 +55,7 @@ from flotilla.trainer.tracking.tracker import following_step
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
 # Pauses before a stage is retried. They are long because the failed operation was already retried
-# until its own deadline, which is minutes for a store.
+# until its own deadline, which is several minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 # Seconds between two updates of a running stage's record.
 PROGRESS_SECONDS = 30.0
@@ -350,7 +350,7 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Not an `Exception`: libraries catch those, and would replace the message or continue.
+        # Not an `Exception`, because libraries catch those, and replace the message or continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -203,7 +203,7 @@ def find_config(arguments: Mapping[str, Any]) -> Config | None:
 
 
 def digests(config: Config | None) -> dict[str, str]:
-    """Return the digest of each user module in a configuration; empty if it has a bundle."""
+    """Return the digest of each user module in a configuration; empty if it names a code bundle."""
     if config is None or config.code:
         return {}
     names = [name for _, name in trained.own_code(config)]

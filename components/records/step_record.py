@@ -2,7 +2,7 @@
 
 If the steps share a folder, the records are made from their events. On a KFP instance, each step
 publishes its record to `<root>/<run id>/steps/NAME.json` when it begins and when it ends. If a
-finished run has a record without an end, that step was killed.
+record of a finished run has no end, the step was killed.
 """
 
 from __future__ import annotations

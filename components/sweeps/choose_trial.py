@@ -49,7 +49,7 @@ def work(step: Step) -> Chosen:
 def choose(step: Step) -> Chosen:
     """Rank the trials by their validation metric, and publish the survivors of a rung.
 
-    `ended` holds the trials that ended this rung, each as a JSON text.
+    `ended` lists the trials that finished this rung, each as JSON.
     """
     plan = run_trial.parse_sweep(step.sweep)
     ended_here = [each for text in step.ended if (each := read_record(Trial, text))]

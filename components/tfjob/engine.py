@@ -1,7 +1,7 @@
 """The TFJob engine: builds the TFJob of a configuration and interprets its status.
 
 The training operator (1.9) fails a job if one of its pods is deleted, evicted or preempted. It also
-deletes the Services of a suspended job, and a last checkpoint that needs a new connection would
+deletes the Services of a suspended job, so a last checkpoint that needs a new connection would
 fail. Therefore a job is asked to stop through its lease and not by `suspend`.
 """
 
@@ -209,7 +209,7 @@ class TFJobs(Engine):
         return self.end(tree) or JobEnd(is_done=False)
 
     def is_final(self, config: Config, end: TaskEnd) -> bool:
-        """Return whether the restart policy of the role does not restart a task after this exit."""
+        """Return whether this exit is final because the role's restart policy does not cover it."""
         policy = restart_policy(config, end.task.role)
         if policy == "ExitCode":
             return end.code is not None and end.code < RETRYABLE

@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object; true if the user may not ask."""
+        """Return whether the API serves a kind of object; true if the user lacks the permission."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -347,7 +347,7 @@ class Watch(threading.Thread):
         on_refused: Callable[[RefusedError], None],
         known: Iterable[Tree] = (),
     ) -> None:
-        """Store the arguments; `known` objects that are missing are reported as deleted."""
+        """Store the arguments; objects in `known` that no longer exist are reported as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource

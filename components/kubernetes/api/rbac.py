@@ -23,7 +23,7 @@ WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 @dataclass(frozen=True)
 class Permission:
-    """A verb on a kind of object. If an optional permission is missing, a run continues."""
+    """The permission for a verb on a kind of object. A run continues without an optional one."""
 
     verb: str
     resource: str
@@ -47,7 +47,7 @@ POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 # Without this permission, tasks of other Flotilla jobs in the namespace can reach the job.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
-# For a job with child Jobs: if the Job of a lost pod is deleted, the pod is recreated at once.
+# For a job with child Jobs: the launcher deletes a lost pod's Job to have it recreated at once.
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
@@ -64,7 +64,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
 
     if role == TRAINER:
-        # Without these, an abandoned job runs until its deadline, and a cancelled one ends without
+        # Without these, an abandoned job runs until its deadline, and a cancelled job ends without
         # a last checkpoint.
         return (
             *job_permissions("delete", is_optional=True),

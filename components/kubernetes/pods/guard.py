@@ -3,7 +3,7 @@
 Usage: python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
 
 The guard restarts the task inside its pod (`task_process`). In the leading task's pod, it watches
-the launcher (`launcher_watch`); elsewhere, it delays SIGTERM until that task has ended
+the launcher (`launcher_watch`); elsewhere, it delays SIGTERM until the leading task has ended
 (`shutdown`).
 """
 
@@ -73,7 +73,7 @@ class Guard:
         """Forward a signal to the task, and do not restart the task afterwards.
 
         Each signal is forwarded only once, because a second one would end the task without a last
-        checkpoint. A job that is suspended and also asked to stop would send two.
+        checkpoint. If a job is suspended and also asked to stop, two signals arrive.
         """
         mine = object()
         # Atomic, because the signal handler and the launcher watch may both send the signal.
@@ -106,7 +106,8 @@ class Guard:
 class PeerNames:
     """Reports names of other tasks that do not resolve; TensorFlow waits for them silently.
 
-    If another owner has the Service with the job's name, no name resolves, and no event says so.
+    If a Service with the job's name already exists and belongs to something else, no name resolves,
+    and no Kubernetes event reports it.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ def main(arguments: list[str]) -> int:
 def watch_as_leader(
     ending: launcher_watch.Ending, cluster: Cluster, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Watch the launcher and the names of the other tasks; return the launcher's variable."""
+    """Watch the launcher and the names of the other tasks; return the launcher variable, parsed."""
     watched: dict[str, Any] = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}")
     if watched:
         launcher_watch.start(ending, watched)
@@ -217,7 +218,6 @@ def _grace_seconds(config: Config, task: Task | None) -> float:
 
 
 def _restart_limit(config: Config, task: Task | None) -> float:
-    """Return how often this task may be restarted in its pod."""
     role = task.role if task else "worker"
     if config.cluster.kubernetes.of(role).restart_policy == "Never":
         return 0

@@ -62,7 +62,7 @@ class HeartbeatAge:
 
 
 def start(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """Watch the launcher of this job in threads; `watched` is the launcher's variable."""
+    """Watch the launcher of this job in a thread; `watched` is the parsed launcher variable."""
     threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
 
 
@@ -152,7 +152,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     except UnreachableError:
         age.unreadable()
     except Exception:
-        # For example, a proxy has responded with a web page. The loop continues, but the time does
+        # For example, a proxy has responded with a web page. The loop continues, but this time does
         # not count.
         age.unreadable()
         raise

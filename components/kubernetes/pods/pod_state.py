@@ -28,7 +28,7 @@ _START_FAILURES = (
 # The kubelet's reason for a container that keeps exiting. A sidecar that exits before its program
 # has started cannot work.
 _CRASHES = "CrashLoopBackOff"
-# Reasons with which every container waits before it starts.
+# Waiting reasons of every container that starts normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
 # Disruptions by Kubernetes, by the reason of the condition `DisruptionTarget`.
@@ -68,7 +68,7 @@ class TaskEnd:
 
     @property
     def cause(self) -> str:
-        """Return the cause in a few words."""
+        """Return a short description of the cause."""
         if self.reason == "OOMKilled":
             return f"out of memory (OOMKilled, exit code {self.code})"
         if self.code is None:
@@ -96,7 +96,7 @@ class Loss:
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit code, with the name of the signal if it means one."""
+    """Describe an exit code; if it stands for a signal, name the signal."""
     number = code - _SIGNAL_BASE
     if number in _SIGNALS:
         return f"exit code {code} (signal {signal.Signals(number).name})"
@@ -250,7 +250,7 @@ def start_failure(pod: Tree) -> str:
 
 
 def is_older(pod: Tree, other: Tree) -> bool:
-    """Return whether a pod was created before another one; the API's times are whole seconds."""
+    """Return whether a pod was created in an earlier second than another one."""
     made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
     return made < then
 
@@ -293,7 +293,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times are whole seconds: a failure in the second of the deletion was not caused by it.
+    # Times are whole seconds. A failure in the second of the deletion request has another cause.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(

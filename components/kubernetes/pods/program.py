@@ -3,8 +3,8 @@
 The agent is a native sidecar (Kubernetes 1.29): an init container that keeps running, with
 Flotilla's image. Before its startup probe succeeds, it copies the guard, a single Python file, to
 the volume that both containers share. The guard is the command of the user's container. So the
-user's image needs Python but nothing of Flotilla. If the image has no Python, the program itself is
-the command: Kubernetes restarts it, and there is no agent.
+user's image needs Python, but no part of Flotilla. If the image has no Python, the program itself
+is the command: Kubernetes restarts it, and there is no agent.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def set_task(
 ) -> None:
     """Tell the containers of a pod which task they run; an agent passes this on to its guard.
 
-    `fields` maps variables to the pod's metadata fields; one of them is the task's index, and the
+    `fields` maps variables to the pod's metadata fields; one variable is the task's index, and the
     addresses may refer to the others. With `has_tf_config`, the controller itself sets TF_CONFIG in
     the task's container.
     """

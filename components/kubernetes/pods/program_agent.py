@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 PROGRAM_SHARE = 0.5
 # How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# How long to wait for the guard's end, which the kubelet may notice first, in seconds.
+# How long to wait for the guard to end, in seconds. The kubelet may notice its end first.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
@@ -127,7 +127,7 @@ class Reaction:
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """Let the servers end at once if the leader has succeeded; otherwise it may restart."""
+        """Let the servers end at once if the leader has succeeded; otherwise, it may restart."""
         if self._server and code == DONE:
             self._server.announce()
 
@@ -187,7 +187,7 @@ def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
 
 
 def _refuse(error: UserError) -> int:
-    """Make the guard exit with an error that occurred before there was an agent."""
+    """Make the guard exit with an error that occurred before the agent started."""
     log.error("%s", error)
     link = Link(Path.cwd() / EXCHANGE)
     code = TRY_AGAIN if isinstance(error, TransientError) else error.exit_code

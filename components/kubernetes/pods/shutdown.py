@@ -3,7 +3,7 @@
 Kubernetes sends SIGTERM to all pods of a job at the same time. Therefore the guard of the leading
 task accepts a connection from the guard of every worker and server. A byte announces the leader's
 shutdown, and the end of the connection means that the leader has ended. Until then, a server
-continues to serve. Without an announcement, it ends after `NOTICE_SECONDS`.
+continues to serve. Without an announcement, the server ends after `NOTICE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
 _named_port = os.environ.get(_PORT_VARIABLE, "")
 PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"
-# Seconds that a server waits for the leader's announcement, which is missing if only it ends.
+# Seconds that a stopped server waits for the announcement, which comes only if the leader stops.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 # Spare connections beyond one for each server.

@@ -83,7 +83,7 @@ def labels(job: Job, component: str, launcher: str) -> dict[str, str]:
 
 
 def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str) -> dict[str, str]:
-    """Return the variables that tell the guard its job and its lease."""
+    """Return the variables that tell the guard which job it serves and which lease to watch."""
     resource = kind.resource
     watched = {
         "namespace": namespace,
@@ -104,7 +104,7 @@ def label_job(kind: JobKind, name: str, namespace: str) -> str:
 
 
 def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name: str) -> Tree:
-    """Return the pod template of a role; `launcher` and `port_name` are the engine's."""
+    """Return the pod template of a role; `launcher` and `port_name` come from the engine."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
     pod = _add_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
@@ -199,7 +199,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         config.cluster.kubernetes,
         config.model_dump(mode="json"),
     )
-    # Leave out the defaults, because mainly the launcher uses this section.
+    # Leave out the defaults, because the tasks use little of this section.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
     leads = config.topology.leads(task) or task == leading(config)
@@ -211,7 +211,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         "GRPC_FAIL_FAST": "use_caller",
         # With a GPU image, a pod without a GPU request would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        # The metrics are scraped from another pod.
+        # Listen on all interfaces, because another pod scrapes the metrics.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
         # This keeps TensorFlow from importing Keras 3, which workers and servers never use.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
