@@ -98,8 +98,8 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-# `python -m flotilla.trainer` puts the working folder first on Python's path, where a user's
-# `json.py` would hide Python's own.
+# Remove the working folder, which `python -m flotilla.trainer` puts first on Python's path: a
+# `json.py` of the user there would hide Python's own.
 if (
     sys.argv[:1] == ["-m"]
     and not sys.flags.safe_path

@@ -53,7 +53,7 @@ def make_assignments(
 
 
 def format_search(search: Settings) -> Iterator[str]:
-    """Yield the texts of a search.
+    """Yield the `--set` texts of a search.
 
     A list contains the values to try; a string is kept unchanged.
     """

@@ -56,8 +56,8 @@ RUN_SECONDS = 35 * _DAY
 #: Time for which the pods of a finished run and their logs are kept, in seconds.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
-# KFP replaces this text by the run id in the whole compiled pipeline before it creates pods. KFP's
-# own placeholders do not work in labels, because labels are read only at that time.
+# KFP replaces this text with the run id in the whole compiled pipeline before it creates pods.
+# KFP's own placeholders do not work in labels, because labels are read only at that time.
 _RUN_ID = "{{workflow.uid}}"
 
 
@@ -168,7 +168,7 @@ class StepPods:
             raise ConfigError(f"--mount {max(folders, key=folders.count)} is given twice")
 
     def apply(self, task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-        """Configure a task of the pipeline by its table row and the run parameters `given`."""
+        """Configure a task of the pipeline from its table row and the run parameters `given`."""
         task.set_container_image(given["image"])
         self._set_resources(task, step)
         self._set_pod(task, step)
@@ -239,10 +239,10 @@ def step_pods(
     variables: Sequence[str] = (),
     **texts: str,
 ) -> StepPods:
-    """Create the settings from the texts of options. Raises `ConfigError`.
+    """Create the settings from option strings. Raises `ConfigError`.
 
-    The forms are `KEY=VALUE`, `NAME=VALUE` and `CLAIM:FOLDER`, and YAML or JSON for a toleration.
-    `texts` are the other fields, passed unchanged.
+    Node selectors and labels are `KEY=VALUE`, variables `NAME=VALUE`, mounts `CLAIM:FOLDER`, and
+    tolerations YAML or JSON. The remaining fields, in `texts`, are passed unchanged.
     """
     return StepPods(
         node_selector=_pairs("--node-selector", node_selector, "=", "KEY=VALUE"),

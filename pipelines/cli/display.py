@@ -237,7 +237,7 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
             }
         )
     # The columns that a narrow terminal drops. The run's id already contains the model and the
-    # date, and the metric matters most, so it stays.
+    # date, and the metric matters most, so the metric stays.
     spare = ("constant", "model", "began UTC", "duration")
     return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 

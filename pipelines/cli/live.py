@@ -51,7 +51,7 @@ _REFRESHES_PER_SECOND = 8
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
-# The minimum parts of a progress line: percentage and remaining time.
+# Minimum number of parts of a progress line: the percentage and the remaining time.
 _FEWEST = 2
 
 
@@ -256,7 +256,7 @@ class Display(LiveView):
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # At the end of training and in a long validation, the estimate would stay at zero.
+        # Hide an estimate of zero: it would stay at the end of training and in a long validation.
         return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:

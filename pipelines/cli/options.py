@@ -209,7 +209,7 @@ _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
 def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
-    """Replace the parameter `instance` by options, some of which `own` overrides."""
+    """Replace the parameter `instance` with options, some of which `own` overrides."""
     options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:
@@ -222,12 +222,12 @@ def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..
 
 
 def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `target` by options that become fields of a `Submission`."""
+    """Replace the parameter `target` with options that become fields of a `Submission`."""
     return _group_options(command, "target", _TARGET, dict)
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` by options for the steps' pods, or by those named in `only`."""
+    """Replace the parameter `pods` with options for the steps' pods, or with those in `only`."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
@@ -256,7 +256,7 @@ def _group_options(
     options: Mapping[str, Any],
     made: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Replace a parameter of a command by options, and let `made` compute its value from them."""
+    """Replace a parameter of a command with options, and let `made` compute its value from them."""
 
     def called(**named: Any) -> Any:
         value = made(**{name: named.pop(name) for name in options})

@@ -201,7 +201,7 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
         # Query the cluster now, because the list of checks depends on its engine.
         one, choice = clusters.chosen(cluster, config)
     unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
-    # The steps use the image of the option, even if all tasks use another one.
+    # The steps use the image from `--image`, even if all tasks use another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: clusters.answers(cluster, config), show=clusters.SHOW)

@@ -116,7 +116,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Warn if the secret has no complete key pair. A role may be used instead."""
+    """Warn if the secret has no complete key pair; the pods may use a role instead."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

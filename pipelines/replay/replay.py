@@ -147,7 +147,7 @@ def evaluate(
         run: a run, its id, or its name on an instance.
         settings: changes to the configuration of the run, for example its slices or gate.
         workdir: the folder of local runs, below which the evaluation is written.
-        root: the storage root of the run, if it differs from that of the workdir.
+        root: the storage root of the run, if it is not the workdir's storage root.
         instance: the KFP instance of the run.
         sections: sections of the configuration, which override `settings`.
 
@@ -284,7 +284,7 @@ def code_remark(given: Given) -> str:
 
 
 def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy what the step looks up below its root, and return remarks about it."""
+    """Copy the files that the step looks up below its root, and return remarks about them."""
     config = find_config(arguments)
     if config is None:
         # The step itself will report the invalid configuration.
@@ -333,7 +333,7 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
         **({DEBUGGER: "1"} if debug else {}),
     }
     if storage.local_path(recorded.source) is None:
-        # URIs in manifests have no endpoint option, so set the endpoint by a variable.
+        # URIs in manifests have no endpoint option, so pass the endpoint in a variable.
         endpoint = locate(recorded.source).option("endpoint")
         here |= {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
     return {**left, **here}
@@ -407,7 +407,7 @@ class OutputArtifact:
 
 
 def main() -> None:
-    """Run the step described in the folder `argv[1]`. With `debug`, stop where it fails."""
+    """Run the step described in the folder `argv[1]`. With `debug`, open a debugger if it fails."""
     folder = Path(sys.argv[1])
     tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
     # Pass the mark of this version, because the run has already checked its own mark.
@@ -442,7 +442,7 @@ def post_mortem(error: BaseException) -> None:
     """Open pdb at the innermost frame of the user's code, or where the error was raised."""
     trace: TracebackType | None = None
     for frame, line in reversed(find_frames(error)):
-        # Leave out the frames below it, because pdb opens at the last frame.
+        # Leave out the frames below the user's code, because pdb opens at the last frame.
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return

@@ -197,7 +197,7 @@ class _Reader:
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
-        # By the path of each item, the words that may refer to other items.
+        # For each item, by its path: the words that may refer to other items.
         self.texts: dict[str, frozenset[str]] = {}
 
     def _uri(self, path: str) -> str:

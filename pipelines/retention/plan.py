@@ -1,8 +1,8 @@
 """Decides what to remove: a pure function of the inventory, its references and the current time.
 
-The roots are the newest versions of each model, the champion and the versions that a rollback or
-the gate needs, recent or active runs, and recently used items. Any other item is kept only if a
-root needs it, directly or indirectly.
+Items that are always kept are called roots: the newest versions of each model, the champion and the
+versions that a rollback or the gate needs, recent or active runs, and recently used items. Any
+other item is kept only if a root needs it, directly or indirectly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal, in which an item comes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# Minimum age of a removed run, because a step may write nothing for hours and clocks differ.
+# Minimum age of a run that is removed. A step may write nothing for hours, and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
@@ -97,7 +97,7 @@ class Model:
         promotions: oldest first.
         claimed: versions whose promotion is requested or decided, but not yet published.
         references: for each version without a proven gain, the champion it was compared with.
-        damaged: unreadable records, which leave open which versions are needed.
+        damaged: unreadable records, because of which it is not known which versions are needed.
     """
 
     name: str
@@ -231,7 +231,7 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
 def find_reachable(
     items: Mapping[str, Item], roots: list[Item], known: AbstractSet[str] = frozenset()
 ) -> set[str]:
-    """Return the paths of `roots` and of all items that these need, without `known` ones."""
+    """Return the paths of `roots` and of all items that they need, except those in `known`."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
         origin = left.pop()

@@ -39,7 +39,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.retry import run_parallel
 
 # Remove these files of a run last, because a later removal needs them to determine the age of the
-# others.
+# remaining files.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)

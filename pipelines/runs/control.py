@@ -234,7 +234,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
 
 
 def _interrupt(folder: Path) -> bool:
-    """Send SIGTERM to the process group of a run; return whether there was one."""
+    """Send SIGTERM to the process group of a run; return whether it had a process."""
     process = local_status.find_process(folder)
     if not process:
         return False

@@ -167,7 +167,7 @@ def one_line(words: object) -> str:
 
 
 CONNECT_SECONDS = 3.0
-# Timeout in seconds for silence; the whole response may take longer.
+# Maximum time without data from the instance, in seconds; the whole response may take longer.
 READ_SECONDS = 8.0
 # Time limits in seconds for whole requests, with retries and DNS lookup. A log may be long.
 WHOLE_SECONDS = 22.0
@@ -284,7 +284,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
     def text(self, method: str, url: str, **named: Any) -> Any:
-        """Send a request, and return its response, which may be long but not a web page."""
+        """Send a request, and return its response, which may be long but must not be a web page."""
         answer, where = self._send_request(method, url, LOG_SECONDS, **named)
         if "html" in (answer.getheader("content-type") or ""):
             raise make_format_error(self._access, where, answer)

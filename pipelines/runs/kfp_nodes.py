@@ -2,7 +2,7 @@
 
 A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns the whole workflow from a
 database, even after its pods were deleted. The newer list of nodes (v2beta1) lacks messages and pod
-names. KFP 3 removes this path, so its runs have no steps and no logs here.
+names. KFP 3 removes this path, so runs on KFP 3 have no steps and no logs here.
 
 A task `x` has a node `x`; the node `x(0)` is its first attempt. The name of a node includes the
 names of the enclosing tasks, joined by dots. Each step `train-model` has a sibling
@@ -44,10 +44,10 @@ _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
 _MOST_PREFIX = 242
 # The start of Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# The start of an error in a log stream. Its status is 200, which was sent before the log.
+# The start of an error message instead of a log. Its HTTP status is 200, which was already sent.
 _NO_LOG = '{"error_message":'
 
-# The user interface's names of object stores, by URI scheme.
+# The user interface's names for object stores, by URI scheme.
 _SOURCES = {"minio": "minio", "s3": "s3", "gs": "gcs"}
 
 Tree = Mapping[str, Any]
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod. `message` is Argo's; `step` is empty for a group's driver."""
+    """The last attempt of a pod. `message` is from Argo; `step` is empty for a group's driver."""
 
     name: str
     step: str

@@ -104,7 +104,7 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which the run publishes, found as by its steps; empty if unknown."""
+    """Return the URI below which the run publishes, by the rules of its steps; empty if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
     # The parameters of the run do not include the defaults of the pipeline version.

@@ -25,10 +25,10 @@ from flotilla.trainer.runtime.errors import UserError
 LOOK_SECONDS = 3.0
 # Seconds between two reads of the stages' records, normally and after a failed read.
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
-# Longest outage in seconds. An instance may be upgraded during a long run, which continues.
+# Longest tolerated outage, in seconds. The instance may be upgraded while a long run continues.
 RETRY_SECONDS = 120.0
-# Seconds until a pod that does not start blocks the run. The registry may be briefly unavailable,
-# or the image may still be pushed.
+# Seconds after which a pod that does not start is considered to block the run. The registry may be
+# briefly unavailable, or the image may still be pushed.
 START_SECONDS = 60.0
 # Seconds without a running pod after which a failed run is considered stalled. Argo and KFP take
 # some seconds to start the next pod.

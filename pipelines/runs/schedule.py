@@ -317,7 +317,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     """Recreate a schedule for the newest version with the steps of this code.
 
     All settings except the version are kept, including the configuration, which may be older than
-    the form. The image is `image`, or else the version's, because other images have other steps.
+    the form. If `image` is empty, the version's is used, because other images have other steps.
     """
     check_image(image)
     client = connect(access)
@@ -605,7 +605,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
     same = [
         each
         for each in named
-        # The instance uses its default if no value is given.
+        # Without a service account, the instance uses its default.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
     # Prefer an enabled schedule to a disabled one.
@@ -656,7 +656,7 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
             if error.status != ABSENT:
                 raise
         given = _meaning(each)["parameters"]
-        # In schedules that are older than the form, the bundle is a separate parameter.
+        # In schedules from before the form existed, the bundle is a separate parameter.
         settings = given.get(SETTINGS)
         bundle = (settings if isinstance(settings, Mapping) else given).get("code", "")
         if bundle and bundle != kept:

@@ -198,7 +198,7 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
 
 
 def equals(key: str, value: str) -> str:
-    """Return an API filter for a text; the instance ignores its case."""
+    """Return an API filter for a field with this value; the instance ignores the case."""
     return _filter("EQUALS", key, value)
 
 

@@ -99,9 +99,9 @@ def _train_rungs(
 ) -> Any:
     """Add the steps of all rungs. Return the step that chooses the best trial.
 
-    A loop runs over numbered places, and its steps read the surviving trials from the store. They
-    cannot be inputs, because in a loop KFP's local runner replaces each output of earlier steps by
-    the loop item.
+    A loop runs over numbered places, and its steps read the surviving trials from the store. The
+    trials cannot be inputs, because in a loop KFP's local runner replaces each output of earlier
+    steps with the loop item.
     """
     chosen: Any = None
     for rung in range(len(sweep.rungs)):

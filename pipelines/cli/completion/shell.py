@@ -52,7 +52,7 @@ def completion(
 
 
 def rejoin_words(environment: MutableMapping[str, str]) -> None:
-    """Replace bash's words by the words of the command line up to the cursor, if it is known."""
+    """If the command line is known, replace bash's words with its words up to the cursor."""
     line = environment.get("COMP_LINE", "")
     if not line:
         return

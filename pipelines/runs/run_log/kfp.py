@@ -63,7 +63,7 @@ class LogFollower:
             return
         self.refused.pop(step.name, None)
         if not over:
-            # The last line is still being written.
+            # Leave out the last line, which may be incomplete.
             text = text[: text.rfind("\n") + 1]
         seen = self._lengths.get(step.pod, 0)
         # If the log is shorter than before, Kubernetes has started a new file.
@@ -93,7 +93,7 @@ def follow_logs(
     on_line: OnLine,
     on_note: OnNote,
 ) -> RemoteRun:
-    """Pass a run's logs, or those of the step `only`, to `on_line`; return its last known state.
+    """Pass the logs of a run, or of its step `only`, to `on_line`; return the run's last state.
 
     `on_note` is called with a message about each missing log. Raises `UserError`.
     """

@@ -206,7 +206,7 @@ class LogView:
     def _make_line(self, line: Line, text: str) -> Iterator[LogLine]:
         label = line.label or self._stage
         self.labels.add(label)
-        # Show the start of a stage only before its first line; of an empty stage, show the end.
+        # Show the start of a stage only before its first line. Without lines, show only its end.
         yield from self._began()
         self._recent.append((text, label))
         if self._is_selected(label):
