@@ -27,7 +27,6 @@ ON_THIS_MACHINE = {"local": draw_plan, "tables": draw_table_plan}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all plans; return 1 if an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--on", choices=(*ON_THIS_MACHINE, "tfjob", "jobset"), default="local")
     parser.add_argument("--runs", type=int, default=3, metavar="N")

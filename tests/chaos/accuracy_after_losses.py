@@ -39,7 +39,6 @@ Measured = Mapping[str, float]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print both runs of each seed, their difference, and the differences of undisturbed runs."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.accuracy_after_losses", description=__doc__
     )
@@ -133,7 +132,7 @@ def _say_losses(course: Course, struck: int) -> None:
 
 
 class EvenKills(Kills):
-    """Kills servers at steps that divide the run evenly."""
+    """Kills servers at evenly spaced steps of the run."""
 
     def __init__(
         self, options: argparse.Namespace, folder: Path, name: str, seed: int, losses: int
@@ -148,12 +147,12 @@ class EvenKills(Kills):
             seed=seed,
             limit=options.limit,
         )
-        #: The number of killed servers.
+        #: Number of servers that were killed.
         self.struck = 0
         self._due = [options.steps * each / (losses + 1) for each in range(1, losses + 1)]
 
     def progressed(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a server if one is due and the run has recovered from the last kill."""
+        """Kill a server if a kill is due and the run has recovered from the previous kill."""
         if self.struck == len(self._due) or self.step < self._due[self.struck] or self.is_awaited:
             return
         time.sleep(self.draw.uniform(0, SPREAD_SECONDS))

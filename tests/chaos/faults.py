@@ -1,4 +1,4 @@
-"""Injects faults into a run: signals, damaged files, kernel limits."""
+"""Injects faults into a run: signals, damaged files, and kernel limits."""
 
 import random
 import resource
@@ -16,7 +16,7 @@ from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 
-# Free bytes on a full disk: less than any checkpoint needs.
+# Free bytes on a full disk, too few for any checkpoint.
 ROOM = 4096
 
 
@@ -87,7 +87,7 @@ class Target:
 
 
 def lie_of(workdir: Path) -> Path:
-    """Return the file that makes a process exit with code 0 too early."""
+    """Return the file that makes a process exit too early with code 0."""
     return workdir / "lie"
 
 
@@ -151,7 +151,6 @@ def _kill_launcher(_fault: Fault, target: Target) -> None:
 
 
 def _lie(_fault: Fault, target: Target) -> None:
-    """Make the leader exit with code 0."""
     written = target.lie.with_suffix(".part")
     written.write_text(str(target.leader().pid), encoding="utf-8")
     written.rename(target.lie)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flotilla.trainer.events import Event, newest_progress, parse
 
-# Maximum duration of a run on a busy machine, in seconds.
+# Maximum run time on a busy machine, in seconds.
 SECONDS = 900
 FLOTILLA = [sys.executable, "-c", "from flotilla.pipelines.cli.__main__ import main; main()"]
 
@@ -19,7 +19,7 @@ def events_of(
     read: dict[Path, int],
     seconds: float = SECONDS,
 ) -> Iterator[Event]:
-    """Yield the events of a run as they are written; `read` has the offset in each file."""
+    """Yield a run's events as they are written; `read` contains the offset in each file."""
     deadline = time.monotonic() + seconds
     ended = False
     newest: dict[type[Event], Event] = {}

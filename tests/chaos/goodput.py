@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True)
 class Course:
-    """The newest step of a run, and the seconds from each loss until all workers train again."""
+    """A run's newest step, and the seconds from each loss until all workers train again."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -56,7 +56,6 @@ class Lost:
         self._steps: float = math.inf
 
     def has_new_pod(self, task: str) -> None:
-        """Start to wait for this worker."""
         self._steps, self._task = math.inf, task
 
     def is_back(self, progress: Progress) -> bool:
@@ -72,7 +71,6 @@ class Lost:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print both runs of each engine, and the goodput."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.goodput", description=__doc__)
     parser.add_argument("--launcher", choices=LAUNCHERS, action="append", help="default: both")
     parser.add_argument("--seconds", type=float, default=240, help="of training in each run")
@@ -137,7 +135,7 @@ def _followed(
     lost = Lost()
 
     def tick() -> None:
-        """Evict a worker at each multiple of `every`, and end the run after `seconds`."""
+        """Evict a worker every `every` seconds, and end the run after `seconds`."""
         began = time.monotonic()
         for number in itertools.count(1):
             at = number * every

@@ -16,7 +16,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.contents import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
-# Shards by the table's name and the shard's number.
+# Shards by table name and shard number.
 Shards = Mapping[tuple[str, int], "GrownShard"]
 
 
@@ -40,12 +40,11 @@ class GrownShard:
 
     @property
     def twice(self) -> int:
-        """Return the number of ids with more than one row."""
         return sum(count > 1 for count in Counter(self.ids.tolist()).values())
 
     @property
     def miscounted(self) -> int:
-        """Return how far the number of rows differs from the number that the table counted."""
+        """Return the difference between the actual number of rows and the table's own count."""
         return abs(len(self.ids) - (self.given - self.evicted))
 
 
@@ -74,7 +73,7 @@ def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
     rows, used = values[f"{own}rows"], values[f"{own}used"]
-    # The last slot is shared by all ids without a row.
+    # The last slot is shared by all IDs without a row.
     live = np.flatnonzero(used[:-1] >= 0)
     name = f"{own.removeprefix('model/')}rows".replace("/", "_")
     slots = [path for path in values if path.startswith("optimizer/") and name in path]
@@ -118,7 +117,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
 
 
 def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
-    """Describe the ids that are missing in a later checkpoint although they were not evicted."""
+    """Describe the IDs that are missing in a later checkpoint although they were not evicted."""
     if earlier.keys() != later.keys():
         yield "it has other shards"
         return
@@ -133,7 +132,7 @@ def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[st
 
 
 def in_words(all_shards: Sequence[Shards]) -> str:
-    """Summarize the rows of some checkpoints, oldest first, in one line."""
+    """Summarize the rows of several checkpoints, oldest first, in one line."""
     if not all_shards:
         return "no rows"
     last = all_shards[-1].values()

@@ -13,13 +13,13 @@ from tests.kubernetes.cluster import NAMESPACE, Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
 
-# `kubectl delete`, a drain and the scheduler delete a pod for different reasons, but in the same
-# way.
+# `kubectl delete`, a node drain and the scheduler delete a pod in the same way, but give different
+# reasons.
 REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "PreemptionByScheduler"}
 
 
 class JobTarget:
-    """The cluster of one run, and the process of the command line."""
+    """The cluster of a run, and the process of its command line."""
 
     def __init__(
         self, kube: Cluster, launcher: str, workdir: Path, process: subprocess.Popen[bytes]
@@ -30,13 +30,12 @@ class JobTarget:
         self._outages: list[threading.Timer] = []
 
     def pod(self, task: str) -> Tree | None:
-        """Return the pod of a task, or None if it does not run or is being deleted."""
+        """Return a task's pod, or None if it is not running or is being deleted."""
         pod = self.kube.pods().get(task)
         runs = pod and pod["status"]["phase"] == "Running"
         return pod if pod and runs and not pod["metadata"].get("deletionTimestamp") else None
 
     def cancel_run(self) -> None:
-        """Interrupt the run, as Ctrl-C does."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill_launcher(self) -> bool:
@@ -68,7 +67,7 @@ class JobTarget:
                     self.kube.suspend(job, is_suspended)
 
     def for_a_while(self, seconds: float, end: Callable[[], None]) -> None:
-        """Call `end` after some seconds, or when the run has ended."""
+        """Call `end` after some seconds, or when the run ends."""
         timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
@@ -126,7 +125,7 @@ def _api_outage(fault: Fault, target: JobTarget) -> str:
 
 
 def _controller_outage(fault: Fault, target: JobTarget) -> str:
-    """Stop the controller and its webhook: no job is reconciled, and all changes are rejected."""
+    """Stop the controller and its webhook: jobs are not reconciled, and changes are rejected."""
     kube = target.kube
 
     def is_down(down: bool) -> None:

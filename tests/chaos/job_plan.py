@@ -12,7 +12,7 @@ STRATEGIES = (
     "in_graph",
     "multi_worker_mirrored",
 )
-# Each kind of fault with its weight; the kinds in the first line affect a task.
+# Each kind of fault with its weight; the kinds in this first group affect a task.
 OF_TASKS = {
     "delete": 4,
     "evict": 3,
@@ -34,8 +34,6 @@ LASTING = ("API outage", "controller outage", "suspend")
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(Plan):
-    """A run that trains as a job, and its faults."""
-
     launcher: str
     steps: int = STEPS
     every: int = EVERY
@@ -51,12 +49,12 @@ class JobPlan(Plan):
 
     @property
     def most_failures(self) -> int:
-        """Return how many tries may fail: only a kill of the launcher fails a try."""
+        """Return how many tries may fail: only a killed launcher makes a try fail."""
         return sum(fault.kind == "kill launcher" for fault in self.faults)
 
 
 def draw_job_plan(seed: int, launcher: str) -> JobPlan:
-    """Return the plan of a seed, with the same faults on each engine."""
+    """Return the plan of a seed; its faults are the same for each engine."""
     draw = random.Random(seed)
     shape = JobPlan(
         seed=seed,

@@ -1,4 +1,4 @@
-"""One run with faults that trains as a Kubernetes job on the fake cluster."""
+"""Runs a pipeline with faults that trains as a Kubernetes job on the fake cluster."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.chaos.run import Run, Say
 from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
-# The faults that do not affect training.
+# Faults that do not affect training.
 HARMLESS = ("API outage", "controller outage")
 
 
@@ -40,7 +40,7 @@ class _JobRun(Run):
         return inject_into_job(fault, target)
 
     def _left(self) -> list[str]:
-        """Wait for the pods of a deleted job, which may save during their grace period."""
+        """Wait for a deleted job's pods, which may save a checkpoint in their grace period."""
         try:
             self._kube.store.wait(lambda: not self._kube.of_jobs())
         except AssertionError:

@@ -17,7 +17,7 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.events import AttemptBegin, Progress, Restart, ServersLost
 from tests.chaos.followed import FLOTILLA, events_of, say
 
-# Exit codes of a finished run, and of a terminated one.
+# Exit codes of a finished run and of a terminated run.
 ENDS = (0, 130)
 
 
@@ -50,12 +50,12 @@ class Kills:
         self.workdir = folder / "runs"
         self.found = Course()
         self.draw = random.Random(seed)
-        #: The newest global step that the run reported.
+        #: Newest global step that the run reported.
         self.step = 0
         self._command = [*FLOTILLA, "train", str(config), "--workdir", str(self.workdir)]
         self._command += [f"--set={each}" for each in [*settings, f"storage.root={root}"]]
         self._folder, self._root, self._limit = folder, root, limit
-        # The role of the last kill, its time, and the step of the run at that time.
+        # Role of the last killed task, time of the kill, and the run's step at that time.
         self._awaited: tuple[str, float, int] | None = None
         self._has_begun = False
         self._lock = threading.Lock()
@@ -97,11 +97,10 @@ class Kills:
 
     @property
     def is_awaited(self) -> bool:
-        """Return whether the run has made no progress since the last kill."""
         return self._awaited is not None
 
     def kill(self, role: str) -> bool:
-        """Kill a random task of a role; return whether one existed."""
+        """Kill a random task of a role; return whether there was one."""
         tasks = self._tasks()
         self.weigh(tasks)
         names = sorted(name for name in tasks if name.startswith(f"{role}-"))

@@ -1,4 +1,4 @@
-"""The plan of a run, drawn from a seed so that it can be repeated."""
+"""Draws the plan of a run from a seed, so that the run can be repeated."""
 
 import random
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write parts of checkpoints; these models are too small."""
+        """Return whether servers write checkpoint parts; the models here are too small for that."""
         return False
 
     @property
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def halfway(self) -> int:
-        """Return the maximum number of ids that a loss may leave inconsistent."""
+        """Return the maximum number of IDs that a loss may leave inconsistent."""
         return 0
 
     @property
@@ -115,7 +115,7 @@ class Plan:
             "cluster.workers": self.workers,
             "cluster.evaluator": str(self.evaluator).lower(),
             "cluster.communication": "ring",
-            # Each fault may cost a restart, and these tests do not test the limit.
+            # Each fault may cost a restart, and these tests do not test the restart limit.
             "cluster.max_restarts": 2 * len(self.faults) + 2,
             "gate.min.accuracy": 0.8,
         }

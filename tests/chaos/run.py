@@ -1,4 +1,4 @@
-"""One run with faults: the whole pipeline, resumed until it is blessed."""
+"""Runs a whole pipeline with faults, and resumes it until its model is blessed."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from tests.kubernetes.cluster import shared
 from tests.pipelines.called import processes_of
 
 SECONDS_TO_NOTICE = 30
-# The name of a function instead of an import, which would load Keras.
+# A function name instead of an import, because an import would load Keras.
 LIAR = "tests.chaos.liar:mlp"
-# The roles whose loss costs no steps, by strategy.
+# Roles whose loss costs no steps, by strategy.
 SPARED = {
     "async_parameter_server": ("worker", "evaluator"),
     "sync_parameter_server": ("worker", "evaluator"),
@@ -62,7 +62,7 @@ class Run:
         self._resumable: tuple[int, ...] = (1, KILLED)
 
     def to_its_end(self) -> Outcome:
-        """Start the run, and resume it as long as a fault may be the reason for its failure."""
+        """Start the run, and resume it as long as its failures may be due to a fault."""
         root = self._store.root
         # Each run has a unique name, because models of the same name would be compared with each
         # other.
@@ -133,13 +133,12 @@ class Run:
         return Target(config.parent, self._store, random.Random(self._plan.seed), process)
 
     def _strike(self, fault: Fault, target: Any) -> str:
-        """Inject a fault and return a short description of its effect."""
         self._found.losses += _attempts_lost(self._plan, fault)
         self._found.kills += fault.kind == "kill launcher"
         return inject(fault, target)
 
     def _left(self) -> list[str]:
-        """Return the remaining processes of an ended try; killed processes get time to end."""
+        """Return the processes that remain after a try; killed processes first get time to end."""
         is_killed = self._found.ends[-1][0] == KILLED
         deadline = time.monotonic() + (SECONDS_TO_NOTICE if is_killed else 0)
         while processes_of(self._workdir) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The storage of the runs: a folder, or an object store behind a proxy that simulates outages."""
+"""Storage for runs: a folder, or an object store behind a proxy that simulates outages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Folder:
         (self._path / name).write_bytes(data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
-        """Do nothing: a plan with an outage uses an object store."""
+        """Raise an error, because a plan with outages uses an object store."""
         raise NotImplementedError
 
     def open(self) -> None:
@@ -54,7 +54,7 @@ class Bucket:
     def __init__(self, server: S3Server, door: Door) -> None:
         """Connect to the server directly; the runs connect through the proxy."""
         self._server, self._door = server, door
-        # All servers in this process share their objects, so each run has its own bucket.
+        # All servers in this process share their objects, so each run gets its own bucket.
         self._bucket = f"chaos-{secrets.token_hex(4)}"
         self.root = f"s3://{self._bucket}/flotilla"
         server.create_bucket(self._bucket)
@@ -88,7 +88,7 @@ Store = Folder | Bucket
 
 @contextmanager
 def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
-    """Yield a store that this process can also reach inside the `with` block."""
+    """Yield a store for the runs, which this process can reach inside the `with` block."""
     if not has_outages:
         yield Folder(folder / "store")
         return

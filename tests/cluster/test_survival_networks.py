@@ -305,7 +305,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # The intervals are short, because gRPC would close an idle channel that pings so often.
+    # These pings are far more frequent than Flotilla's; gRPC tolerates them only while data flows.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
