@@ -57,12 +57,12 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 MOST_ROWS = 100_000
 # Maximum number of omitted inputs that a message names.
 _NAMED = 3
-# Suffixes of scikit-learn's class names, for classification and for regression.
+# Suffixes or names of scikit-learn classes, for classification and for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Maximum product of columns, rows and trees per boosting iteration, which takes 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of rows for a recommendation (three columns), and of output values (64 MB).
+# Maximum number of rows if a recommender is fitted, and of output values (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 

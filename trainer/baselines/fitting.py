@@ -88,7 +88,7 @@ def boosting(columns: Columns) -> Kind:
 
 
 def linear(columns: Columns) -> Kind:
-    """Return logistic or ridge regression on numbers, one-hot categories and TF-IDF."""
+    """Return logistic regression or ridge regression on numbers, one-hot categories and TF-IDF."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
@@ -113,7 +113,7 @@ def linear(columns: Columns) -> Kind:
 
 
 def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
-    """Call `fit` with growing numbers of iterations until it converges or time runs out."""
+    """Call `fit` with growing numbers of iterations until the model converges or time runs out."""
     clock.check()
     done, size = 0, min(_FIRST, most)
     while done < most and size > 0:

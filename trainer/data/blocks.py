@@ -48,7 +48,7 @@ def choose_rows(rows: int, size: int, largest: int) -> int:
 def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
-    """Yield blocks of `size` rows of a table from `columns.make_table`; the last may be shorter.
+    """Yield blocks of `size` rows of a table from `columns.make_table`; the last is shorter.
 
     Equal rows give equal bytes.
     """
@@ -66,7 +66,7 @@ def encode_blocks(
 def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
     """Parse blocks (strings of shape (n,)) to tensors of shape (rows, ...), by feature.
 
-    Images are still encoded and sequences ragged; `complete` makes a batch of them.
+    Images are still encoded and sequences are ragged; `complete` converts them to a batch.
     """
     of_lengths = {length_name(name) for name, each in features.items() if _is_sequence(each)}
     wire = {_key(name): _wire(feature) for name, feature in features.items()}
@@ -94,7 +94,7 @@ def complete(
 def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
     """Parse a batch of one-row records (strings of shape (n,)), as sent by clients.
 
-    A block of one row is such a record. The lengths of sequences follow from their content.
+    A record is a block with one row. The lengths of sequences are inferred from their content.
     """
     if not features:
         return {}
@@ -215,7 +215,7 @@ def _wire(feature: FeatureSpec) -> Any:
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    """Return the rows of a parsed column; `count` is their number, or their lengths."""
+    """Return the rows of a column; `count` is the number of rows, or the lengths of sequences."""
     if not _is_one_value(feature):
         values = column.values
         if feature.stored in ("int", "float"):

@@ -35,7 +35,7 @@ _SHORT_FLOAT = "bfloat16"
 
 
 def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arrays and lists to columns in the forms of this module, and add the lengths.
+    """Convert arrays and lists to columns in the forms of this module, and add length columns.
 
     A feature of variable length, or an array of texts, may be given as an array or as a list of
     arrays.

@@ -2,8 +2,8 @@
 
 A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
 across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,
-20261123 or 2026/11/23), which is the span of a file. Hidden files are left out: names that begin
-with a dot or an underscore, and checksum files (`.crc`).
+20261123 or 2026/11/23), which is the span of a file. Hidden files are left out: files whose name
+begins with a dot or an underscore, and checksum files (`.crc`).
 
 A changed file is detected by its size and its tag. In a bucket, the tag is a checksum, so a file
 that is stored again with the same content is unchanged. On a disk, it is the modification time.
@@ -86,7 +86,7 @@ class Listing:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of names, contents and splits, which is independent of location and order."""
+        """A digest of the files' names, contents and splits, independent of location and order."""
         return _digest(self.files)
 
     @cached_property

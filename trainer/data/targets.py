@@ -1,4 +1,4 @@
-"""Statistics of the targets of a dataset: examples per class, or the moments of a number.
+"""Statistics of the targets of a dataset: examples per class, or moments of a number.
 
 They are part of the manifest, so that a task can be checked, and its classes balanced, without
 reading an example.

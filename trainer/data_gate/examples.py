@@ -1,8 +1,8 @@
 """Rules on whole examples: duplicates within a split, and leakage between splits.
 
 Examples are identified by the hashes of their inputs. For a large split, only the smallest hashes
-are known. They are a uniform sample of its distinct examples, and an example in one sample is in
-the samples of all splits that have it.
+are known. These are a uniform sample of the split's distinct examples: an example in one sample is
+in the samples of all splits that contain it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find unexpected duplicates; report the split with the most."""
+    """Find unexpected duplicates; report the split with the most duplicates."""
     dataset, limit = question.dataset, question.limit("duplicates")
     found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():

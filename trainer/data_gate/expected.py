@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
-# A text with more distinct values is not a category.
+# A text feature with more distinct values is not treated as a category.
 _MOST_VALUES = 50
 
 

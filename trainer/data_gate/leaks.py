@@ -4,8 +4,8 @@ An input leaks a class if all examples with the same value have the same class, 
 thresholds separate the classes. Natural classes may also be separable, such as the petals of an
 iris species, but then examples become rare near the threshold. If the label is derived from the
 input, the threshold cuts a distribution in two, or all examples of a class have one value. An input
-leaks a number if the two have a linear relation, the same order, or one number per value of the
-input.
+leaks a numeric label if the two have a linear relation or the same order, or if each value of the
+input has only one label.
 
 The rule uses the sample of the training split.
 """
@@ -156,7 +156,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return a divisor whose remainder of a row number determines the class; 0 if there is none."""
+    """Return a divisor for which the remainder of a row number determines the class; 0 if none."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0

@@ -1,6 +1,6 @@
 """Two-sample tests on stored statistics.
 
-Each test returns an effect size besides a p-value, because with many examples even a tiny
+Each test returns an effect size in addition to a p-value, because with many examples even a tiny
 difference is significant, and with few examples even a large one is not.
 """
 

@@ -107,7 +107,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
 
 
 def missing(question: Question) -> Iterator[Finding]:
-    """Find features without values, and features with more missing values than before."""
+    """Find features without values, and features with more missing values than the champion's."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):

@@ -35,8 +35,7 @@ _FEW = 1e-9
 class _Answers(NamedTuple):
     """One entry per label: class, example, whether each model recognizes it, and weight.
 
-    `guessed` is the weight of the examples that the champion assigns to each class, and `total` the
-    total weight.
+    `guessed` has the weight of the champion's predictions by class, and `total` the total weight.
     """
 
     classes: Array

@@ -189,7 +189,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Compare with a constant by a permutation test; {} if the metric is compared by example."""
+    """Compare with a constant by permutation; return {} if the metric is compared by example."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))

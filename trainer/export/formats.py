@@ -56,7 +56,7 @@ def convert_to_tflite(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # The converter uses a deprecated interpreter, which causes a warning.
         warnings.simplefilter("ignore")
-        # Custom gradients of lookups would also be saved. If that fails, the signature is dropped.
+        # Do not save custom gradients of lookups. If saving them fails, the signature is dropped.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(holder, folder, {SERVING: function}, options)
         converter = tf.lite.TFLiteConverter.from_saved_model(folder)
@@ -124,11 +124,11 @@ class Format:
     Attributes:
         path: the path of the file, relative to the model's folder; empty for the SavedModel, whose
             path `format_path` returns.
-        write: writes a model to a path; the last argument is calibration examples by feature.
+        write: writes a model to a path; the last argument has calibration examples by feature.
         read: returns a predictor for each way to call the model; all must predict the same.
         tolerance: the largest allowed difference of an answer from the original.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
-            worse its main metric may be.
+            worse the main metric may be.
     """
 
     path: str

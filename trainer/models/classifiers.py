@@ -64,7 +64,7 @@ def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
 def hidden(
     x: keras.KerasTensor, *, hidden_units: Sequence[int], dropout: float
 ) -> keras.KerasTensor:
-    """Flatten `x` and apply ReLU layers with dropout after each."""
+    """Flatten `x` and apply ReLU layers, each followed by dropout."""
     rate = share("dropout", dropout)
     x = keras.layers.Flatten(name="flatten")(x)
     for index, units in enumerate(sizes("hidden_units", hidden_units)):

@@ -107,7 +107,7 @@ def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> S
 def growing_table(
     spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
 ) -> EmbeddingTable:
-    """Return the growing table of an input feature, whose type is the type of the ids.
+    """Return the growing table of an input feature; its ids have the type of the feature.
 
     `arguments` come from a configuration, and may override `shards`.
 

@@ -99,8 +99,8 @@ class Words(keras.layers.Layer):
 
     Words are split as in Keras's `TextVectorization`: in lower case, without punctuation, at
     spaces. Non-ASCII letters keep their case. Punctuation is removed and does not separate words,
-    because no layer or operation of Keras replaces it by a space, and a Keras file would need a
-    class of this package.
+    because Keras has no layer or operation that replaces it with a space, and a Keras file must not
+    need a class of this package.
     """
 
     def __init__(

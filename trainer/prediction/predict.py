@@ -61,8 +61,8 @@ def predict(request: Request) -> Summary:
     """Process a request.
 
     Raises:
-        UserError: the model or the data cannot be read, or the rows cannot be written. An existing
-            output file then stays unchanged.
+        UserError: the model or the data cannot be read, or the rows cannot be written. In this case
+            an existing output file stays unchanged.
     """
     with tempfile.TemporaryDirectory(prefix="predict-") as name:
         scratch = Path(name)

@@ -83,7 +83,7 @@ class Study:
         return _read_sweep(self._study, self._plan)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, a waiting or a new one; None if none is left."""
+        """Return the next trial to train, which is a waiting or a new one; None if none is left."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):

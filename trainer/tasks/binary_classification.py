@@ -125,7 +125,7 @@ class BinaryClassification(Sigmoid):
         return self.decide(outputs).astype(np.int64)
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of label and prediction, and the probability of the label."""
+        """Return the names of the label and the prediction, and the probability of the label."""
         yes, logit = bool(label), float(output[0])
         return {
             "label": self.labels[int(yes)],

@@ -96,7 +96,7 @@ class Classification(Softmax):
         ]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of label and prediction, and the probability of the label."""
+        """Return the names of the label and the prediction, and the probability of the label."""
         names, probabilities = self.labels, metrics.softmax(output[np.newaxis])[0]
         return {
             "label": names[int(label)],

@@ -108,7 +108,7 @@ class MultiOutput(Task):
         return found
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of each task, from the columns with its prefix."""
+        """Return the outputs of each task, from the columns prefixed with the output's name."""
         own = group_by_output(self.parts, answers)
         return {name: part.outputs_of(own[name]) for name, part in self.parts.items()}
 

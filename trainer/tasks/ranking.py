@@ -1,7 +1,7 @@
 """Ranking of offered items by whether they are taken: clicks, purchases, relevant answers.
 
     label     as in `binary_classification`, with "taken" as the positive class: by default the
-              second class, because it is not always the rarer one
+              second class, even if the first class is rarer
     outputs   scores [n, 1]: logits of "taken"
     loss      binary cross entropy of single examples, so that scores are calibrated
     metrics   as in `binary_classification`. If `data.group` identifies queries (a search, a page,

@@ -151,7 +151,7 @@ class Regression(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return label, prediction and error; if there are several errors, the largest one."""
+        """Return the label, prediction and error; if there are several errors, the largest one."""
         true = np.ravel(label).astype(np.float64)
         predicted = np.ravel(self.predictions(output)).astype(np.float64)
         error = predicted - true

@@ -36,7 +36,8 @@ def batches(  # noqa: PLR0913, PLR0917
     """Yield the selected features of the examples in a range of a split, by feature name.
 
     Raises:
-        UserError: a file is missing or corrupted, or the number of examples is not as declared.
+        UserError: a file is missing or corrupted, or the number of examples differs from the
+        declared one.
     """
     left = end - first
     whole = end == source.info.splits[split].num_examples
@@ -62,7 +63,7 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # Examples may have any shape, even images, so read them one at a time.
+    # Examples, even images, may have any shape, so read them one at a time.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})

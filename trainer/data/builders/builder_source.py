@@ -1,4 +1,4 @@
-"""A TFDS builder as a source: its splits are divided into ranges and assigned by `splits.plan`."""
+"""A TFDS builder as a source; `splits.plan` assigns its examples to train, validation and test."""
 
 from __future__ import annotations
 

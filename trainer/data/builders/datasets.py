@@ -1,4 +1,4 @@
-"""Find the builder of a dataset: embedded, from TFDS, or a user's `package.module:Builder`."""
+"""Find a dataset's builder: an embedded or a TFDS builder, or a user's `package.module:Builder`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Names instead of classes, so that the packages of a builder are loaded only when it is used.
+# Class names instead of classes, so that a builder's packages are imported only when it is used.
 _HERE = "flotilla.trainer.data.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",
@@ -37,7 +37,7 @@ _MOVED = {
 
 
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
-    """Return the TFDS builder of `config.dataset`, in the configured version, or the newest.
+    """Return the TFDS builder of `config.dataset`, by default in its newest version.
 
     A name may include a TFDS config, such as `glue/cola`. TFDS stores its downloads and prepared
     files in `data_dir`. `data.builder_args` are passed to the builder.

@@ -98,8 +98,8 @@ def download(
     Raises:
         ConfigError: the folder does not exist.
         TransientError: a host is unreachable or overloaded, or the connection broke.
-        UserError: files are missing and cannot be downloaded, are not the official ones, or the
-            builder failed.
+        UserError: files are missing and cannot be downloaded, files are not the official ones, or
+            the builder failed.
     """
     # `is_prepared()` would log a warning for each dataset that is not prepared.
     if (builder.data_path / "dataset_info.json").exists():
@@ -138,7 +138,7 @@ class _Bar:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
         known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
         what = next((words for begin, words in known.items() if title.startswith(begin)), "")
-        # Ignore the bars of splits and URLs, which contain the bars of examples and bytes.
+        # Count only the bars of examples and bytes, not the enclosing bars of splits and URLs.
         is_counted = what and unit not in ("splits", "url")
         unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
         self._work = Work(what, unit, given.get("total") or 0) if is_counted else None

@@ -84,7 +84,7 @@ class DigitProperties(tfds.core.GeneratorBasedBuilder):
 
 
 class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Base class of tables, which have rows of numbers, named `features`, and labels."""
+    """Base class of tables: rows of numbers, named `features`, with labels."""
 
     VERSION = tfds.core.Version("1.0.0")
     LABELS: ClassVar[Mapping[str, Any]]

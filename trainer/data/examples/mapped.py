@@ -2,7 +2,7 @@
 
 The function is called with an example, a dict of values by name. It returns an example, or None to
 leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
-returns arrays of the same number. Texts are `str`, encoded images are bytes, and other values are
+returns arrays of as many examples. Texts are `str`, encoded images are bytes, and other values are
 numbers or NumPy arrays.
 
 The features of the result are inferred from the first examples; later examples must match.
@@ -58,7 +58,7 @@ def source_config(config: DataConfig) -> DataConfig:
 
 
 class _Row(NamedTuple):
-    """A result of the function, and the number of its example in a part."""
+    """A result of the function, and the index of its example in the part."""
 
     part: Part
     number: int
@@ -165,7 +165,7 @@ class MappedSource(Source):
                 raise self._make_error(error, part, number) from None
             # The user's code may raise any exception.
             except Exception as error:
-                # Finding the place of an example may read the part again.
+                # Locating an example may read the part again.
                 said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
                 raise UserError(f"{self.name}: {said}") from error
             number = end
@@ -289,7 +289,7 @@ def _decode(values: Any) -> Any:
 
 
 def make_example(result: Any) -> Example:
-    """Return the values of an example as arrays; texts are bytes in arrays of objects.
+    """Return the values of an example as arrays; texts become object arrays of bytes.
 
     Python integers become int64. Python floats and other 64-bit floats become float32.
 

@@ -1,4 +1,4 @@
-"""Roles of the columns of files, from the configuration and the names. Free of TensorFlow."""
+"""Roles of the columns of files, from the configuration and column names. Free of TensorFlow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assign(
 ) -> ColumnRoles:
     """Choose the roles of columns. With `data.map`, only the function's results have roles.
 
-    Columns of `index` are left out unless a key names them; `where` is used in messages.
+    Columns in `index` are left out unless a key names them; `where` is used in messages.
 
     Raises:
         ConfigError: a key names a missing column, or no label can be inferred.

@@ -232,7 +232,7 @@ class ColumnScan:
         return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
-        """Add texts if all are plain numbers, which is the fast path of most columns."""
+        """Add texts if all are plain numbers; this fast path is enough for most columns."""
         plain = text_values.parse_plain(known)
         if plain is None:
             return False

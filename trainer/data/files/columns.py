@@ -1,4 +1,4 @@
-"""Types of the columns of files, inferred from all rows instead of the first ones."""
+"""Types of the columns of files, inferred from all rows, not only from the first ones."""
 
 from __future__ import annotations
 

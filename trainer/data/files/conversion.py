@@ -99,7 +99,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 
 
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
-    """Return the times or numbers that order the examples, in full precision.
+    """Return the times or numbers by which examples are ordered, in full precision.
 
     `said` is the configured kind; if empty, texts are read as the kind of most values.
     """

@@ -36,7 +36,7 @@ _FAMILIES = {
     "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
     "image": "text", "tensor": "list",
 }  # fmt: skip
-# Families that texts belong to, if all of at least `_SURE` values have the same kind.
+# Family of a text column if it has at least `_SURE` values, all of the same kind.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
 # If a larger share of rows is broken, do not suggest skipping them.

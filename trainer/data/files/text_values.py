@@ -114,9 +114,10 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
 
 
 def parse_plain(array: pa.Array) -> pa.Array | None:
-    """Parse texts as int64 or float64; None unless all are numbers. Fast path of most columns.
+    """Parse texts as int64 or float64; return None unless all are numbers.
 
-    A few texts are tried first, because Arrow takes long to report texts that are not numbers.
+    This is the fast path for most columns. A few texts are tried first, because Arrow takes long to
+    report texts that are not numbers.
     """
     if not pc.any(matches(array, _NOT_PLAIN)).as_py():
         for kind in (pa.int64(), pa.float64()):

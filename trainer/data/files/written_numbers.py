@@ -84,7 +84,7 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 
 
 def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> Counter[str]:
-    """Count the texts of each notation; units are counted as `unit kg`.
+    """Count the texts of each notation; a unit such as kg is counted as `unit kg`.
 
     Texts without a unit are counted too, except 0, which is the same in all units. `counts` has the
     number of times that each text occurs; None means once.
@@ -150,7 +150,7 @@ def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
-    """Return whether some values are amounts of money, per cent, or numbers without a unit."""
+    """Return whether some values are amounts of money, percentages, or numbers without a unit."""
     units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 

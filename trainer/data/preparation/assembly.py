@@ -80,7 +80,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
             for bucket in shuffle_rows(chunks, sums.bytes[split], seed):
                 writer.add(bucket)
                 work.add(bucket.num_rows)
-                # Free its memory for the next bucket.
+                # Free the memory of this bucket before the next one is filled.
                 del bucket
     with Work("writing the statistics"):
         _write_statistics(sums, counts, folder)

@@ -1,8 +1,8 @@
 """Map the parts of a source with Apache Beam: workers publish parts, and this process fetches them.
 
-A worker needs this package, and the module of `data.map` or of a user's builder, which it fetches
-if the run has a code bundle. The pipeline options, and the stores that workers need, are checked
-first.
+A worker needs this package. It also needs the module of `data.map` or of a user's builder, which it
+fetches from the run's code bundle if there is one. The pipeline options, and the stores that
+workers need, are checked first.
 
 Beam is an optional dependency, which is imported only if it is used.
 """

@@ -212,7 +212,7 @@ class Chunk:
 
 
 def list_chunks(folder: Path, split: str) -> list[Chunk]:
-    """Return the chunks of a split of the part in `folder`."""
+    """Return the chunks of one split, from the part in `folder`."""
     path = _rows(folder, split)
     if not path.exists():
         return []

@@ -1,7 +1,7 @@
 """Map the parts of a source in parallel processes on this machine.
 
-A process takes seconds to import TensorFlow, so a few parts are mapped in the current process. Each
-process ends when its parent ends, even if the parent is killed.
+A process takes seconds to import TensorFlow, so if there are only a few parts, they are mapped in
+the current process. Each process ends when its parent ends, even if the parent is killed.
 """
 
 from __future__ import annotations

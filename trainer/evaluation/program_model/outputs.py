@@ -1,9 +1,9 @@
 """Converts the outputs of a program's model to the outputs of its task: logits or numbers.
 
-An output is recognized by the name of an answer (`logits`, `probabilities`, `logit`, `probability`
-or `prediction`). With several targets, it has the name of the target, alone or as a prefix. A
-single output may have any name. Whether values are probabilities is set by `program.outputs`, or
-inferred from the outputs for real examples.
+An output is recognized if it has the name of an answer (`logits`, `probabilities`, `logit`,
+`probability` or `prediction`). With several targets, it has the name of the target, alone or as a
+prefix. A single output may have any name. Whether values are probabilities is set by
+`program.outputs`, or inferred from the outputs for real examples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Task
 
 AUTO, PROBABILITIES, LOGITS, NUMBERS = "auto", "probabilities", "logits", "numbers"
-# How to interpret the values of an output with this name; empty to infer it from the values.
+# How to interpret the values of an output with this name; empty to infer this from the values.
 _NAMED = {
     "logits": LOGITS,
     "logit": LOGITS,
@@ -46,7 +46,7 @@ class Output:
         name: the name of the output.
         taken: how its values are interpreted: probabilities, logits, or numbers.
         part: the task of this output.
-        swap: whether the model treats the other one of two classes as positive.
+        swap: whether the model treats the other of the two classes as positive.
     """
 
     name: str

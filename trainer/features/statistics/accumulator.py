@@ -308,7 +308,7 @@ class Accumulator:
             return counter.distinct
         if name not in self._values:
             return 0
-        # The hashes of texts count batches, not examples, so the number of examples does not help.
+        # A text is hashed once per batch, not once per example, so `of` is unknown.
         present = None if counter else self.examples - self._missing[name]
         return self._values[name].distinct(present)
 

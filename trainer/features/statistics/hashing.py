@@ -39,7 +39,7 @@ def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.
 
 
 def digest(values: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each value of a column, in any form that `to_arrow` accepts."""
+    """Return a 64-bit digest of each value of a column; `to_arrow` lists the accepted forms."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         if values.dtype != np.uint8 or values.ndim == 1:
             return _numbers(values)

@@ -182,7 +182,7 @@ class Recommendation(Ranking):
         search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
     def recalls(self, search: Search) -> dict[str, Queries]:
-        """Return the recalls of a search, for each of `k` that the number of candidates allows."""
+        """Return the recalls of a search, for each cutoff in `k` up to the number of candidates."""
         weights, found = search.weights, search.recalls(self._numbers)
         return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 

@@ -76,7 +76,7 @@ class NpzReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield rows of a piece; a row is never broken."""
+        """Yield the rows of a piece; no row is ever broken."""
         with _open(path) as arrays:
             stop = _count(arrays) if piece.stop == END else piece.stop
             chosen = {name: arrays[name] for name in columns or arrays}

@@ -1,4 +1,4 @@
-"""Parquet: schema and row count are in its metadata, and row groups are read independently."""
+"""Parquet: a file's metadata has schema and row count; row groups are read independently."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ParquetReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the rows of a range of row groups; a row of Parquet is never broken."""
         with _file(path) as file:
-            # Select whole structs: the name of a struct selects all its fields.
+            # Select whole structs, because the name of a struct selects all its fields.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             groups = list(_groups(file, piece))
             most = _rows_at_once(path, file, groups, outer)

@@ -1,7 +1,8 @@
 """The layout of a CSV file: delimiter, quotes, header, and the lines around the table.
 
 The first rows determine everything except the quotes: a quote that opens in the text of one row and
-closes many rows later swallows the rows in between, so a file with quotes is scanned once.
+closes many rows later swallows the rows in between, so a file with quotes is scanned to its end
+once.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def _find_end(head: bytes, start: int) -> int:
         if not found["value"]:
             return found.end()
         if found.end() == len(head) or found["value"].count(b"\n") > _MOST_LINES:
-            # The end of a record cannot be found after an unclosed quote, so end it with the line.
+            # The end of a record cannot be found after an unclosed quote, so end the record with
+            # the line.
             return head.find(b"\n", found.start()) + 1 or len(head)
     return len(head)
 

@@ -68,7 +68,7 @@ def bare_name(name: str) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether a file can only be read from its beginning: it is compressed or UTF-16."""
+    """Return whether a file can only be read from its beginning (compressed or UTF-16)."""
     head = _head(path)
     return bool(_kind(_COMPRESSED, head) or _kind(_WIDE, head))
 

@@ -151,7 +151,7 @@ def _names(layout: CsvLayout) -> list[str]:
 
 
 def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken) -> Rows:
-    """Return the rows without repeated headers and without values in unnamed columns."""
+    """Return the rows that are not repeated headers and have no value in unnamed columns."""
     table, names = rows.table, _names(layout)
     wrong = {
         f"a value ({{}}) in column {at + 1}, which has no name": names[at] for at in layout.empty

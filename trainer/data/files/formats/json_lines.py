@@ -271,7 +271,7 @@ def _explain(record: Mapping[str, Any]) -> str:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return a record with flattened keys, or a message on keys that collide."""
+    """Return a record with flattened keys, or an error message if keys collide."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         inner = _flat(value) if isinstance(value, dict) else {"": value}

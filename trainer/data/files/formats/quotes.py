@@ -121,7 +121,7 @@ class QuoteSearch:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Locate the first value that swallows rows; return also whether any is malformed."""
+        """Locate the first value that swallows rows; also return whether any value is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)

@@ -30,7 +30,7 @@ _Record = TypeVar("_Record")
 class Piece:
     """A range of a file: bytes of text, or row groups of Parquet. `END` is the end of the file.
 
-    For a folder of images, it is a range of files, and `file` is the first one.
+    For a folder of images, a piece is a range of files, and `file` is the first one.
     """
 
     file: int
