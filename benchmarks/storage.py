@@ -37,7 +37,7 @@ WINDOW = 5.0
 
 
 def many_files() -> Comparison:
-    """Publish 300 files of 20 KB, with 30 ms per request: in parallel, and one by one."""
+    """Compare parallel and sequential publication of 300 files of 20 KB, at 30 ms per request."""
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         folder = Path(name)
         for number in range(FILES):
@@ -143,7 +143,7 @@ def gcs(latency: float) -> Iterator[str]:
 
 
 def _trained(workdir: Path, root: str, dataset: str, steps: int) -> Path:
-    """Train with checkpoints so far apart that the windows between them have none.
+    """Train with checkpoints far enough apart for windows without a checkpoint between them.
 
     Returns the folder of the run.
     """

@@ -370,7 +370,7 @@ class _Simulation:
         self.counts.kills += 1
         back = max(now, worker.dies) + self.fleet.restart
         worker.dies = self._next_kill(back)
-        # Other workers take the rest of its turn.
+        # Other workers take the rest of the killed worker's turn.
         self.pool += worker.left
         self.out -= worker.left
         worker.left = 0

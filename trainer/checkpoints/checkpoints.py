@@ -236,7 +236,7 @@ class Checkpoints:
             self.parts.require()
 
     def note_published(self, uri: str, step: int) -> None:
-        """Emit an event for a published checkpoint; delete those that retention does not keep."""
+        """Emit an event for a published checkpoint, and delete outdated checkpoints."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # Later checkpoints were unreadable, and retention must prefer readable ones.

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """An interval in global steps, which also ends at the last step; 0 steps mean never."""
+    """An interval in global steps. The last step also ends it. With 0 steps, it never ends."""
 
     steps: int
     last_step: int

@@ -233,7 +233,7 @@ class SegmentedRowFile(RowFile):
             self._open[last + 1] = bytearray()
 
     def upload(self) -> None:
-        """Write the changed segments, and delete those of earlier attempts."""
+        """Write the changed segments, and delete the segments of earlier attempts."""
         with self._mutex:
             segments = {number: bytes(data) for number, data in self._open.items()}
             is_new = self._is_new

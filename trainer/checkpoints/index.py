@@ -123,7 +123,7 @@ class IndexEntry:
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` is the metric to compare them by; by default, that of the newest checkpoint.
+    `main_metric` is the metric to compare them by; by default, the metric of the newest checkpoint.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)

@@ -86,7 +86,7 @@ class PartServers:
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that cannot write cannot report this either.
+                # A server that cannot write cannot report that either.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -203,7 +203,7 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint from those of its parts, without data; raises `UserError`."""
+    """Merge the indexes of the parts into one, without their data; raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))

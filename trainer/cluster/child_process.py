@@ -43,7 +43,7 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(
     module: str, *arguments: str, variables: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS`; `options` are those of `subprocess.Popen`."""
+    """Start `python -m MODULE ARGUMENTS`; `options` are passed to `subprocess.Popen`."""
     given = {"env": environment(variables), "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **given)
 

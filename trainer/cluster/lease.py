@@ -136,7 +136,7 @@ def remove_expired(uri: str) -> list[str]:
 
 
 def lease_uri(uri: str, number: int) -> str:
-    """Return the URI of a lease file of the folder `uri` by its number."""
+    """Return the URI of the lease file with this number below the folder `uri`."""
     return storage.join(uri, FOLDER, f"{number:06d}{_SUFFIX}")
 
 
@@ -374,7 +374,7 @@ def lease_environment() -> dict[str, str]:
 
 
 def _release(lease: Lease) -> None:
-    # Only log an error, so that the error that ended the block is raised.
+    # Only log an error of the release, so that the error that ended the block is raised.
     try:
         with shorter_retry(_RELEASE_SECONDS):
             lease.release()

@@ -131,8 +131,8 @@ CHANNEL_OPTIONS = {
     # A gRPC server closes a channel that sends more than two pings within 300 s without data, for
     # example during a call of several hours; TensorFlow has no option for this.
     "grpc.keepalive_time_ms": 310_000,
-    # The timeout of keepalive pings, and of those by which gRPC measures a connection. A transfer
-    # from a machine that has disappeared ends after this time.
+    # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
+    # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
     # gRPC also sets TCP_USER_TIMEOUT to this: how long sent bytes may be unacknowledged. It must
     # exceed the time for which a task may be stopped or swapped out (`training.stall_timeout`).

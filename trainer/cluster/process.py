@@ -169,7 +169,7 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Return whether a restart cannot help after this exit code, as under TFJob."""
+        """Return whether a restart cannot help after this exit code, by the rules of TFJob."""
         return 0 < self.code < RETRYABLE
 
     @property
@@ -233,7 +233,7 @@ class TaskProcess:
         return self._started
 
     def terminate(self) -> None:
-        """Send SIGTERM if the task runs."""
+        """Send SIGTERM if the task is running."""
         if self._started and self._started.poll() is None:
             self._started.send_signal(signal.SIGTERM)
 
@@ -305,7 +305,7 @@ class TaskProcess:
 
     def _environment(self) -> dict[str, str]:
         return {
-            # TensorFlow's messages about devices would hide those of the task.
+            # TensorFlow's messages about devices would hide the task's own messages.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
             # Make gRPC read a message in one piece: it is already in this machine's memory.

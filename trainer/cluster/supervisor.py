@@ -162,7 +162,7 @@ class Supervisor:
     def run(self) -> None:
         """Start all tasks, and return when the leader is done and no task runs.
 
-        Raises `UserError` if a task failed permanently, `RunInterruptedError` at SIGINT or SIGTERM.
+        Raises `UserError` if a task failed permanently, and `RunInterruptedError` after a signal.
         """
         with handle_interrupts(lambda: self._events.put(None)):
             try:

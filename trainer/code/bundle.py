@@ -146,7 +146,7 @@ def enter(uri: str) -> None:
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
     if compute_digest(hashes) != digest:
-        # Remove it, so that the next process downloads it again.
+        # Remove the folder, so that the next process downloads the bundle again.
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
             f"code: {uri} was changed after it was published: its content does not match its "

@@ -122,7 +122,7 @@ def to_form(config: Config) -> dict[str, Any]:
 
 
 def to_local_form(config: Config) -> dict[str, Any]:
-    """Return the fields for KFP's local runner, with the whole configuration as one text."""
+    """Return the form for KFP's local runner, with the whole configuration as one JSON string."""
     return {**to_form(config), SETTINGS: {WHOLE: config.model_dump_json()}}
 
 
@@ -196,7 +196,7 @@ def _value(config: Config, field: Field) -> Any:
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return all keys that differ from their defaults and have no field."""
+    """Return all keys that differ from their defaults and have no field in the form."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
         # If the number of steps is `auto`, an omitted key of `BY_DATA` does not get its default.

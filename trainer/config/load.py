@@ -367,7 +367,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Return the errors, without those of a list that is only wrong because of an entry."""
+    """Drop the error of a list that is invalid only because of one of its entries."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     above = {place[:size] for place in places for size in range(len(place))}

@@ -295,7 +295,7 @@ class EmbeddingTable(keras.layers.Layer):
         return list(self._parts)
 
     def list_groups(self) -> list[list[tf.Variable]]:
-        """Return the variables of each shard; those of one shard must be on the same server."""
+        """Return a list of variables for each shard; each list must be on a single server."""
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),

@@ -261,7 +261,7 @@ class Shard:
         return evicted
 
     def _oldest(self, lacking: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """Return the slots of rows above `max_age` and, if needed, of the least recently used."""
+        """Return the slots of expired rows and, if more are needed, of least recently used rows."""
         used = self.noted.used.value.read_value()[: self.capacity]
         aged = tf.zeros_like(used, tf.bool)
         if self._rules.max_age:

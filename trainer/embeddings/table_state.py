@@ -1,7 +1,7 @@
 """What strategies do for dynamic tables, which are layers with the attribute `grows`.
 
-The variables of a table change in place: no worker pulls them, those of a shard are on the same
-server, and a reassigned row gets new optimizer slots.
+The variables of a table change in place: no worker pulls them, the variables of a shard are on the
+same server, and a reassigned row gets new optimizer slots.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of the first rows: a scan of each column, and whether there are no others."""
+    """Statistics of the first rows by column, and whether they are all rows of the source."""
 
     count: int
     columns: Mapping[str, Any]

@@ -147,7 +147,7 @@ class Agent:
             self._link.wake()
 
     def begin_no_more(self) -> None:
-        """Do not start the program, unless it runs already."""
+        """Do not start the program if it is not running yet."""
         self._refuses = True
         if self._link:
             self._link.wake()

@@ -96,7 +96,7 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
 def parse_number(text: str) -> int | None:
     """Return the whole number that a text of ASCII digits denotes, or None for any other text.
 
-    `str.isdigit` would also accept digits that `int` rejects, and any length.
+    `str.isdigit` would also accept digits that `int` rejects, and numbers of any length.
     """
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None

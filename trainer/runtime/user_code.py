@@ -210,7 +210,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def is_users_file(file: str, module: str = "") -> bool:
-    """Return whether a file in a traceback is the user's, neither installed nor Flotilla's."""
+    """Return whether a file in a traceback is the user's: not installed, and not Flotilla's own."""
     if file.startswith("<") or _GENERATED.search(file):
         return False
     if module and module.partition(".")[0] in _imported:

@@ -143,7 +143,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # A failed publication left this file. Neither readers nor servers use its name.
+        # A failed publication left this file. Readers and servers do not look for its name.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)

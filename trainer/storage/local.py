@@ -35,7 +35,7 @@ _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
 class NotAFileError(OSError):
-    """There is a folder, a pipe or a dangling link in place of a file."""
+    """There is a folder, a pipe or a dangling link where a file is expected."""
 
     def __init__(self, number: int, path: str) -> None:
         """Build the message for the path."""
@@ -400,7 +400,7 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder. Return False if another process has the lock, None without locks."""
+    """Lock a folder; return False if another process has locked it, None if locks do not exist."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -266,7 +266,7 @@ class MultiWorkerMirrored(Replicated):
         self._tally = Tally(batch_size=self.config.training.step_examples * local_replicas)
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates, each with a gradient of every worker."""
+        """Apply `steps` updates, each with a gradient from every worker."""
         report = super().run(steps)
         for index in range(self.cluster.count("worker")):
             self._tally.add(str(Task(role="worker", index=index)), steps)

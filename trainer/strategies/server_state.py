@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 # variables of its own version, because the servers may run another one.
 FORM = 6
 ANSWER_SECONDS = 10.0
-# Number of servers that store the global step, in case the server of its counter is lost.
+# Number of servers that store the global step, in case the server with the counter is lost.
 NOTED_ON = 3
 # The path of the step counter, which must be the first variable.
 STEP = "global_step"
@@ -114,7 +114,7 @@ class MisfitError(Exception):
 
 
 class ServerState:
-    """The variables of this attempt on the servers, and those of earlier attempts."""
+    """The variables on the servers that belong to this attempt or to earlier ones."""
 
     def __init__(self, uri: str, servers: int) -> None:
         """Find the state of the run whose checkpoints are at `uri`; raises `OpError`."""
@@ -382,7 +382,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The types must be those of the shard, or the handle would refer to another resource.
+            # The types must match the shard, or the handle would refer to another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids

@@ -132,7 +132,7 @@ class Strategy(ABC):
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task: those of `problem`, or every `of`-th one of a stream."""
+        """Return the batches of one task, from `problem` or as every `of`-th batch of a stream."""
         if not self.stream:
             return self.stack(problem.batches())
         return self.stack(self.stream.endless(self.config.training.batch_size, index, of))

@@ -155,7 +155,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     recovery: Recovery,
 ) -> _OuterLoop:
     """Build the strategy, set the initial values of its variables, and return the outer loop."""
-    # A resumed run has its own weights.
+    # A resumed run continues with its own weights.
     warm = (
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
     )

@@ -65,7 +65,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    # Do this before the server runs, because it clears the folder that the chief's graphs use.
+    # Do this before the server runs, because `start` clears the folder that the chief's graphs use.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
         # Leave the folder: an earlier process may have left its record there, and the chief's
         # graphs would wait forever for that process.

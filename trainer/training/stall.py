@@ -31,7 +31,7 @@ class StallWatch:
     """Ends this process with `BEGIN_AGAIN` if another task stalls training."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
-        """Watch the steps; `probe` asks the other tasks; the message is written to `folder`."""
+        """Watch the steps. `probe` checks the other tasks; the message is written to `folder`."""
         self._strategy = strategy
         self._seconds = strategy.config.training.stall_timeout
         self._probe = probe

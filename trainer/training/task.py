@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task of the flags or TF_CONFIG; a server never returns. Raises `UserError`."""
+    """Run the task named by flags or TF_CONFIG; a server never returns. Raises `UserError`."""
     config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)

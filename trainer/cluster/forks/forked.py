@@ -35,10 +35,10 @@ class Process(Protocol):
         """Wait for the end; return the exit code, negative for a signal."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal if the process runs."""
+        """Send a signal if the process is running."""
 
     def kill(self) -> None:
-        """Send SIGKILL if the process runs."""
+        """Send SIGKILL if the process is running."""
 
 
 class Forked:
