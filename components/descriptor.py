@@ -77,8 +77,8 @@ def _read_descriptor(artifact: Any) -> Descriptor:
 
 # The UI cannot draw a larger confusion matrix legibly, and KFP stores every cell in its database.
 MOST_CLASSES = 50
-# Kubernetes sets this variable in pods in the namespace of KFP's API server. Pods run in that
-# namespace if KFP is installed without profiles, and otherwise in the namespace of a profile.
+# Kubernetes sets this variable in pods of the namespace that contains KFP's API server. Steps run
+# there if KFP is installed without profiles, and otherwise in the namespace of a profile.
 _API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 

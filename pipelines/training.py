@@ -185,7 +185,7 @@ def cluster_pipeline(
 ) -> Any:
     """Return the whole pipeline for a KFP instance.
 
-    `image` and the values of `config` become the defaults of its form.
+    `image` and the values of `config` become the defaults of its run parameters.
     """
     signature = make_signature(image, to_form(config) if config else {})
     return pipeline_on_cluster(training, "flotilla-training", signature, pods)

@@ -153,7 +153,7 @@ def _failure_policy() -> Tree:
 
 # The reason that the Job controller gives if a Job exceeds its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Maximum number of child Jobs without pods whose events are read. The other Jobs report the same.
+# Events are read for at most this many child Jobs without pods; the other Jobs report the same.
 _REPORTERS = 10
 
 

@@ -45,7 +45,7 @@ _PLAIN = (str, int, float, bool, list, dict, type(None))
 
 
 def find_run_id(kfp_run_id: str) -> str:
-    """Return the run id that the command line set, or KFP's run id if it did not start the run."""
+    """Return the run id set by the command line; for a run started on KFP, return KFP's run id."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
 

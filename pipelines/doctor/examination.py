@@ -1,4 +1,4 @@
-"""A check and its finding. All checks run in parallel, each with a deadline."""
+"""Checks and their findings. All checks run in parallel, each with a deadline."""
 
 from __future__ import annotations
 

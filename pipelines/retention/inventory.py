@@ -1,8 +1,8 @@
 """The inventory of a storage root and its references, read from one listing and the manifests.
 
 A text in a record is a reference if it contains the path of an item below the root, or is the
-digest of a listing or of code. A text that is wrongly taken for a reference keeps an item too long,
-but no item is ever lost.
+digest of a listing or of code. If a text is wrongly taken for a reference, an item is kept too
+long, but no needed item is ever removed.
 
 The trials of a sweep are runs in the same folder as the sweep. They are kept as long as the sweep.
 """

@@ -33,7 +33,7 @@ _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
 class Policy:
     """The age up to which runs and their data are kept, and the number of versions to keep.
 
-    None keeps everything.
+    A field that is None keeps everything.
     """
 
     runs: timedelta | None = None
@@ -136,7 +136,7 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     # The gate of an active run compares its model with these versions.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
-    # A damaged shared item may need other shared items only, but a damaged run may need anything.
+    # A damaged shared item can need only other shared items, but a damaged run can need any item.
     apart = (NOTE, *SHARED.values())
     unsure += [item.damaged for item in items.values() if item.damaged and item.kind not in apart]
     remarks += [f"kept: {each.damaged}" for each in items.values() if each.damaged]

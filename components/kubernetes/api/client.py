@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object; true if the user lacks the permission."""
+        """Return whether the API serves a kind of object; true if this user may not find out."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:

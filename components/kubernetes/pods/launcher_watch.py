@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import UserError
 log = logging.getLogger(__name__)
 # How often the lease is read before the job is considered an orphan.
 READS_PER_LIMIT = 10
-# A lease that was never renewed gets more time: its launcher ends the job within one limit.
+# A lease that was never renewed gets this many limits: its launcher ends the job within one.
 UNRENEWED_LIMITS = 2
 
 

@@ -195,7 +195,7 @@ def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs; a chief still saves while its pod is being deleted."""
+    """Return whether the container runs, even in a pod being deleted: a chief still saves then."""
     return has_started(pod) and not has_ended(pod)
 
 
