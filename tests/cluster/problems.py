@@ -120,7 +120,7 @@ def measured() -> Problem:
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
-    """Worker i of n gets each n-th batch; their batches together are one batch n times as large."""
+    """Worker i of n gets every n-th batch; together, their batches form one n times as large."""
     data = examples(batches_each * batch_size * workers)
     return problem(lambda: in_turn(data, batch_size, workers), **named)
 
@@ -248,7 +248,7 @@ def embedded(
 
 
 def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """Each example has a weight and two labels, in units of the labels' standard deviations."""
+    """Each example has a weight and two labels, which the task standardizes."""
     count = 12 * batch_size * workers
     random = np.random.default_rng(1)
     numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")

@@ -1,4 +1,4 @@
-"""Tests that all strategies make the same updates as one process, with state, towers and more."""
+"""Tests that all strategies make the same updates as one process, also with state and towers."""
 
 import signal
 from collections.abc import Callable, Iterator

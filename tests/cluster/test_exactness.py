@@ -27,7 +27,7 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# The other strategies run in a fixed number of processes: always several, or always one.
+# Strategies that support `cluster.in_process`. The others always use several processes, or one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -61,7 +61,10 @@ CHAIN_STEPS = 100
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_each_strategy_goes_on_from_the_checkpoint_of_another(dataset, tmp_path):
-    """The first strategy is also the last; a new number of workers redistributes the shards."""
+    """Train with every strategy in turn, and again with the first.
+
+    The number of workers also changes, so the shards are redistributed.
+    """
     for number, strategy in enumerate([*STRATEGIES, STRATEGIES[0]]):
         steps = CHAIN_STEPS * (number + 1)
         sizes = {"in_process": strategy in IN_PROCESS, "workers": 3 if strategy == SYNC else 2}

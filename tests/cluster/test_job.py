@@ -184,7 +184,7 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
     with training.begun(STEPS, every=STEPS):
         reached = training.wait(Progress).global_step
         training.step.signal(signal.SIGTERM)
-        # KFP may kill the launcher one second after SIGTERM, and the exit step too.
+        # KFP may kill the launcher one second after SIGTERM, and may then kill the exit step too.
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()

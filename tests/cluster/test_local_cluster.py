@@ -223,8 +223,8 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 
-# A separate mount namespace in which all mounts are read-only except the folder $1, /dev/shm and
-# the kernel's file systems.
+# A script that makes all mounts of its mount namespace read-only, except the folder $1, /dev/shm
+# and the kernel's file systems, and then runs a command.
 READ_ONLY = r"""
 mount --bind "$1" "$1" && mount -t tmpfs tmpfs /dev/shm || exit 77
 while read -r _ place _; do

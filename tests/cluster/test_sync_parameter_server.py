@@ -99,7 +99,7 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
 def test_each_worker_computes_its_own_gradients(two_workers):
     known = two_workers.lead(trial("problems:equal", [4])).reports
     found = two_workers.lead(trial("problems:located", [4])).reports
-    # Half of the losses are from worker 1, and are larger by 100.
+    # Half of the losses are from worker 1, whose losses are larger by 100.
     assert found[-1]["loss"] == pytest.approx(known[-1]["loss"] + 50, abs=1e-3)
 
 

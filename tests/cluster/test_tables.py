@@ -73,7 +73,7 @@ def relayed(tmp_path_factory):
 
 
 def measured(relayed, strategy, trials, optimizer="adam", **args):
-    """Return the result of each trial, which is a pair of table rows and batch size."""
+    """Return the result of each trial; a trial is a pair of row count and batch size."""
     servers, counter = relayed
     settings = {"name": optimizer, "args": args}
     config = {

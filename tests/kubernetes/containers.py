@@ -137,7 +137,7 @@ class Node:
 
 
 def expanded(text: str, values: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` if NAME is known, and `$$` by `$`, as Kubernetes does."""
+    """Replace `$(NAME)` if NAME is known, and `$$` with `$`, as Kubernetes does."""
 
     def by(match: re.Match[str]) -> str:
         if match[0] == "$$":
@@ -148,7 +148,7 @@ def expanded(text: str, values: Mapping[str, str]) -> str:
 
 
 def mounted(text: str, mounts: Mapping[str, str]) -> str:
-    """Replace a mount path at the beginning of a text by the local path."""
+    """Replace a mount path at the beginning of a text with the local path."""
     for path, place in mounts.items():
         if text == path or text.startswith(f"{path}/"):
             return place + text[len(path) :]
