@@ -2,7 +2,7 @@
 
     numbers, classes    gradient boosting, and a linear model
     texts               a linear model of TF-IDF
-    recommendation      popularity, and item-item
+    recommendation      popularity, and item-item similarity
 
 They are fitted to at most `MOST_ROWS` random training examples, fewer with many columns, classes or
 texts. This limits the memory to about 1 GB. A clock, which is checked between slices of the work,

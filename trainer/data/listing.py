@@ -1,4 +1,4 @@
-"""List the files of a source by name, without reading them. Free of TensorFlow.
+"""List the files of a source by name, without reading them. Does not import TensorFlow.
 
 A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
 across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,

@@ -99,7 +99,7 @@ class Target:
         return {split: _pad(each, length).tolist() for split, each in self._counts.items()}
 
     def moments(self) -> Mapping[str, float]:
-        """Return mean, standard deviation, minimum and maximum of the training split.
+        """Return the mean, standard deviation, minimum and maximum of the training split.
 
         They cover all numbers of all examples; the mapping is empty if there are none.
         """

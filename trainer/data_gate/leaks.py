@@ -73,7 +73,7 @@ def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
         found = _explain_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
     if found or kinds[0] in (TEXT, CLASS):
         return found
-    # The sample of an image or a tensor has projections of its elements.
+    # For an image or a tensor, the sample has columns with projections of its elements.
     columns = [sample[key][there][usual] for key in sample if _is_same_feature(key, name)]
     is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
     return "of each class its values are close together" if is_tight else ""
@@ -121,7 +121,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the relative error of predicting each example by others with the same value."""
+    """Return the relative error of predicting an example from others with the same value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)

@@ -91,7 +91,7 @@ def _negate(outputs: Any, names: Collection[str]) -> Any:
 def _add_remedy(uri: str) -> Iterator[None]:
     try:
         yield
-    # Loading or calling a SavedModel may raise anything.
+    # Loading or calling a SavedModel may raise any exception.
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "

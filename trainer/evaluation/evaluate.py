@@ -203,7 +203,7 @@ def build_model(
 ) -> keras.Model:
     """Return the configured model for a dataset, with initial weights and the task's loss.
 
-    If `check` is given, it checks the model instead of the objective.
+    If `check` is given, it checks the model; otherwise the objective does.
     """
     parts = objective.task.parts.values()
     inputs = InputSpec.of(

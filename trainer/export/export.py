@@ -164,7 +164,7 @@ def _fields(
 
 
 def _thresholds(evaluation: str) -> Any:
-    """Return the decision threshold in an evaluation, or a mapping by output."""
+    """Return the decision threshold of an evaluation, or a mapping if there are several outputs."""
     measured = storage.read_json(evaluation, "metrics.json")
     with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}

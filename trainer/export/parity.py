@@ -60,7 +60,7 @@ Batch = tuple[Inputs, tuple[Any, Any, Any]]
 class Original(Subject):
     """The model in memory, with real examples.
 
-    `batches` returns a new iterator over batches of test examples. `calibration` is training
+    `batches` returns a new iterator over batches of test examples. `calibration` has training
     examples by feature, or None if no format needs them.
     """
 
@@ -173,7 +173,7 @@ def require_served(subject: Subject) -> None:
     """Raise `ConfigError` if the model's graph cannot be traced, or calls Python."""
     try:
         found = operations(subject)
-    # The user's classes run here and may raise anything.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
@@ -192,7 +192,7 @@ def _write_form(
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
-    # The user's classes run here and may raise anything.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 

@@ -1,4 +1,4 @@
-"""Content of a prepared dataset, as described in its manifest. Free of TensorFlow.
+"""Content of a prepared dataset, as described in its manifest. Does not import TensorFlow.
 
 A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`) with the
 features in `feature_spec`.

@@ -93,7 +93,7 @@ def build(
             model = _build(function, spec, config.args, seed)
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
-    # A user's function may raise anything.
+    # A user's function may raise any exception.
     except (Exception, SystemExit) as error:
         line = describe_out_of_memory(error) or user_code.format_error(error)
         raise ConfigError(f"model {config.name}: {line}") from error
@@ -194,7 +194,7 @@ def _unreadable(model: keras.Model) -> str:
             tree = keras.saving.serialize_keras_object(part)
             with inputs_by_feature():
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
-        # A user's layers may raise anything.
+        # A user's layers may raise any exception.
         except Exception as error:
             # Keras's message contains the errors of the enclosing objects before the specific
             # error.

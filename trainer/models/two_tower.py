@@ -62,7 +62,7 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids as inputs, and one or two logits as output.
-        rows: by input feature, the number of rows in its table: its largest id plus 1. If
+        rows: by input feature, the number of rows in its table, which is its largest id plus 1. If
             neither `rows` nor `tables` is given, table sizes are taken from the training split, ids
             may be strings, and unknown ids share one row.
         tables: by feature with a growing table, arguments for `EmbeddingTable`: `capacity`, and

@@ -101,7 +101,7 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return a new optimizer with the same settings, created on the current device."""
     try:
         made = type(optimizer).from_config(optimizer.get_config())
-    # A user's class may raise anything.
+    # A user's class may raise any exception.
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be "

@@ -75,8 +75,8 @@ def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verify it, and load it.
 
     Raises:
-        UserError: the model is missing, damaged, not a model, or cannot be loaded, or a key for
-            verifying signatures is set and the model is not signed.
+        UserError: the model is missing, damaged, or not a model; it cannot be loaded; or it is not
+            signed although a key for verifying signatures is set.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -121,7 +121,7 @@ def _refusals(uri: str) -> Iterator[None]:
         raise UserError("there is not enough memory for a batch; lower --batch-size") from None
     except UserError:
         raise
-    # Calling a SavedModel may raise anything.
+    # Calling a SavedModel may raise any exception.
     except Exception as error:
         line = " ".join(str(user_code.format_error(error)).split())[:500]
         raise UserError(f"the model {uri} cannot predict: {line}") from error

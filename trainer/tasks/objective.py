@@ -191,7 +191,7 @@ class Objective:
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
         except ConfigError:
             raise
-        # User code may raise anything.
+        # User code may raise any exception.
         except Exception as error:
             hint = named.advise_sparse(each.loss for each in self._loss.terms)
             line = user_code.format_error(error)

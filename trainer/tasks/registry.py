@@ -166,7 +166,7 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
         return made
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
-    # A user's task may raise anything.
+    # A user's task may raise any exception.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 

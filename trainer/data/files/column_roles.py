@@ -1,4 +1,4 @@
-"""Roles of the columns of files, from the configuration and column names. Free of TensorFlow."""
+"""Roles of file columns, from the configuration and their names. Does not import TensorFlow."""
 
 from __future__ import annotations
 

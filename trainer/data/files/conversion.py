@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     """Parse values as numbers of a kind: int, float, bool, time, or a kind of formatted numbers."""
     if pa.types.is_decimal(array.type):
-        # Parse the text of a decimal, which is exact.
+        # Parse a decimal as text, which keeps it exact.
         array = pc.cast(array, pa.string())
     if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)

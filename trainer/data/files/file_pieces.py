@@ -274,7 +274,7 @@ def _reader(form: str) -> Reader:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing, and its files; raises `ConfigError`."""
+    """Return the format of a listing's files, and the files with it; raises `ConfigError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)

@@ -221,7 +221,6 @@ class FileSource(Source):
 
     def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
-        # In a listing, each file is one row.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.

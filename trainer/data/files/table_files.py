@@ -57,7 +57,7 @@ def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return files with the splits that their names or folders indicate, and a note on it.
+    """Return files with the splits that their names or folders indicate, and a note on them.
 
     No split is inferred if the configuration has splits, or if a file belongs to none.
     """

@@ -17,7 +17,7 @@ _WRITTEN = (
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# Missing values as people write them, in lower case: missing in number columns, texts elsewhere.
+# Lower-case words that people write for a missing value; text columns keep them as texts.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
@@ -171,7 +171,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones.
+    """Parse trimmed texts as seconds since 1970, NaN if missing; also mark the invalid ones.
 
     A time without a zone is in UTC.
     """

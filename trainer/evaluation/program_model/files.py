@@ -30,7 +30,7 @@ SAVED_MODEL, KERAS = "saved_model", "keras"
 _PROTO, _SUFFIX = "saved_model.pb", ".keras"
 _SERVE = "serve"
 _VERSION = re.compile(r"[0-9]{1,18}")
-# Operations for variables of TensorFlow 1 that are not resources.
+# TensorFlow 1 operations for reference variables, which are not resources.
 _REFERENCES = {"Variable", "VariableV2"}
 
 
@@ -107,7 +107,7 @@ def _read_saved_model(folder: Path) -> Callee:
             _, takes = function.structured_input_signature
     except UserError:
         raise
-    # Another program's SavedModel may raise anything.
+    # Another program's SavedModel may raise any exception.
     except Exception as error:
         raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
     arguments = {
@@ -189,7 +189,7 @@ def _read_keras(path: Path) -> Callee:
         ) from None
     try:
         model = keras_file.read(path)
-    # A user's classes may raise anything.
+    # A user's classes may raise any exception.
     except Exception as error:
         raise UserError(
             f"Keras {keras.__version__} cannot read {path.name} of Keras {version}: "

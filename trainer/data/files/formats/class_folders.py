@@ -1,4 +1,4 @@
-"""A folder of images, `root/class/x.png`, as a table of files and classes, from a listing."""
+"""A listing of images in class folders, `root/class/x.png`, as a table of files and classes."""
 
 from __future__ import annotations
 
