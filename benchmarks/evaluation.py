@@ -1,4 +1,4 @@
-"""Compares the cost of an evaluation with a minimal program that computes the same metrics."""
+"""Compares the cost of an evaluation with that of a minimal program for the same metrics."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class Outcome:
 
 
 class _Cores:
-    """Equal cores with one queue. Requests must come in order of time."""
+    """Equal cores with one queue. Requests must be in chronological order."""
 
     def __init__(self, count: int) -> None:
         self.free = [0.0] * count

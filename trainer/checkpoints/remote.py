@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Open the checkpoints below `uri`; `alone`: no other task reads the newest checkpoint."""
+    """Open the checkpoints below `uri`; set `alone` if no other task reads the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)

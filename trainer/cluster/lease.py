@@ -121,7 +121,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Delete the leases of dead holders, and those that expired a day ago; return their URIs.
+    """Delete the leases of dead holders, and leases that expired a day ago; return their URIs.
 
     An unreadable file is kept: it blocks no job, and may belong to another program.
     """
@@ -206,7 +206,7 @@ class Lease(NoLease):
                 storage.delete(lease_uri(self._uri, old))
 
     def renew(self) -> None:
-        """Renew the lease; raises `LeaseLostError`, or the error of the store."""
+        """Renew the lease; raises `LeaseLostError`, or the store's error."""
         with self._mutex:
             self._read_holder()
             self._own = replace(self._own, renewed=self._now())

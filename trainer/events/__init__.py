@@ -407,7 +407,7 @@ def append(path: Path, event: Event) -> None:
 
 
 def begin_again(path: Path, run_id: str) -> int:
-    """Append that a run has started. Return the position at which the earlier events end."""
+    """Append the start of a run. Return the position at which the earlier events end."""
     if path.exists() and not path.is_file():
         # Opening a pipe would block until a reader opens it.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))

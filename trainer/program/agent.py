@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
     """Return the error of a task whose program exited with `code`, or was killed by signal -`code`.
 
-    `last` are the last lines of its output. `several`: the cluster has more than one task.
+    `last` are the last lines of its output. `several` means that the cluster has several tasks.
     """
     said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
     if code < 0:

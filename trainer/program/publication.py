@@ -252,7 +252,7 @@ class Publisher:
         ]
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
-        """Return a new URI. Earlier checkpoints of the same step are kept until it is published."""
+        """Return a new URI; checkpoints of the step are kept until the new one is published."""
         counts = [_count_of(storage.name_of(each)) for each in earlier]
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 

@@ -150,7 +150,7 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return the records below `above` by number, in order; an unreadable one is an error."""
+    """Return the records below `above` by number, in order, or the error of an unreadable one."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
         uri = _number_uri(above, number)

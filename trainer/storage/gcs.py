@@ -223,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share the client, but a forked child cannot. Disable tracing, because for it
-    # the client would read the bucket's metadata, which needs an additional permission.
+    # All threads can share the client, but a forked child cannot. Disable tracing, because it makes
+    # the client read the bucket's metadata, which needs an additional permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)

@@ -395,7 +395,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the bytes written to it. If `most` is not 0, it accepts no more bytes."""
+    """A file that counts the bytes written to it, and accepts at most `most` unless that is 0."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most

@@ -110,7 +110,7 @@ class State:
 
 
 class MisfitError(Exception):
-    """The servers hold variables that do not match those of this chief; they have been freed."""
+    """The servers held variables that did not match this chief's, and that have been freed."""
 
 
 class ServerState:

@@ -36,7 +36,7 @@ Batch = tuple[Any, ...]
 # A function from model, batch and outputs to a scalar: the mean loss of the batch, including the
 # losses that layers add.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# A function from a model, the index of a part, and the number of parts to sums for the metrics.
+# A function of a model, a part's index and the number of parts; it returns sums for metrics.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 

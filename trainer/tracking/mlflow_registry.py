@@ -73,7 +73,7 @@ def is_champion_known(name: str, uri: str) -> bool:
 def _ensure_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    # Any other failure is a server error.
+    # Only a missing model is expected; all other errors are raised.
     try:
         client.get_registered_model(name)
     except MlflowException as error:

@@ -32,7 +32,7 @@ class Process(Protocol):
         """Return the exit code, or None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the exit code, negative for a signal."""
+        """Wait for the process to exit; return the exit code, which is negative for a signal."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal if the process is running."""

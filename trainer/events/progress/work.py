@@ -85,7 +85,7 @@ class Work:
         return self
 
     def __exit__(self, error: object = None, *_more: object) -> None:
-        """Stop, and report the end of reported work. After an error, other threads stop, too."""
+        """Report the end if the work was reported. After an error, other threads stop, too."""
         self._loop.stop()
         with self._lock:
             self._is_over, self._is_given_up = True, error is not None
