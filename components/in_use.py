@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Yield whether `path` may be removed: it has not been used after the Unix time `seen`."""
+    """Yield whether `path` may be removed: nothing has used it since the Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))

@@ -276,8 +276,8 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # Use a separate session, so that an interrupt reaches the process once, from here and not
-        # also from the terminal.
+        # Use a separate session, so that the process gets an interrupt only from this process, and
+        # not also from the terminal.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )

@@ -39,7 +39,7 @@ class Sections(TypedDict, total=False):
 def make_assignments(
     settings: Settings = (), sections: Mapping[str, Any] | None = None
 ) -> tuple[str, ...]:
-    """Return the texts of `settings`, then those of `sections`. Raises `ConfigError`."""
+    """Return the `--set` texts of `settings`, then of `sections`. Raises `ConfigError`."""
     if isinstance(settings, Mapping):
         texts = [*_texts(settings)]
     elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):

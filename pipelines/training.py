@@ -130,7 +130,7 @@ def common_inputs(prepared: Any) -> dict[str, Any]:
 
 
 def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
-    """Return an output of a step as inputs of other steps: its URI and its descriptor."""
+    """Return the inputs that pass a step's output to other steps: its URI and its descriptor."""
     made = {output: uri, f"{output}_descriptor": output}
     return {name: task.outputs[key] for name, key in made.items()}
 

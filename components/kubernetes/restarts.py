@@ -28,7 +28,7 @@ def describe_failure(
 
 
 class Restarts:
-    """Counts the restarts of all tasks of a run; Kubernetes counts only those of one pod.
+    """Counts the restarts of all tasks of a run; Kubernetes counts them only for each pod.
 
     Training does not cause the loss of a pod. Therefore lost pods count towards
     `cluster.max_restarts` only until training has published a newer checkpoint.

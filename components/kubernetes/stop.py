@@ -124,7 +124,7 @@ class SuspendingStop(Stop):
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
-            # In this case, only the leading task receives a signal, from its guard.
+            # Without the suspension, only the leading task receives a signal, from its guard.
             self._is_suspended = False
             super().request(api)
             return

@@ -70,7 +70,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Store the arguments; `created` is the job as the API created it."""
+        """Store the arguments; `created` is the job as returned by the API."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -125,7 +125,7 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # Events of pods may arrive after the job's, and their logs are deleted with it.
+                # Pod events may arrive after the job's end, and pod logs disappear with the job.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):

@@ -83,7 +83,7 @@ _LINEAGE = (
 # version, or `RUNNING` if it has lost track of the run. The local runner also reports `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-#: State of a finished run whose steps run again.
+#: State of a finished run of which some steps are running again.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"

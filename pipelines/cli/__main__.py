@@ -78,7 +78,7 @@ def main() -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Reopen closed streams (`>&-`), whose descriptors the next files would otherwise get."""
+    """Reopen closed standard streams (`>&-`), so that no other file gets their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

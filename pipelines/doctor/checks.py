@@ -259,7 +259,7 @@ def _engine_checks(
 
 
 def _step_checks(options: DoctorOptions) -> Iterator[Check]:
-    """Check the secrets and claims of the steps' pods, whose namespace may not be the job's."""
+    """Check the secrets and claims of the steps' pods, which may be in another namespace."""
     cluster = Cluster.connected(options.namespace)
     for kind, given in (
         (named_objects.LOGINS, options.pods.pull_secrets),

@@ -51,7 +51,7 @@ class Check:
 
 # Maximum time to remove the test objects of interrupted or late checks, in seconds.
 TIDY_SECONDS = 8.0
-# The part of that time in which the check may still remove its own object, in seconds.
+# The part of `TIDY_SECONDS` in which the check may still remove its own object, in seconds.
 ENDING_SECONDS = 2.0
 OnFinding = Callable[[Check, Finding], None]
 

@@ -52,8 +52,8 @@ def remove(
 ) -> tuple[Item, ...]:
     """Remove the items of `plan` that may still be removed, and return the items that are kept.
 
-    `done` is called with each removed item. If items cannot be removed, raises the first
-    `UserError` after all others were tried, but raises `Unavailable` at once.
+    `done` is called with each removed item. If some items cannot be removed, the first `UserError`
+    is raised after all other items were tried. `Unavailable` is raised at once.
     """
     # Plan again, because time has passed, perhaps at a prompt.
     found = read(root, workdir)

@@ -192,7 +192,7 @@ class Client(_OwnClient):  # type: ignore[misc]
         """Configure the client without sending a request."""
         self.access = access
         with warnings.catch_warnings():
-            # The SDK warns about the server versions that it supports.
+            # Suppress the SDK's warning about the server versions that it supports.
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(host=access.endpoint)
         self.set_user_namespace(access.namespace)
@@ -337,7 +337,7 @@ def connect(access: Access) -> Client:
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a client method and discard its output; every failure is an `InstanceError`."""
     try:
-        # The client prints links to pages.
+        # Discard the links to pages that the client prints.
         with redirect_stdout(io.StringIO()):
             return call(*arguments, **named)
     except (ApiException, TypeError, ValueError) as error:
@@ -346,7 +346,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
-    """Create an object and return its id; if another client was faster, find that object."""
+    """Create an object and return its id; if another client has created it first, find its id."""
     try:
         return str(getattr(create(), key))
     except InstanceError as error:

@@ -86,7 +86,7 @@ class Cron:
     known: str
 
     def after(self, moment: datetime) -> datetime | None:
-        """Return the first match after `moment`, in its time zone; None if there is none."""
+        """Return the first match after `moment`, in the same time zone; None if there is none."""
         try:
             return next(CronSim(self.known, moment), None)
         except CronSimError:
@@ -316,8 +316,8 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
     """Recreate a schedule for the newest version with the steps of this code.
 
-    All settings except the version are kept, including the configuration, which may be older than
-    the form. If `image` is empty, the version's is used, because other images have other steps.
+    All settings except the version are kept, including a configuration from before the form
+    existed. If `image` is empty, the version's is used, because other images have other steps.
     """
     check_image(image)
     client = connect(access)

@@ -102,7 +102,7 @@ def _send(folder: Path, left: Unsent) -> bool:
     replace(left, sendings=left.sendings + 1).write(folder)
     history = folder / EVENTS
     try:
-        # A sweep has no configuration in its folder, and its end needs none.
+        # A sweep's folder has no configuration, and the end of a sweep needs none.
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
             return sent.end("interrupted", "its process was killed")

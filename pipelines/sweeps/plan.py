@@ -145,7 +145,7 @@ def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
 
 
 def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, ...]]:
-    """Return the sampler and the settings of each trial, which are still empty for TPE."""
+    """Return the sampler and the settings of each trial; with TPE, the settings are still empty."""
     seed = options.seed or 0
     if options.random is not None:
         return "random", draw_trials(space, options.random, seed)

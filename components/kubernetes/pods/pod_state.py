@@ -250,7 +250,7 @@ def start_failure(pod: Tree) -> str:
 
 
 def is_older(pod: Tree, other: Tree) -> bool:
-    """Return whether a pod was created in an earlier second than another one."""
+    """Return whether a pod was created before another one, with a resolution of one second."""
     made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
     return made < then
 

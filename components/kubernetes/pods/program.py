@@ -24,7 +24,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The folder that a task's agent and guard share, the file of the guard, and its socket.
+# The folder that a task's agent and guard share, the guard's file, and the socket.
 EXCHANGE, GUARD, SOCKET = "exchange", "guard.py", "guard.sock"
 # How long a guard waits for an agent that restarts, in seconds.
 RECONNECT_SECONDS = 300

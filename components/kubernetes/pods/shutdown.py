@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import suppress
 
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
-# A value that is not a number is refused by the guard itself.
+# The guard itself rejects a value that is not a number.
 _named_port = os.environ.get(_PORT_VARIABLE, "")
 PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"

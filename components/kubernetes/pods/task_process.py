@@ -42,8 +42,8 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
-# In an attempt shorter than the first number of seconds, the cluster was not complete yet. Such
-# restarts continue for the second number of seconds, which is longer than gRPC takes to resolve a
+# If an attempt is shorter than the first number of seconds, its cluster was not complete yet. Such
+# restarts may go on for the second number of seconds, which is longer than gRPC takes to resolve a
 # name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
 # Seconds between two attempts. After short attempts, the time between two starts doubles from the
@@ -74,7 +74,7 @@ class RestartRule:
         self._short, self._seconds = 0, 0.0
 
     def next_attempt(self, code: int, seconds: float) -> NextAttempt | None:
-        """Return the next attempt after one that took `seconds`; None if there must be none."""
+        """Return the next attempt after one that took `seconds`; None if none may follow."""
         if code < RETRYABLE:
             return None
         is_short = seconds < SHORT_ATTEMPT_SECONDS

@@ -158,7 +158,7 @@ class RunnerText(LogText):
 
 def _plain(raw: str) -> str:
     task = _TASK.match(raw)
-    # Keep only the last state of a progress bar. A launcher escapes its carriage returns.
+    # Keep only the last state of a progress bar. A launcher escapes carriage returns.
     last = _REDRAWN.split(raw.rstrip("\r\n"))[-1]
     again = task[0] if task and last != raw.rstrip("\r\n") else ""
     return printable(COLOURS.sub("", f"{again}{last}")).rstrip()

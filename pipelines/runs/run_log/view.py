@@ -101,7 +101,7 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that were waiting for the next line, because there is none at present."""
+        """Yield the lines that were held until the next line, because no next line is available."""
         yield from self._close_traceback()
         yield from self._began()
 
