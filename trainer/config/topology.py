@@ -1,8 +1,8 @@
 """The cluster as data: its tasks with their addresses, and the tasks that each strategy needs.
 
 `TF_CONFIG` is TensorFlow's format (https://www.tensorflow.org/guide/distributed_training, "Setting
-up the TF_CONFIG environment variable"). Flags such as `--ps_hosts` are those of TensorFlow's
-published examples.
+up the TF_CONFIG environment variable"). Flags such as `--ps_hosts` come from TensorFlow's published
+examples.
 """
 
 from __future__ import annotations

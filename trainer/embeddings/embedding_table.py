@@ -253,7 +253,7 @@ class EmbeddingTable(keras.layers.Layer):
         return make_embedding(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
 
     def _make_lookup(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
-        """Return a layer from recorded values to row numbers, which start at 1; 0 if not found."""
+        """Return a layer that maps recorded values to row numbers from 1 on, and others to 0."""
         parts = [getattr(each.noted, noted).numpy() for each in self._parts]
         values = np.concatenate([each[there] for each, there in zip(parts, live, strict=True)])
         none = next(n for n in range(len(values) + 1) if n not in set(values.tolist()))

@@ -57,7 +57,7 @@ _BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 
 
 def printable(text: str) -> str:
-    """Return `text` with characters that control a terminal or a page escaped.
+    """Escape the characters in `text` that control a terminal or a page.
 
     Newlines and tabs are kept.
     """

@@ -207,7 +207,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file, which equals no other tag if the file changed during the read."""
+    """Return a file's tag; if the file changed during the read, the tag matches no other."""
     # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):

@@ -95,7 +95,7 @@ class Retry:
         """Return the result of a request. Raises `TimeoutError` after the deadline.
 
         The request runs in its own thread, because a client only limits the time between two bytes.
-        A thread that still waits ends with this process.
+        A thread that is still waiting ends with this process.
         """
         future = Future[Result]()
         send = partial(_send, copy_context(), request)

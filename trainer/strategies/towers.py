@@ -19,7 +19,7 @@ from flotilla.trainer.strategies.strategy import Batch
 
 Tensors = list[tf.Tensor]
 Gradient = Any
-# A function from weights, state and batch to the loss, a gradient for each weight, and new state.
+# A function of weights, state and batch; it returns the loss, a gradient per weight and new state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 

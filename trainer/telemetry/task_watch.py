@@ -21,10 +21,10 @@ from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
 
 FILE = "restarts.json"
-# The pause between two rounds in seconds (longer if there are many tasks), and the maximum number
+# The pause between two rounds, in seconds (longer if there are many tasks), and the maximum number
 # of tasks to probe per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# Timeout of the probe at the end of an attempt in seconds. The probe shows which task ended it.
+# Timeout of the probe at the end of an attempt, in seconds. The probe shows which task ended it.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)

@@ -165,7 +165,7 @@ def _list_outputs(
 
 
 def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output of a column; if several names are prefixes of it, the longest."""
+    """Return the output that a column belongs to: the longest name that is a prefix of it."""
     return max((each for each in names if key.startswith(f"{each}_")), key=len)
 
 
