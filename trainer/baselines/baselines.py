@@ -93,7 +93,7 @@ class Baseline:
 
 
 def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
-    """Fit the baselines of a task to training examples, and predict the first test examples."""
+    """Fit the baselines of a task to training examples, and predict labels of test examples."""
     # Import these before setting the thread limits, which do not apply to libraries loaded later.
     from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
 

@@ -233,7 +233,7 @@ def read_listing(root: str, digest: str) -> Listing:
 
 
 def list_spans(root: str, digest: str) -> dict[str, str]:
-    """Return the digest of each span of a stored listing; empty if it is not stored."""
+    """Return the digest of each span of a stored listing; empty if the listing is not stored."""
     try:
         return dict(storage.read_manifest(_place(root, digest)).fields.get("spans", {}))
     except storage.NotPublished:

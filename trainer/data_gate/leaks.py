@@ -32,7 +32,7 @@ _MOST_OF_ALL = 0.9
 # Maximum number of intervals per class.
 _INTERVALS = 2
 # A threshold cuts a distribution if the 10 examples around it span at most 2.5 times the lower
-# quartile of the widths of 10 examples on one side, which must have more than 30.
+# quartile of the widths of 10 examples on one side, which must have more than 30 examples.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -90,7 +90,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return a mask of the examples of frequent classes; all False if those are too few."""
+    """Return a mask of the examples of frequent classes; all False if they cover too few."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)

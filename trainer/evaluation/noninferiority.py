@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
     """A metric, and the influence of each unit on it; the influences add up to 0.
 
     The sum of their squares is the variance of the metric. `fewest` is the number of units that
-    limits its precision: of all units, or of those in the rarer class.
+    limits its precision: all units, or the units of the rarer class.
     """
 
     value: float

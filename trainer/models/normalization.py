@@ -1,4 +1,4 @@
-"""A layer that normalizes numbers to mean 0 and variance 1, with constants of the graph.
+"""A layer that normalizes numbers to mean 0 and variance 1, with constants in the graph.
 
 A float32 has about 7 digits. Large numbers such as Unix timestamps or ids differ only in their last
 digits, which a Keras layer loses because it first casts its inputs. This layer subtracts the mean

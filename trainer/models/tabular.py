@@ -88,7 +88,7 @@ def network(  # noqa: PLR0913
     pieces: int,
     of_sequence: OfSequence | None = None,
 ) -> keras.Model:
-    """Return a network on all inputs together; `of_sequence` encodes those with sequences."""
+    """Return a network on all inputs together; `of_sequence` encodes the sequences among them."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)

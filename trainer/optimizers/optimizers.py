@@ -220,7 +220,7 @@ class Warmup(Schedule):
     """Rises linearly from `rate / steps` to `rate`, and then follows `after`."""
 
     def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
-        """Store the length of the warm-up, the learning rate at its end, and what follows."""
+        """Store the warm-up's length, the rate at its end, and the rate or schedule after it."""
         self._after = after
         self._rate = rate
         self._steps = steps

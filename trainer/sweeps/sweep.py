@@ -69,7 +69,7 @@ class Trial:
     Attributes:
         number: its number, starting at 1.
         settings: the values of the searched keys, as strings by key.
-        status: `waiting`, `running`, `done`, `failed` or `interrupted`, on the last rung.
+        status: its status on the last rung (waiting, running, done, failed or interrupted).
         rung: the last rung that it started.
         results: its results on all rungs.
         metrics: its latest metrics of validation and training.

@@ -56,7 +56,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the class names of a target, by default of 0 and 1; () if they are unknown."""
+    """Return a target's class names, or the default names of two classes; () for more classes."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 

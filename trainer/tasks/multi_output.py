@@ -138,7 +138,7 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details by output, and all metrics, tables and charts with prefixes."""
+        """Return the details by output, and all metrics, tables and charts prefixed by output."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():

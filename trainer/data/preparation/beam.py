@@ -103,7 +103,7 @@ class PartMapper:
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """When pickling, leave out the objects that a worker opens."""
+        """Leave the objects that a worker opens out of the pickle."""
         return {**vars(self), "_opened": None}
 
     def __call__(self, part: Part) -> int:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Number of scores in memory: 64 MiB, and about as much for sorting them.
+# Maximum number of scores in memory at a time (64 MiB, and about as much for sorting).
 _AT_ONCE = 1 << 24
 Places = npt.NDArray[np.int64]
 
@@ -97,7 +97,7 @@ class Search:
         return found
 
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
-        """Return the recalls [users] at each number, for the users who took an item.
+        """Return the recalls [users] at each cutoff in `numbers`, for the users who took an item.
 
         Numbers greater than the number of candidates are left out. About `at_once` scores are in
         memory at the same time.

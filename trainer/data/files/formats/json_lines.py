@@ -164,7 +164,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def _records(
     path: Path, piece: Piece, on_open: OnOpen = lambda _file: None
 ) -> Iterator[dict[str, Any] | str | None]:
-    """Yield objects, or the reason why one is invalid; None for an empty line."""
+    """Yield each object, or the reason why it is invalid, or None for an empty line."""
     if not _has_lines(path):
         yield from _values(path, on_open)
         return
@@ -256,7 +256,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _explain(record: Mapping[str, Any]) -> str:
-    """Explain why the only object of a file is a table, not a row; empty if it is a row."""
+    """Explain why a file's only object is a table, not a row; return an empty text otherwise."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"
