@@ -11,20 +11,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from flotilla.trainer.features.statistics.hashing import values_repeat
+
 # Missing values as written by R, pandas, databases and spreadsheets.
 _WRITTEN = (
     "", "NA", "N/A", "n/a", "<NA>", "#N/A", "#NA", "#N/A N/A", "nan", "NaN", "NAN", "-nan", "-NaN",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# Lower-case words that people write for a missing value; text columns keep them as texts.
+# Missing values as people write them, in lower case: missing in number columns, texts elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
-# Number of leading texts that are checked for repetition.
+# Number of texts that are parsed before all others.
 _HEAD = 256
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
@@ -71,8 +73,7 @@ class Counted(NamedTuple):
 
 def count_texts(array: pa.Array) -> Counted:
     """Trim the texts of some rows and count them, so that each text is processed only once."""
-    head = array[:_HEAD]
-    if 2 * len(head.unique()) > len(head) or len(array) == len(head):
+    if not values_repeat(array):
         return Counted(trim_texts(array), np.ones(len(array), np.int64), None)
     coded = array.dictionary_encode(null_encoding="encode")
     places = coded.indices.to_numpy().astype(np.int64)
@@ -171,7 +172,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as seconds since 1970, NaN if missing; also mark the invalid ones.
+    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones.
 
     A time without a zone is in UTC.
     """

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Number of leading values that are checked for repetition.
-_HEAD = 256
+# Number of leading values that are checked for repetition, and the largest share of distinct ones.
+# Of 5,000 values that are equally frequent, about 1,680 are among the first 2,048.
+_HEAD, _DISTINCT = 2048, 0.9
 
 
 def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
@@ -51,11 +52,16 @@ def digest(values: Any) -> NDArray[np.uint64]:
         return digest(array.dictionary)[places]
     if pa.types.is_large_list(array.type):
         return _digest_lists(array)
-    head = array[:_HEAD]
-    if 2 * len(head.unique()) <= len(head) < len(array):
+    if values_repeat(array):
         return digest(array.dictionary_encode())
     starts = np.frombuffer(array.buffers()[1], np.int64)[array.offset :][: len(array) + 1]
     return _digest_bytes(memoryview(array.buffers()[2] or b""), starts)
+
+
+def values_repeat(array: pa.Array) -> bool:
+    """Return whether it is faster to encode a column as a dictionary than to read each value."""
+    head = array[:_HEAD]
+    return len(head) < len(array) and len(head.unique()) <= _DISTINCT * len(head)
 
 
 def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
