@@ -126,7 +126,7 @@ def _words() -> list[str]:
         sys.exit("bench: this machine has no GPU")
     if "gpu" in words and not on_gpu.present():
         words.remove("gpu")
-        sys.stderr.write("gpu: left out, as this machine has no GPU\n")
+        sys.stderr.write("gpu: skipped, because this machine has no GPU\n")
     if not WITHOUT_MNIST.issuperset(words):
         mnist.require()
     return words

@@ -61,17 +61,17 @@ def refuse(compiled_by: str) -> NoReturn:
     """Raise the `ConfigError` for a pipeline that does not match this code."""
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
-        f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
-        "differ; upload the pipeline again with the version of the image (`flotilla upload`) and "
-        "recreate its schedules (`flotilla reschedule`), or set the run parameter image to the "
-        "image that it was compiled for"
+        f"the pipeline was compiled by {theirs}, but the image has {own}, whose steps differ; "
+        "upload the pipeline again with the version of the image (`flotilla upload`) and recreate "
+        "its schedules (`flotilla reschedule`), or set the run parameter image to the image that "
+        "it was compiled for"
     )
 
 
 def describe_mark(compiled_by: str) -> str:
     """Return a readable form of a mark for messages."""
     if not compiled_by:
-        return "a Flotilla that left no mark"
+        return "an unknown version of Flotilla"
     number, _, digest = compiled_by.partition(" ")
     return f"Flotilla {number} (steps {digest})"
 

@@ -55,8 +55,8 @@ def check(artifact: Any, uri: str) -> None:
     found = _read_descriptor(artifact)
     if found.uri != uri:
         raise UserError(
-            f"the artifact describes the {found.kind} {found.uri}, but the URI passed with "
-            f"it is {uri}: pass both from the same step"
+            f"the artifact belongs to the {found.kind} {found.uri}, but the URI passed with it is "
+            f"{uri}: pass both from the same step"
         )
     if storage.read_manifest(uri).digest != found.digest:
         raise UserError(
@@ -70,8 +70,8 @@ def _read_descriptor(artifact: Any) -> Descriptor:
         if found := read_record(Descriptor, Path(artifact.path).read_bytes()):
             return found
     raise UserError(
-        f"the artifact {artifact.uri} does not describe what a step has published: pass the "
-        f"artifact of that step, or pass only the URI"
+        f"the artifact {artifact.uri} does not describe anything that a step published: pass the "
+        "artifact of the publishing step, or only the URI"
     )
 
 

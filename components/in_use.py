@@ -36,7 +36,7 @@ def use(uri: str) -> bool:
     # A removal that starts after this point sees the mark.
     wait_until(
         lambda: not any(_removals(root, path).values()),
-        lambda: f"the end of `flotilla gc`, which is about to remove {uri}",
+        lambda: f"`flotilla gc` to end, which is about to remove {uri}",
         _SECONDS,
         _POLL_SECONDS,
     )

@@ -65,9 +65,9 @@ def require_shared(config: Config, root: str) -> None:
     ]
     if without:
         raise ConfigError(
-            f"storage.root: {root} is a folder, which the pods of {', '.join(without)} do not "
-            "share; name a bucket (storage.root=s3://BUCKET/FOLDER), or a volume of "
-            "cluster.kubernetes.pod.volumes above it"
+            f"storage.root: {root} is a folder that the pods of {', '.join(without)} do not share; "
+            "set it to a bucket (storage.root=s3://BUCKET/FOLDER), or mount a volume there or "
+            "above it (cluster.kubernetes.pod.volumes)"
         )
 
 

@@ -97,7 +97,7 @@ def resolve(step: Step) -> resolve_config.Resolved:
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):
             descriptor.write(artifact, {"decision": UNCHANGED})
-        Path(step.page.path).write_text("<p>An earlier run has done what this one would do.</p>\n")
+        Path(step.page.path).write_text("<p>An earlier run with these inputs has finished.</p>\n")
     return resolved
 
 

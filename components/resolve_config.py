@@ -74,8 +74,8 @@ def work(step: Step) -> Resolved:
         config = add_choices(config, step.published, root, run_id)
     if earlier:
         reason = (
-            f"files and configuration are those of {earlier}, which has finished; "
-            "training.when_unchanged=train trains again"
+            f"files and configuration are the same as in {earlier}, which has finished; to train "
+            "again, set training.when_unchanged=train"
         )
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
     descriptor.write(artifact, config.model_dump(mode="json"))
@@ -93,8 +93,8 @@ def _check_shared(root: str) -> None:
     """Raise a `ConfigError` in a pod if `root` is a local folder, which no other pod sees."""
     if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
         raise ConfigError(
-            f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
-            "gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
+            f"storage.root: {root} is a folder in this pod, which no other step can read: set it "
+            "to gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
         )
 
 
@@ -131,7 +131,7 @@ def add_positive(config: Config, root: str) -> Config:
     if task.name not in (AUTO, *OF_TWO_CLASSES, "multi_output"):
         return config
     pinned = run_store.pin_once(
-        f"positive classes of the champion of {config.name}",
+        f"the positive classes of the champion of {config.name}",
         lambda: json.dumps(champion_positive(root, config.name)),
     )
     found: dict[str, str] = json.loads(pinned)
@@ -170,7 +170,7 @@ def _require_same_source(data: DataConfig) -> None:
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
         raise ConfigError(
-            f"data.source: a resumed run uses the files it started with ({before[1]} with "
+            f"data.source: a resumed run uses the files that it started with ({before[1]} with "
             f"data.spans {before[0]}): start a new run for {data.source} with {data.spans}"
         )
     run_store.pin(_LISTED, listed or json.dumps(asked))
@@ -217,7 +217,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     # Prefer the earlier choice: a different model would not fit the checkpoints of the run.
     name, why = choice.of_dataset(spec)
     if before := _model_before():
-        name, why = before.name, "an earlier start of this run has chosen it"
+        name, why = before.name, "chosen by an earlier start of this run"
         args = {**before.args, **config.model.args}
         model = config.model.model_copy(update={"name": name, "args": args})
         config = config.model_copy(update={"model": model})

@@ -178,9 +178,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _check_inputs(given: tuple[str, ...], split: str) -> None:
     if any(not each.strip() for each in given):
-        raise ConfigError("INPUT: an empty text was given: give a file, a folder or a URI")
+        raise ConfigError("INPUT is empty: give a file, a folder or a URI")
     if not given and not split:
-        raise ConfigError("INPUT: give files, or a split of the model's dataset by --split")
+        raise ConfigError("INPUT: give files, or a split of the model's dataset with --split")
     if split and given and (len(given) > 1 or "://" not in given[0]):
         raise ConfigError("INPUT: with --split, give the URI of one dataset or leave INPUT out")
 
@@ -201,7 +201,7 @@ def model_uri(model: str, root: str) -> str:
         return registry.version(root, name, number).uri
     champion = registry.champion(root, name)
     if champion is None:
-        raise ConfigError(f"{name} has no champion below {root}; name a version, as {name}@1")
+        raise ConfigError(f"{name} has no champion below {root}; name a version, such as {name}@1")
     return champion.uri
 
 
@@ -214,8 +214,8 @@ def choose_format(output: str, said: str) -> str:
     ending = FORMS.get(Path(output).suffix, "")
     if not ending and not said:
         raise ConfigError(
-            f"-o: the name of {output} does not end with one of {', '.join(FORMS)}; rename "
-            "it, or set the format by --to"
+            f"-o: the name of {output} does not end with one of {', '.join(FORMS)}; rename it, or "
+            "set the format with --to"
         )
     return said or ending
 

@@ -87,13 +87,14 @@ def _mount(pair: tuple[str, str]) -> None:
     claim, folder = pair
     if not _CLAIM.fullmatch(claim):
         raise ValueError(
-            f"{claim!r} is not a claim that KFP can mount: use up to 63 small letters, digits and -"
+            f"{claim!r} is not the name of a claim that KFP can mount: use up to 63 lowercase "
+            "letters, digits and -"
         )
     if not _PATH.fullmatch(folder) or {".", ".."} & set(folder.split("/")):
         raise ValueError(f"{folder!r} is not a folder in a pod: write it as /data")
     taken = [each for each in (*_TAKEN, SCRATCH_FOLDER) if f"{folder}/".startswith(f"{each}/")]
     if taken:
-        raise ValueError(f"{folder!r} is in a folder of the image or of KFP: choose another folder")
+        raise ValueError(f"{folder!r} is in a folder that the image or KFP uses: choose another")
 
 
 def _label(pair: tuple[str, str]) -> None:

@@ -91,11 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m flotilla.trainer", description=__doc__.splitlines()[0] if __doc__ else None
     )
     stages = parser.add_subparsers(required=True, metavar="STAGE")
-    own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
+    own = stages.add_parser("task", help="one task of a training cluster (given by TF_CONFIG)")
     task.add_arguments(own)
     own.set_defaults(stage=_task)
-    fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
-    fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
+    fit = stages.add_parser("fit", help="check whether model and dataset fit; download nothing")
+    fit.add_argument("--dataset", default="", metavar="URI", help="a prepared dataset")
     fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
     fit.set_defaults(stage=_fit)
     # Started by `flotilla predict`.

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")
     options = parser.parse_args()
     if options.rounds < 1:
-        parser.error(f"--rounds: {options.rounds} are none; it has to be 1 or more")
+        parser.error(f"--rounds: {options.rounds} is invalid; it must be 1 or more")
     if options.rewrite:
         before = json.loads(MEASURED.read_text(encoding="utf-8"))
         points = [Point(**{**each, "held": tuple(each["held"])}) for each in before["points"]]

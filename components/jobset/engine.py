@@ -50,8 +50,8 @@ KIND = JobKind(
     ),
     has_child_jobs=True,
     outdated=(
-        "the JobSet of this cluster is too old for this field: install 0.9 or newer, or leave the "
-        "setting out that makes it"
+        "the JobSet version of this cluster is too old for this field: install 0.9 or later, or "
+        "remove the setting that creates it"
     ),
 )
 PORT_NAME = "grpc"
@@ -172,13 +172,14 @@ class JobSets(Engine):
         job = settings.job
         if job.scheduling != type(job.scheduling)():
             raise ConfigError(
-                "cluster.kubernetes.job.scheduling: not with cluster.launcher jobset; name a queue "
-                "of Kueue in cluster.kubernetes.job.queue_name, which admits all pods or none"
+                "cluster.kubernetes.job.scheduling: not supported with cluster.launcher jobset; "
+                "name a Kueue queue in cluster.kubernetes.job.queue_name, which admits all pods "
+                "or none"
             )
         if job.clean_pod_policy != "Running":
             raise ConfigError(
-                "cluster.kubernetes.job.clean_pod_policy: not with cluster.launcher jobset, which "
-                "deletes only running pods; leave it out"
+                "cluster.kubernetes.job.clean_pod_policy: not supported with cluster.launcher "
+                "jobset, which deletes only running pods; leave it out"
             )
         for role in replicas(config):
             policy = settings.of(role).restart_policy

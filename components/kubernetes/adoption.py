@@ -70,7 +70,7 @@ class Adoption:
                 adopted = self._take_over(found, own)
                 if adopted is None:
                     continue
-                log.info("adopted the job %s of an earlier attempt", name)
+                log.info("adopted the job %s from an earlier attempt", name)
                 self.is_adopted = True
                 return adopted
             self._delete(found, delete_seconds)
@@ -84,8 +84,8 @@ class Adoption:
                 log.info("waiting for the deletion of the earlier job %s and its pods", name)
             if left <= 0:
                 raise UserError(
-                    f"the earlier job {name} is not deleted after {seconds:g} s; look at its pods: "
-                    f"kubectl get pods -l {label}"
+                    f"the earlier job {name} was not deleted within {seconds:g} s; look at its "
+                    f"pods: kubectl get pods -l {label}"
                 )
             self._wait(POLL_SECONDS)
             left -= POLL_SECONDS
@@ -110,9 +110,9 @@ class Adoption:
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(
-                f"the Service {name} already exists and belongs to no {self._kind.kind}, so the "
-                f"tasks of the job could not find each other: delete it (kubectl delete service "
-                f"{name}), or rename the model"
+                f"the Service {name} already exists and does not belong to a {self._kind.kind}, so "
+                "the tasks of the job could not reach each other: delete it (kubectl delete "
+                f"service {name}), or rename the model"
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:

@@ -29,7 +29,7 @@ def is_on_a_cluster() -> bool:
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
     """Return `local` outside a cluster; otherwise the engine of the run's job, or the first one."""
     if not is_on_a_cluster():
-        log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
+        log.info("cluster.launcher auto: local, because this is not in a pod and has no KUBECONFIG")
         return "local"
     connection = connect()
     api = Api(connection, namespace or connection.namespace)

@@ -15,15 +15,15 @@ from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
-_ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
+_ADMISSION = "it is suspended until its Kueue queue has capacity: kubectl get workloads"
 # Maximum number of tasks that a message names.
 _NAMED = 5
 _REMEDIES = {
     "image": (
-        "correct --image or cluster.kubernetes.pod.image, or name the secret of its registry in "
+        "correct --image or cluster.kubernetes.pod.image, or name the secret for its registry in "
         "cluster.kubernetes.pod.image_pull_secrets"
     ),
-    "container": "correct what it names, or cluster.kubernetes.pod",
+    "container": "correct what the message names, or the settings in cluster.kubernetes.pod",
 }
 
 
@@ -100,12 +100,12 @@ class Deadlines:
                 self._ran += self._clock() - self._entered_at
             log.info(
                 "the job is suspended: it waits %s",
-                "until its queue has room again" if self._is_put_back else "for admission",
+                "until its queue has capacity again" if self._is_put_back else "for admission",
             )
             events.emit(events.Suspension(is_over=False, was_running=self._is_put_back))
             self._enter(pod_state.QUEUEING)
         elif self._is_suspended and not suspended:
-            log.info("the job is resumed: its pods start")
+            log.info("the job is resumed and its pods start")
             events.emit(events.Suspension(is_over=True, was_running=self._is_put_back))
             self._is_put_back = False
             self._entered_at = self._progressed_at = self._clock()
@@ -160,7 +160,7 @@ class Deadlines:
                 self._engine.kind, seconds, "the job has neither a status nor a pod"
             ),
             "stalling": f"training has made no progress for {limit}",
-            "running": f"training was not done after {limit}",
+            "running": f"training was not finished after {limit}",
         }
         if key in of_the_job:
             return of_the_job[key]
@@ -186,7 +186,7 @@ class Deadlines:
         words = "; ".join(filter(None, of_roles))
         if words:
             return running, words
-        words = "all tasks run, and training has made no step yet"
+        words = "all tasks are running, but training has made no step yet"
         return running, f"{words}; {self.unresolved}" if self.unresolved else words
 
     def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:

@@ -81,8 +81,8 @@ class Heartbeat:
             ) from None
         if renewed["spec"].get("holderIdentity") != self._holder:
             raise UserError(
-                f"the lease {job['metadata']['name']} is changed by the cluster after it was "
-                "written: exempt it from webhooks that change objects in this namespace"
+                f"the lease {job['metadata']['name']} was changed by the cluster after it was "
+                "written: exempt it from webhooks that modify objects in this namespace"
             )
 
     def start(self) -> None:
@@ -177,8 +177,8 @@ class Heartbeat:
         found = self._api.get(LEASES, job["name"])
         if names.MANAGED not in (found["metadata"].get("labels") or {}):
             raise UserError(
-                f"the lease {job['name']} is not one of Flotilla: delete it, or give the model "
-                "another name"
+                f"the lease {job['name']} does not belong to Flotilla: delete it, or give the "
+                "model another name"
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
         # Remove a stop request that was meant for an earlier job of this name.

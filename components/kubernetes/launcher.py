@@ -97,7 +97,7 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
             raise ConfigError(
-                f"cluster.{key}: not with cluster.launcher {engine.name}; leave it out"
+                f"cluster.{key}: not supported with cluster.launcher {engine.name}; leave it out"
             )
     engine.check(job.config)
     if job.config.program.command and not job.config.program.python:
@@ -135,7 +135,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
 def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
     """End a job; return why it could not be deleted, or an empty string."""
     name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
-    log.warning("ending the job %s, whose launcher has ended", name)
+    log.warning("stopping the job %s, because its launcher has ended", name)
     if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
         _stop(engine, api, orphan)
     delete = partial(api.delete, engine.kind.resource, name, uid)
@@ -242,8 +242,9 @@ class _Launch:
             owned_objects.isolate(self._engine.templates(self._manifest))
             return
         log.warning(
-            "the launcher may not %s in the namespace %s: other jobs of Flotilla there can reach "
-            "the tasks of this job; deploy/ grants the permission", rbac.ISOLATION, self._namespace,
+            "the launcher has no permission to %s in the namespace %s, so other Flotilla jobs "
+            "there can reach the tasks of this job; deploy/ grants the permission",
+            rbac.ISOLATION, self._namespace,
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
@@ -338,7 +339,7 @@ class _Launch:
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the %s failed the job %s, which is created again",
+            "%s lost its pod %s: %s; the %s marked the job %s as failed, so it is created again",
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 

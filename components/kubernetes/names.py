@@ -36,7 +36,7 @@ STOP = "flotilla/stop"
 UNRESOLVED = "these names do not resolve: "
 RESOLVED = "the names of all tasks resolve"
 # The line that the guard of the leading task logs when it sees `STOP`.
-STOPPING = "the run is cancelled: training ends with a last checkpoint"
+STOPPING = "the run is being cancelled: training ends with a last checkpoint"
 
 # Maximum length of pod names, Service names and label values.
 MAX_LENGTH = 63

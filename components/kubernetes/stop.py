@@ -62,13 +62,11 @@ class Stop:
             except RefusedError as error:
                 if error.is_missing:
                     return
-                log.warning("cannot observe the end of the leading task: %s", error)
+                log.warning("cannot see whether the leading task has ended: %s", error)
             except UnreachableError:
                 if time.monotonic() - began < limit:
                     continue
-            log.warning(
-                "the leading task of the job %s does not end without being stopped", self.name
-            )
+            log.warning("the leading task of the job %s does not end by itself", self.name)
             return
 
     def answer_seconds(self) -> float:

@@ -303,7 +303,7 @@ class Supervisor:
                 if not self._is_back(pod):
                     self._engine.bring_back(self._api, pod)
             except UnreachableError as error:
-                log.debug("%s is made again later: %s", task, error)
+                log.debug("%s will be recreated later: %s", task, error)
                 continue
             except RefusedError as error:
                 log.warning("Kubernetes delays the restart of %s (back-off): %s", task, error)
@@ -367,7 +367,7 @@ class Supervisor:
         if failure.is_past_deadline:
             limit = self._job.config.cluster.kubernetes.job.active_deadline_seconds
             return (
-                f"the job {self._name} was not done after {limit} s "
+                f"the job {self._name} was not finished after {limit} s "
                 f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
             )
         for end in self._ends.values():
@@ -454,8 +454,7 @@ class Supervisor:
             elif time.monotonic() - at >= ABSENT_SECONDS:
                 del self._asked_at[task]
                 log.warning(
-                    "%s has no new pod after %g s: the %s is not running, or refused the pod; see: "
-                    "%s",
+                    "%s has no new pod after %g s: the %s is not running or rejected it; see: %s",
                     task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
                 )  # fmt: skip
 
@@ -466,7 +465,7 @@ class Supervisor:
         pods = self._pods.values()
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
         if refusal:
-            raise UserError(f"the pods of the job {self._name} are refused: {refusal}")
+            raise UserError(f"the pods of the job {self._name} are rejected: {refusal}")
         exceeded = self._find_exceeded()
         if exceeded:
             # A controller that is down may come back, for example after an update.

@@ -237,7 +237,7 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if lost := lost_stage(steps):
         why = f"its process ended before {lost} began"
     elif steps and (lost := _find_missing({each.step for each in reached})):
-        why = f"{lost} left no record: its pod did not start, or could not write"
+        why = f"{lost} left no record: its pod did not start, or could not write one"
     return "; ".join(filter(None, [why, said]))
 
 
@@ -363,7 +363,7 @@ def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
     if not isinstance(tree, of):
         raise ValueError(f"{where} does not contain a {of.__name__}")
     if of is dict and parse_record(_Published, tree) is None:
-        raise ValueError(f"{where} has a field of another type")
+        raise ValueError(f"{where} has a field of the wrong type")
     if of is list and not all(isinstance(each, dict) for each in tree):
         raise ValueError(f"{where} contains values that are not rows")
     return tree
@@ -375,4 +375,4 @@ def _skip_unreadable() -> Iterator[None]:
     try:
         yield
     except (UserError, ValueError, OSError) as error:
-        log.warning("left out of the report: %s", error)
+        log.warning("omitted from the report: %s", error)

@@ -53,7 +53,7 @@ from flotilla.trainer.tracking.tracker import following_step
 
 # A runner that is asked to stop sets this variable for its steps. Then only the exit step runs.
 STOPPING = "FLOTILLA_STOPPING"
-_ASKED = "interrupted before the step was done"
+_ASKED = "interrupted before the step was finished"
 # Pauses before a stage is retried. They are long because the failed operation was already retried
 # until its own deadline, which is several minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0

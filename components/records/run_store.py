@@ -240,8 +240,8 @@ def read_given(at: str, step: str) -> Given:
         found = read_record(Given, storage.read_bytes(uri))
     except storage.Missing:
         raise UserError(
-            f"the inputs of {step} are not recorded ({uri}): an older version made the run, "
-            "or the store did not accept the record; start the run again to record them"
+            f"the inputs of {step} are not recorded ({uri}): the run was made by an older version, "
+            "or the record could not be written; start the run again to record them"
         ) from None
     if found is None:
         raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")

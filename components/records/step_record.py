@@ -43,8 +43,8 @@ OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
-    "it began and recorded no end: it was stopped with the run, or its pod was killed "
-    "(memory, a lost node), or the store did not take its record; `flotilla status` asks KFP"
+    "it started but recorded no end: it was stopped with the run, its pod was killed (memory, a "
+    "lost node), or its record could not be written; `flotilla status` asks KFP"
 )
 
 

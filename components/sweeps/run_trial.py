@@ -102,7 +102,7 @@ def parse_sweep(text: str) -> Sweep:
     """Parse the run parameter `sweep`; raises `ConfigError`."""
     if found := read_record(Sweep, text):
         return found
-    raise ConfigError("sweep: it is not a sweep that `flotilla sweep --compile` wrote")
+    raise ConfigError("sweep: this is not a sweep written by `flotilla sweep --compile`")
 
 
 def trial_run_id(run_id: str, number: int) -> str:

@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.output.streams import discard, mask_libraries
 
 app = typer.Typer(
     name="flotilla",
-    help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
+    help="Declarative training pipelines on Kubeflow Pipelines, on a laptop or a cluster.",
     cls=Group,
     context_settings=HELP_OPTIONS,
     # Typer's own completion options guess the shell from the process tree. The command `completion`
@@ -120,7 +120,7 @@ def _argument_with_credentials(arguments: list[str]) -> str:
             where = f"{option}: " if option and "://" not in option else ""
             return (
                 f"{where}{why}: every user of this machine can read a command line; leave it out, "
-                "and give credentials by file or by the environment"
+                "and pass credentials in a file or in the environment"
             )
     return ""
 

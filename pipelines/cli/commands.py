@@ -51,23 +51,23 @@ _GROUPS = {
     "checkpoint": "Show what is in a checkpoint.",
 }
 _TRAINED = (
-    "--json adds `headline` and `notes`; `global_step`, the updates that were applied, and "
-    "`handed_on_step`, that of the model (training.hand_on); where it was evaluated `main_metric`, "
-    "and which value is `better`."
+    "--json adds `headline`, `notes`, `global_step` (the number of updates) and `handed_on_step` "
+    "(the step of the model, see training.hand_on). If the model was evaluated, it also adds "
+    "`main_metric` and `better` (higher or lower)."
 )
 _ENDED = (
-    "--json adds `steps` while the run is running, `global_step` and `handed_on_step` when it has "
-    "ended, `main_metric` and `better` where a model was evaluated."
+    "--json adds `steps` while the run is running, and `global_step` and `handed_on_step` when it "
+    "has ended. If a model was evaluated, it also adds `main_metric` and `better`."
 )
 _COLLECTED = (
-    "--json adds `removed`, the URIs of what was removed; with --keep-runs or --keep-versions also "
-    "`planned`, an object each, their `bytes`, and `kept`, remarks on what stays."
+    "--json adds `removed`, the removed URIs. With --keep-runs or --keep-versions it also adds "
+    "`planned` (a list of objects), their `bytes`, and `kept` (why other items were kept)."
 )
 _UPLOADED = (
-    "--json adds `version`; its `newest` says whether `submit` uses this version when none is "
-    "given."
+    "--json adds `version`; its field `newest` tells whether `submit` uses this version if none "
+    "is given."
 )
-_PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
+_PROMOTED = "--json adds the numbers `version` and `promotion`."
 _SCHEDULED = "--json adds `schedule`."
 
 
@@ -112,7 +112,7 @@ COMMANDS = {
     "runs": Command(
         call=list_runs,
         panel=RUN,
-        adds="--json adds `runs`, an object each.",
+        adds="--json adds `runs`, a list of objects.",
         examples=(
             "flotilla runs --limit 50",
             "flotilla runs --endpoint https://kfp.example.com --experiment flotilla",
@@ -147,8 +147,8 @@ COMMANDS = {
     "compare": Command(
         call=compare,
         panel=RUN,
-        adds="--json adds `runs`, `comparison` (by group and name a value of each run), and "
-        "`main_metric` with the `best` of them.",
+        adds="--json adds `runs`, `comparison` (the values of all runs by group and name), "
+        "`main_metric`, and `best`, the best run.",
         examples=(
             "flotilla compare digits-20260101-120000-1a2b digits-20260102-120000-3c4d",
             "flotilla compare digits-20260101-120000-1a2b digits-20260102-120000-3c4d --json",
@@ -191,7 +191,7 @@ COMMANDS = {
     "submit": Command(
         call=submit,
         panel=CLUSTER,
-        adds=f"{_TRAINED} All only when the run was waited for.",
+        adds=f"{_TRAINED} All of them only with --wait.",
         examples=(
             "flotilla submit churn.yaml --endpoint https://kfp.example.com --wait",
             "flotilla submit --set training.steps=5000 --experiment nightly",
@@ -241,7 +241,7 @@ COMMANDS = {
     ),
     "models list": Command(
         call=list_models,
-        adds="--json adds `models`, an object each.",
+        adds="--json adds `models`, a list of objects.",
         examples=("flotilla models list", "flotilla models list churn --root s3://bucket/ml"),
     ),
     "models show": Command(
@@ -276,7 +276,7 @@ COMMANDS = {
     "init": Command(
         call=init,
         panel=DATA,
-        adds="--json adds `config`, what the file says.",
+        adds="--json adds `config`, the content of the file.",
         examples=(
             "flotilla init churn.csv --label churn",
             "flotilla init 's3://bucket/clicks/{DATE}' --label clicked -o clicks.yaml",
@@ -285,7 +285,7 @@ COMMANDS = {
     "check": Command(
         call=check,
         panel=DATA,
-        adds="--json adds `found`, what the model takes and gives, and `notes`.",
+        adds="--json adds `found` (the inputs and outputs of the model) and `notes`.",
         examples=(
             "flotilla check churn.yaml",
             "flotilla check churn.csv --label churn --set model.name=mlp",
@@ -302,13 +302,13 @@ COMMANDS = {
     "configs": Command(
         call=configs,
         panel=DATA,
-        adds="--json adds `configs`, an object each, or `path`.",
+        adds="--json adds `configs` (a list of objects), or `path`.",
         examples=("flotilla configs", "flotilla configs digits.yaml"),
     ),
     "doctor": Command(
         call=doctor,
         panel=HOUSEKEEPING,
-        adds="--json adds `checks`, an object each.",
+        adds="--json adds `checks`, a list of objects.",
         examples=(
             "flotilla doctor churn.yaml",
             "flotilla doctor --kubernetes --endpoint https://kfp.example.com -n team-a",

@@ -41,7 +41,7 @@ _Namespace = Annotated[
         "-n",
         "--namespace",
         help="The namespace of the steps, and of the job unless cluster.kubernetes sets one. "
-        "Default: KFP_NAMESPACE, then that of the kubeconfig.",
+        "Default: KFP_NAMESPACE, then the namespace of the kubeconfig.",
     ),
 ]
 _ServiceAccount = Annotated[
@@ -69,7 +69,7 @@ def check(
     loaded = configuration(config, assignments or (), label or ())
     if code:
         if not code.is_dir():
-            raise ConfigError(f"--code: there is no folder {code}")
+            raise ConfigError(f"--code: the folder {code} does not exist")
         os.environ[user_code.FOLDER_VARIABLE] = str(code.absolute())
     result = checked(loaded)
     notes = "".join(f"note: {join_lines(each)}\n" for each in result.notes)

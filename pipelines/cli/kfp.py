@@ -77,8 +77,8 @@ def upload(
     is_newest = newest.version_id == version.version_id
     if not is_newest:
         say(
-            f"it is not the newest: `submit` and `schedule` take {newest.name}, "
-            f"or this one by --version {version.name}"
+            f"it is not the newest: `submit` and `schedule` use {newest.name}, or this version "
+            f"with --version {version.name}"
         )
     if newest.remark:
         warn(newest.remark)
@@ -181,7 +181,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     def describe_detached() -> tuple[str, str]:
         if run_id:
             return continues(run_id, command(access, "cancel", run_id))
-        return "interrupted; whether the run was started is not known: see `flotilla runs`", ""
+        return "interrupted; it is unknown whether the run was started: see `flotilla runs`", ""
 
     with detaching(describe_detached):
         started = start(client, submission)
@@ -314,7 +314,7 @@ def unschedule(
         )
 
     def detached() -> tuple[str, str]:
-        left = "is disabled if that was said, and is not removed: repeat the command later"
+        left = "may be disabled, but is not removed: repeat the command later"
         return f"interrupted; schedule {name} {left}", ""
 
     with detaching(detached):

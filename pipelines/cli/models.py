@@ -243,7 +243,7 @@ def _draw(found: Contents) -> None:
         size = format_bytes(found.bytes)
         terminal.print(f"global step {found.global_step}, {size}, published {found.created}")
         terminal.print(f"{len(found.parts)} parts: {parts}")
-        older = "its manifest names no variables: an older version wrote it"
+        older = "its manifest lists no variables, because an older version of Flotilla wrote it"
         terminal.print(table if rows else older)
 
 

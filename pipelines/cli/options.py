@@ -56,7 +56,7 @@ def local_path(given: str | Path) -> Path:
         raise typer.BadParameter("it is empty: give a path, or leave the option out")
     if "://" in text:
         raise typer.BadParameter(
-            f"{text!r} is not a path on this machine; set storage.root to publish at a URI"
+            f"{text!r} is not a path on this machine; to publish at a URI, set storage.root"
         )
     try:
         os.lstat(text)
@@ -98,7 +98,7 @@ Run = Annotated[
 RunsDir = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", parser=local_path, help="The folder that holds the runs of this machine."
+        metavar="DIR", parser=local_path, help="The folder that contains the runs of this machine."
     ),
 ]
 Cron = Annotated[

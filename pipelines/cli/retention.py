@@ -31,7 +31,7 @@ def gc(
         str,
         typer.Option(
             metavar="TIME",
-            help="Also remove older runs, and datasets, checkpoints and code that nothing needs.",
+            help="Also remove older runs and unused datasets, checkpoints and code.",
         ),
     ] = "",
     keep_versions: Annotated[
@@ -67,7 +67,7 @@ def gc(
     removed = collect(root)
     for uri in removed:
         say(f"removed {uri}")
-    say(f"{len(removed)} left-overs removed below {root}")
+    say(f"{len(removed)} leftover files removed below {root}")
     gone = [*answer.more.get("removed", ()), *removed]
     return Answer(more={**answer.more, "removed": gone})
 
@@ -133,7 +133,7 @@ def _show(plan: Plan, root: str) -> None:
     from flotilla.pipelines.cli.tables import Table
 
     if not plan.going:
-        say(f"nothing below {root} is old enough, and needed by nothing that stays")
+        say(f"nothing below {root} is both old enough and unused")
         return
     rows = [
         {

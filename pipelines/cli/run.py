@@ -208,7 +208,7 @@ def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"
     if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
-        return f"when that is fixed, resume with: {shlex.join(resume)}"
+        return f"after fixing it, resume with: {shlex.join(resume)}"
     return ""
 
 
@@ -331,13 +331,13 @@ def init(
     text = proposal.text(path.parent)
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise ConfigError(f"{path} exists with different content; give another file by -o")
+            raise ConfigError(f"{path} exists with different content; give another file with -o")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
     for note in proposal.notes:
         say(f"flotilla: {note}")
-    say(f"wrote {path}; run it by: flotilla run {path}")
+    say(f"wrote {path}; run it with: flotilla run {path}")
     return Answer(artifacts={"config": str(path)}, more={"config": config.model_dump(mode="json")})
 
 

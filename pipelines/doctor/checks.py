@@ -311,7 +311,7 @@ def show_instance(instance: Instance) -> str:
 def instance_answers(instance: Instance) -> Finding:
     """Check the instance given by options or the environment. Raises `UserError`."""
     if not is_named(instance.endpoint):
-        message = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
+        message = f"no instance is given: add --endpoint, or set {ENDPOINT[0]}"
         return Finding("skipped", message)
     access = instance.access()
     found = health(access)
@@ -319,7 +319,7 @@ def instance_answers(instance: Instance) -> Finding:
         message = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
         return Finding("fail", message, "flotilla doctor --namespace NAMESPACE")
     if not found.version:
-        message = f"{access.endpoint} answers, but does not give its version"
+        message = f"{access.endpoint} responds, but does not report its version"
         return Finding("warn", message, show_instance(instance))
     where = f", in {access.namespace}" if found.is_shared else ""
     message = f"{access.endpoint} is KFP {found.version}{where}"

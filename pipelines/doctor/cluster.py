@@ -60,11 +60,12 @@ def judge_version(part: Part, version: str, message: str, show: str = "") -> Fin
     if not number:
         return Finding("ok", message)
     if part.oldest and _tuple(version) < _tuple(part.oldest):
-        words = f"{message}; {part.name} has to be {part.oldest} or later"
+        words = f"{message}; {part.name} must be {part.oldest} or later"
         return Finding("warn", words, show)
     if any(_tuple(version)[: len(_tuple(each))] == _tuple(each) for each in part.seen):
         return Finding("ok", message)
-    return Finding("ok", f"{message}; not run with this version, but with {', '.join(part.seen)}")
+    seen = ", ".join(part.seen)
+    return Finding("ok", f"{message}; Flotilla was not tested with this version, only with: {seen}")
 
 
 def _tuple(version: str) -> tuple[int, ...]:
@@ -155,14 +156,14 @@ def answers(cluster: Cluster, config: Config | None = None) -> Finding:
     except UnreachableError as error:
         return Finding("fail", f"{host} does not answer {error}", SHOW)
     if answer.status == HTTPStatus.UNAUTHORIZED:
-        message = f"{host} does not know the caller, or no longer: renew the login"
+        message = f"{host} does not accept the credentials: log in again"
         return Finding("fail", message, who)
     if answer.status == HTTPStatus.FORBIDDEN:
-        return Finding("warn", f"{host} answers, but does not return its version", who)
+        return Finding("warn", f"{host} responds, but does not report its version", who)
     try:
         version = str(answer.json()["gitVersion"])
     except (ValueError, KeyError, TypeError):
-        return Finding("fail", f"{host} is no Kubernetes API (HTTP {answer.status})", SHOW)
+        return Finding("fail", f"{host} is not a Kubernetes API (HTTP {answer.status})", SHOW)
     if config and needs_sidecars(config) and (lack := describe_lack(version)):
         return Finding("fail", lack, "kubectl version")
     return judge_version(KUBERNETES, version, f"{version} at {host}", SHOW)
@@ -178,7 +179,7 @@ def namespace(cluster: Cluster) -> Finding:
             raise
         return Finding("fail", f"there is no namespace {name}", f"kubectl create namespace {name}")
     if not cluster.is_named:
-        return Finding("ok", f"{name}, to which the context leads; --namespace names another")
+        return Finding("ok", f"{name}, the namespace of the context; --namespace selects another")
     return Finding("ok", name)
 
 
@@ -219,7 +220,7 @@ def check_served(cluster: Cluster, of: Engine) -> Finding:
     named = f"{of.kind.resource.plural}.{of.kind.resource.api_version}"
     if cluster.api.serves(of.kind.resource):
         return Finding("ok", f"{named} is served")
-    message = f"{named} is not served: the {of.kind.controller} is not installed, or another one"
+    message = f"{named} is not served: the {of.kind.controller} is missing or has another version"
     return Finding("fail", message, CONTROLLERS[of.name].install)
 
 
@@ -231,7 +232,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     except RefusedError as error:
         if not error.is_forbidden:
             raise
-        message = "it is unknown whether one runs: no permission to read its deployment"
+        message = "cannot check whether it runs: no permission to read its deployment"
         return Finding("warn", message, of.kind.show)
     found = [each for each in every if _is_controller(each, known)]
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
@@ -274,11 +275,10 @@ def is_on_kubernetes(config: Config) -> bool:
 
 
 _HERE = (
-    "a run that is started here trains on this machine, since neither a pod nor KUBECONFIG names a "
-    "cluster"
+    "a run started here trains on this machine, because this is not a pod and KUBECONFIG is not set"
 )
 IS_HERE = Finding(
-    "ok", f"{_HERE}; in the pods of a KFP instance auto takes what its cluster has: --kubernetes"
+    "ok", f"{_HERE}; in the pods of a KFP instance, auto selects its engine: --kubernetes"
 )
 
 
@@ -305,7 +305,7 @@ def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Findi
     """Report the selected engine with the reason, or the settings that it does not support."""
     launcher = config.cluster.launcher
     but = f", and no {' and no '.join(absent)}" if absent else ""
-    message = f"auto takes {one.name}: the cluster serves {one.kind.kind}s{but}"
+    message = f"auto selects {one.name}: the cluster serves {one.kind.kind}s{but}"
     if launcher != "auto":
         return Finding("ok", f"cluster.launcher is {launcher}; {message}")
     try:
@@ -329,7 +329,7 @@ def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
     if not taken:
         return Finding("ok", "no Service has the name of a job")
     message = (
-        f"the Service {taken[0]} has the name of a job of this model, and is of no "
-        f"{one.kind.kind}: the tasks of that job would not find each other"
+        f"the Service {taken[0]} has the name of a job of this model but does not belong to a "
+        f"{one.kind.kind}: the tasks of that job could not reach each other"
     )
     return Finding("fail", message, f"kubectl delete service {taken[0]} --namespace {where}")

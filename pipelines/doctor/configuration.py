@@ -28,8 +28,8 @@ def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
             message = f"data.manual_dir: there is no folder {folder}"
             return Finding("fail", message, _setting("data.manual_dir=FOLDER"))
         message = (
-            f"data.manual_dir: {folder} is not on this machine; for the steps of an instance it "
-            "has to be in the image or a volume"
+            f"data.manual_dir: {folder} is not on this machine; for steps on an instance, it must "
+            "be in the image or in a volume"
         )
         return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
@@ -47,7 +47,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
             yield message, _setting(f"cluster.{key}=false")
     job = config.cluster.kubernetes.job
     if job.suspend and not job.queue_name:
-        message = "cluster.kubernetes.job.suspend: without a queue of Kueue it waits for ever"
+        message = "cluster.kubernetes.job.suspend: without a Kueue queue the job waits forever"
         yield message, _setting("cluster.kubernetes.job.queue_name=QUEUE")
     if launcher in ENGINES:
         try:
@@ -86,6 +86,6 @@ def describe_model(config: Config, found: Mapping[str, Any]) -> str:
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (
-        f"{found['model']} takes {takes} of {config.data.name} for {found['task']} of "
-        f"{gives}: {found['parameters']} parameters; {found['why']}"
+        f"{found['model']} uses {takes} of {config.data.name} for {found['task']} of {gives}: "
+        f"{found['parameters']} parameters; {found['why']}"
     )

@@ -53,7 +53,8 @@ def disk(workdir: Path) -> Finding:
     message = f"{free / 2**30:.1f} GiB free at {folder}"
     if free < FEW_BYTES:
         state: State = "fail" if free < LEAST_BYTES else "warn"
-        return Finding(state, f"{message}: free some, or choose another --workdir", "flotilla gc")
+        message += ": free some space, or choose another --workdir"
+        return Finding(state, message, "flotilla gc")
     return Finding("ok", message)
 
 
@@ -67,14 +68,14 @@ def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
         return Finding("fail", message, "ip link set lo up")
     if not closes():
         return Finding("warn", ports.WARNING, "less docs/security.md")
-    return Finding("ok", "ports of 127.0.0.1 can be opened and reached, by this machine alone")
+    return Finding("ok", "ports of 127.0.0.1 can be opened and reached, only from this machine")
 
 
 def gpus(config: Config) -> Finding:
     """Check that this machine has enough GPUs for the local workers."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
     if asked > has:
-        message = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
+        message = f"cluster.gpus_per_worker is {asked}, but there are {has} GPUs"
         return Finding("fail", message, f"flotilla doctor --set cluster.gpus_per_worker={has}")
     return Finding("ok", f"{has} GPUs")
 

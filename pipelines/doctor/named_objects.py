@@ -173,14 +173,14 @@ def judge_images(images: Iterable[str]) -> Finding:
     names = sorted(images)
     if "" in names:
         message = (
-            "no image is given, and that of the upload is unknown here: pass it by --image; "
-            f"without an upload it is {IMAGE}, which is in no registry, unless "
+            "no image is given, and the image of the upload is unknown here: pass it with "
+            f"--image; without an upload, {IMAGE} is used, which is not in a registry, unless "
             "cluster.kubernetes.pod.image names another"
         )
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]
     if local:
-        message = f"{', '.join(local)} names no registry: every node must already have it"
+        message = f"{', '.join(local)} has no registry in its name: every node must already have it"
         return Finding("warn", message, f"{_BUILD} && {_GIVE}")
     return Finding("ok", ", ".join(names))
 

@@ -44,7 +44,7 @@ def check_user(cluster: Cluster, kind: JobKind) -> Finding:
             each: rbac.may(cluster.api, each, where) for each in required_rules(LAUNCHER, kind)
         }
     except RefusedError as error:
-        message = f"the API does not say what {user} may do: {error}"
+        message = f"the API does not report what {user} may do: {error}"
         return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
     return _judge_permissions(where, user, LAUNCHER, found)
 
@@ -57,7 +57,7 @@ def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) 
     try:
         found = {each: rbac.may(cluster.api, each, where, subject) for each in wanted}
     except RefusedError as error:
-        message = f"may not check what {account.user} may do ({error}); check each one"
+        message = f"cannot check what {account.user} may do ({error}); check each permission"
         show = f"kubectl auth can-i {wanted[0]} --namespace {where} --as {account.user}"
         return Finding("warn", message, show)
     return _judge_permissions(where, account.user, role, found)
@@ -68,7 +68,7 @@ def _judge_permissions(
 ) -> Finding:
     missing = [permission for permission, allowed in found.items() if not allowed]
     if not missing:
-        return Finding("ok", f"{user} may do in {where} all that {role} of {FILE} grants")
+        return Finding("ok", f"{user} has all permissions of {role} ({FILE}) in {where}")
     fatal = any(not permission.is_optional for permission in missing)
     message = f"{user} lacks permissions in {where}: {', '.join(map(str, missing))}"
     return Finding("fail" if fatal else "warn", message, format_grant(where, user, role))
@@ -100,7 +100,7 @@ def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     except RefusedError as error:
         if not error.is_missing:
             raise
-        message += ", which does not exist: name the right one by --service-account NAMESPACE:NAME"
+        message += ", which does not exist: correct --service-account NAMESPACE:NAME"
         show = f"kubectl get serviceaccounts --namespace {account.namespace}"
         return Finding("fail", message, show)
     return Finding("ok", message)
@@ -126,7 +126,7 @@ def admits(cluster: Cluster, job: PlannedJob) -> Finding:
         if finding := _try_create(cluster, job, "the job", made):
             return finding
     except SilentControllerError as error:
-        message = f"the {kind.controller} does not answer, so that no job can be created: {error}"
+        message = f"the {kind.controller} does not respond, so no job can be created: {error}"
         return Finding("fail", message, kind.show)
     for role in job.roles:
         pod = _pod(job, role)
@@ -156,13 +156,12 @@ def _try_create(
             controller = CONTROLLERS[job.engine.name]
             message = (
                 f"the {controller.part.name} of this cluster is too old: install "
-                f"{controller.part.seen[-1]}, or leave the setting out that makes the field: "
-                f"{words}"
+                f"{controller.part.seen[-1]}, or remove the setting that creates the field: {words}"
             )
             return Finding("fail", message, controller.install)
         if (error.is_forbidden and " cannot " in words) or "does not support dry run" in words:
             show = f"kubectl auth can-i create pods --namespace {where}"
-            return Finding("warn", f"whether {where} admits {what} is not known: {words}", show)
+            return Finding("warn", f"cannot determine whether {where} admits {what}: {words}", show)
         remedy = next(remedy for part, remedy in _REMEDIES if part in words)
         return Finding("fail", f"{where} refuses {what}: {words}", remedy.format(namespace=where))
     return None

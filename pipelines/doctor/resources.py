@@ -46,7 +46,7 @@ def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding
         if finding := _exceeded(where, quota, job, int(has_step)):
             return finding
     if scoped:
-        message = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
+        message = f"the quotas {', '.join(scoped)} apply only to some pods and are ignored"
         return Finding("warn", message, f"kubectl describe resourcequotas --namespace {where}")
     names = ", ".join(each["metadata"]["name"] for each in plain)
     return Finding("ok", f"room for the job in {names}")
@@ -130,7 +130,7 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
     if not any(_count(node, resource) for node in nodes):
         others = sorted({name for node in nodes for name in _list_devices(node)})
         known = f"they have {', '.join(others)}" if others else "they have no devices at all"
-        message = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
+        message = f"no node has {resource} ({known}; a node that an autoscaler adds may have it)"
         if len(others) == 1:
             show = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
         return Finding("fail", message, show)
@@ -143,15 +143,16 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
         places = sum(has // each for has in fitting)
         if places < role.count:
             message = (
-                f"{role.count} {role.name} pods ask for {each} {resource} each; the "
-                f"{len(fitting)} nodes that take them have room for {places} "
-                f"({max(fitting, default=0)} on one node at most)"
+                f"{role.count} {role.name} pods request {each} {resource} each; the {len(fitting)} "
+                f"nodes that accept them have room for {places} ({max(fitting, default=0)} on one "
+                "node at most)"
             )
             return Finding("fail", message, show)
         total += each * role.count
     has = sum(_count(node, resource) for node in nodes)
     if total > has:
-        return Finding("fail", f"the job requests {total} {resource}, the nodes have {has}", show)
+        message = f"the job requests {total} {resource}, but the nodes have {has}"
+        return Finding("fail", message, show)
     return Finding("ok", f"{total} of {has} {resource}; free ones were not counted")
 
 

@@ -40,7 +40,7 @@ def usable(root: str, probe: Probe) -> Finding:
     try:
         probe.examine()
     except Unfit as unfit:
-        left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
+        left = f"; {probe.uri} could not be removed: remove it" if "delete" in unfit.actions else ""
         return Finding(
             "fail", f"{_describe_unfit(root, unfit)}{left}", find_remedy(root, unfit.trouble)
         )
@@ -53,7 +53,7 @@ def signatures(root: str, name: str) -> Finding:
         keys = ", ".join(signing.check())
         champion = registry.champion(root, name)
         if champion and signing.verify(champion.uri) and signing.verifies():
-            return Finding("ok", f"{keys}; version {champion.number} of {name} is signed by it")
+            return Finding("ok", f"{keys}; version {champion.number} of {name} is signed with it")
     except UserError as error:
         return Finding("fail", str(error), f"flotilla models show {shlex.quote(name)}")
     return Finding("ok", keys)
@@ -117,7 +117,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 def opens(cluster: Cluster, config: Config) -> Finding:
     """Warn if the secret has no complete key pair; the pods may use a role instead."""
-    where, lacking = cluster.namespace, "has no pair of keys for this store"
+    where, lacking = cluster.namespace, "does not have both keys for this store"
     pairs = [_PAIR]
     root = config.storage.root
     if speaks_s3(root) and find_endpoint(locate(root)).kfp_secret:
@@ -131,5 +131,5 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)
-    message = f"{KFP_SECRET} {lacking}: a role of the service account has to open the store"
+    message = f"{KFP_SECRET} {lacking}: the store must accept a role of the service account"
     return Finding("warn", message, f"kubectl get secret {KFP_SECRET} --namespace {where}")

@@ -180,8 +180,8 @@ def require_arguments(given: Given) -> None:
             made_by += f" at commit {given.commit[:12]}"
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UserError(
-            f"{given.step} of Flotilla {version('kfp-flotilla')} also takes "
-            f"{', '.join(missing[:_MOST_NAMED])}{more}, and the run was made by {made_by}: replay "
+            f"{given.step} of Flotilla {version('kfp-flotilla')} also needs "
+            f"{', '.join(missing[:_MOST_NAMED])}{more}, but the run was made by {made_by}: replay "
             "it with the version of the run"
         )
 
@@ -239,7 +239,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         remarks.append("training runs as processes of this machine, not as a job of Kubernetes")
     if cluster["existing_servers"]:
         cluster["existing_servers"] = False
-        remarks.append("the servers that ran already are started here")
+        remarks.append("the servers, which were running already in the run, are started here")
     if debug and training["strategy"] != "single":
         remarks.append(
             f"for the debugger the strategy is single, in one process, not {training['strategy']}"
@@ -249,7 +249,8 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         # One process has no gradients of other workers to aggregate.
         training["replicas_to_aggregate"] = 0
     if cluster["gpus_per_worker"] and not has_gpus():
-        remarks.append(f"no GPU is here, of {cluster['gpus_per_worker']} for each worker")
+        used = cluster["gpus_per_worker"]
+        remarks.append(f"this machine has no GPU, but the run used {used} for each worker")
         cluster["gpus_per_worker"] = 0
     if training["strategy"] == "single":
         return remarks
@@ -308,8 +309,8 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
         _copy(recorded.source, folder, *version_of)
         registry.promote(storage.uri_of(folder), name, found.number, after=0, by="replay")
     except UserError as error:
-        return [f"the champion is not compared with: {error}"]
-    return [f"the champion is version {found.number}, the present one"]
+        return [f"the champion cannot be compared with: {error}"]
+    return [f"the champion is version {found.number}, the current one, perhaps not the run's"]
 
 
 def _copy(root: str, folder: Path, *names: str) -> None:
@@ -520,8 +521,8 @@ def _find(
         storage.names(storage.join(found.at, "steps"))
     except UserError as error:
         raise UserError(
-            f"{error}; if the store has another address here, add --set storage.root=URI, such "
-            "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
+            f"{error}; if the store has another address on this machine, add --set "
+            "storage.root=URI, such as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
         ) from None
     return _find_published(found.at, found.run_id, name)
 
@@ -552,7 +553,7 @@ def _make_step(at: str, run: str, step: str, records: Sequence[StepRecord]) -> R
     stages = [by_name[each.name] for each in find_step(step).stages if each.name in by_name]
     if not stages:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
-        raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")
+        raise UserError(f"{step} was never started in the run {run}; the steps that were: {begun}")
     given, source = read_given(at, step), storage.parent_of(at)
     named = given.arguments.get("root") or given.arguments.get("storage_root") or ""
     uris = [str(each.get("uri", "")) for each in given.artifacts.values() if isinstance(each, dict)]

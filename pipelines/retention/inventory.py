@@ -89,8 +89,7 @@ def read(root: str, workdir: Path) -> Inventory:
     tops = _list_files(root)
     if MANIFEST in tops:
         raise ConfigError(
-            f"{root} is a published directory and not a storage root: give the storage root above "
-            f"it"
+            f"{root} is a published directory, not a storage root: give the storage root above it"
         )
     runs = {name: each for name, each in tops.items() if name not in _NOT_RUNS and each.files}
     reader = _Reader(root, workdir)
@@ -252,7 +251,7 @@ class _Reader:
         except ValueError:
             # The note does not show which bundle is needed, so keep all of them.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
-            damaged = f"{self._uri(path)} is damaged; as long as it is there, all code stays"
+            damaged = f"{self._uri(path)} is damaged; until it is removed, all code is kept"
         self.texts[path] = _words(text)
         return Item(path=path, kind=NOTE, damaged=damaged)
 
@@ -361,7 +360,7 @@ class _Reader:
             try:
                 fields = storage.read_manifest(uri).fields
                 if int(fields["predecessor"]) + 1 != int(number):
-                    raise ValueError("it is one of another number")
+                    raise ValueError("its number does not match its folder")
                 made.append(
                     Promotion(
                         number=int(fields["predecessor"]) + 1,

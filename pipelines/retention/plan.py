@@ -48,11 +48,12 @@ def policy(keep_runs: str, keep_versions: int | None) -> Policy:
         return Policy(versions=keep_versions)
     found = _DURATION.fullmatch(keep_runs.strip())
     if not found:
-        raise ConfigError(f"--keep-runs {keep_runs!r} is not a time, such as 30d, 12w or 48h")
+        raise ConfigError(f"--keep-runs {keep_runs!r} is not a duration, such as 30d, 12w or 48h")
     time = min(int(found[1]) * _UNITS[found[2]], _MOST) if int(found[1]) < 10**7 else _MOST
     if time < LEAST:
         raise ConfigError(
-            f"--keep-runs {keep_runs!r}: keep runs for 1d at least, since a run may still be active"
+            f"--keep-runs {keep_runs!r}: keep runs for at least 1d, because a run may still be "
+            "active"
         )
     return Policy(runs=time, versions=keep_versions)
 
@@ -149,8 +150,8 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         return Plan(going=_order(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
-            f"no run, dataset or checkpoint is removed: {len(unsure)} damaged records do not "
-            "show what they need; restore them, or delete their version or run"
+            f"no run, dataset or checkpoint is removed: {len(unsure)} damaged records do not show "
+            "which items they need; restore them, or delete their version or run"
         )
         return Plan(going=_order(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}

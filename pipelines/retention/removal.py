@@ -194,7 +194,7 @@ def _is_forsaken(folder: str) -> bool:
         found = [storage.read_manifest(storage.join(folder, name)) for name in parts]
         made = [each.created_at for each in found if each.kind == _PART]
         if datetime.max.replace(tzinfo=UTC) in made:
-            raise UserError("the time of a part cannot be read")
+            raise UserError("the modification time of a part cannot be read")
         return bool(made) and len(made) == len(parts) and max(made) < since
     except storage.Unavailable:
         raise

@@ -58,7 +58,7 @@ class Instance:
         given = self.token_file or self.cookies_file or TOKEN_VOLUME.is_file()
         if not is_sent_openly(url) or not (given or any(map(environment.get, variables))):
             return ""
-        return f"{url} is plain http: others on the way can read the credentials; use https"
+        return f"{url} is plain http: others on the network can read the credentials; use https"
 
     def access(self, environment: Mapping[str, str] = os.environ) -> Access:
         """Return the endpoint and the credentials; raises `UserError`."""
@@ -163,8 +163,8 @@ def check_namespace(name: str) -> None:
     """Raise a `ConfigError` for an invalid namespace name; empty is allowed."""
     if name and not _NAMESPACE_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is not the name of a namespace (--namespace, else {NAMESPACE[0]}): small "
-            "letters, digits and '-', 63 at most"
+            f"{name!r} is not the name of a namespace (--namespace, else {NAMESPACE[0]}): use up "
+            "to 63 lowercase letters, digits and '-'"
         )
 
 
@@ -185,9 +185,8 @@ def _check_url(name: str, url: str) -> None:
         wrong, parts = True, urlsplit("")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            f"{name} contains a user or "
-            f"password: leave them out, and give a token or cookies by file or by {TOKEN[0]}, "
-            f"{COOKIES[0]}"
+            f"{name} contains a user or password: leave them out, and pass a token or cookies in a "
+            f"file or in {TOKEN[0]} or {COOKIES[0]}"
         )
     if wrong or parts.query or parts.fragment or any(c.isspace() for c in url):
         raise ConfigError(
@@ -215,4 +214,4 @@ def _read_secret(path: str, what: str) -> str:
 
 def describe_no_page(endpoint: str) -> str:
     """Return the message shown instead of a link if the user interface is unknown."""
-    return f"no link: {endpoint} is the API alone; name the user interface by --ui or {UI[0]}"
+    return f"no link: {endpoint} serves only the API; give the user interface with --ui or {UI[0]}"

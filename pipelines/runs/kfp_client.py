@@ -37,12 +37,12 @@ from flotilla.trainer.runtime.errors import UserError
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
-    400: "fix what it names; an instance for several users needs --namespace",
+    400: "fix what the message names; an instance for several users needs --namespace",
     401: f"it does not accept the credentials: {_RENEW}",
-    403: "it accepts the credentials and does not permit it: give --namespace, or ask its owner",
-    404: "check --endpoint and the name or id; it has to be the instance's root",
-    405: "check --endpoint: this is no KFP API",
-    409: "it exists already, or was changed by another client at the same time: look, then retry",
+    403: "it accepts the credentials but denies the request: give --namespace, or ask its owner",
+    404: "check the name or id and --endpoint, which must be the root of the instance",
+    405: "check --endpoint: this is not a KFP API",
+    409: "it already exists, or another client just changed it: check it, and try again",
     413: "it is too large for the instance or the proxy in front of it",
     429: "it gets too many requests: try again later",
 }
@@ -86,7 +86,7 @@ def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
         # The server reports some missing objects as an internal error.
         remedy = _REMEDIES[404]
     elif status >= _SERVER:
-        remedy = "the instance or a proxy before it is in trouble: try again, or ask its owner"
+        remedy = "the instance or a proxy in front of it has a problem: try again, or ask its owner"
     else:
         remedy = _REMEDIES.get(status, "check --endpoint")
     return InstanceError(f"{said} to {where}: {remedy}", status)
@@ -101,7 +101,7 @@ def make_network_error(access: Access, where: str, error: Exception) -> Instance
     if isinstance(cause, urllib3.exceptions.SSLError | ssl.SSLError):
         return InstanceError(_tls(access, host, cause))
     if isinstance(cause, NameResolutionError):
-        return InstanceError(f"the host of {access.endpoint} is not known: check --endpoint")
+        return InstanceError(f"the host of {access.endpoint} is unknown: check --endpoint")
     if isinstance(cause, NewConnectionError):
         return InstanceError(
             f"{host} refuses the connection: check --endpoint; for a port forward: "
@@ -110,9 +110,9 @@ def make_network_error(access: Access, where: str, error: Exception) -> Instance
     if isinstance(cause, ConnectTimeoutError):
         return InstanceError(f"{host} cannot be reached (timeout): check --endpoint, VPN, proxy")
     if isinstance(cause, urllib3.exceptions.TimeoutError):
-        return InstanceError(f"{host} does not answer {where}: try again, or ask its owner")
+        return InstanceError(f"{host} does not respond to {where}: try again, or ask its owner")
     return InstanceError(
-        f"{host} broke the connection at {where}: try again; check http:// and https://"
+        f"{host} closed the connection during {where}: try again; check http:// and https://"
     )
 
 
@@ -120,18 +120,18 @@ def make_format_error(access: Access, where: str, answer: Any) -> InstanceError:
     """Return the error for a response that is not JSON, usually a login page."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
     return InstanceError(
-        f"{access.endpoint} answered {where} with {kind} where JSON is expected, "
-        f"such as a login page: check --endpoint, or {_RENEW}"
+        f"{access.endpoint} answered {where} with {kind} instead of JSON, such as a login page: "
+        f"check --endpoint, or {_RENEW}"
     )
 
 
 def _tls(access: Access, host: str, cause: BaseException) -> str:
     words = " ".join(str(cause).split())
     if "NO_CERTIFICATE" in words or "PEM" in words:
-        return f"{access.ca_file} holds no certificate in PEM: name another by --ca-file"
+        return f"{access.ca_file} contains no PEM certificate: give another file with --ca-file"
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
-        return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"
+        return f"the certificate of {host} is not trusted ({reason}): give its CA with --ca-file"
     return f"{host} does not use TLS: check the port, or give --endpoint with http://"
 
 
@@ -139,10 +139,10 @@ def _describe_redirect(access: Access, error: Any) -> str:
     target = urlsplit((error.headers or {}).get("location", ""))
     place = f"{target.scheme}://{target.netloc}" if target.netloc else target.path
     if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
-        return f"it sends elsewhere, to {place}: a login, so {_RENEW}"
+        return f"it redirects to {place}: a login, so {_RENEW}"
     if target.scheme == "https" and access.endpoint.startswith("http:"):
         return f"give --endpoint with https://: {place}"
-    return f"it sends to {place}, such as a login: {_RENEW}"
+    return f"it redirects to {place}, such as a login page: {_RENEW}"
 
 
 def _words(access: Access, error: Any) -> str:
@@ -278,7 +278,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             raise make_format_error(self._access, where, answer) from None
         if not isinstance(tree, dict):
             raise InstanceError(
-                f"{self._access.endpoint} does not answer {where} like a KFP instance: check "
+                f"{self._access.endpoint} does not respond to {where} like a KFP instance: check "
                 "--endpoint"
             )
         return answer
@@ -303,7 +303,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             return _call_with_limit(send, seconds), where
         except TimeoutError:
             host = urlsplit(url).netloc
-            words = f"{host} does not finish {where}: try again, or ask its owner"
+            words = f"{host} does not complete {where}: try again, or ask its owner"
             raise InstanceError(words) from None
         except ApiException as error:
             raise make_refusal(self._access, where, error) from None

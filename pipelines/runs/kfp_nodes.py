@@ -295,7 +295,7 @@ def read_object(client: Client, uri: str) -> bytes:
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:
-        raise InstanceError(f"the user interface does not read {uri}")
+        raise InstanceError(f"the user interface cannot read {uri}")
     return client.get_text(f"/artifacts/{source}/{quote(path)}").encode()
 
 

@@ -63,7 +63,7 @@ class _Published:
 
 
 WORKFLOW_GONE = (
-    "its Workflow was deleted with its pods, and the instance will never say that it has ended: "
+    "its Workflow was deleted with its pods, so the instance will never report that it has ended: "
     "archive and delete the run in the user interface, and start it again by `flotilla submit`"
 )
 
@@ -140,7 +140,7 @@ def _obstacle(run: RemoteRun) -> str:
 
 def _read_published(client: Client, at: str) -> _Published:
     if not at:
-        return _Published(unread="where the run publishes is not known")
+        return _Published(unread="the storage root of the run is unknown")
     try:
         with shorter_retry(STORE_SECONDS):
             found = read_records(at)
@@ -283,7 +283,7 @@ def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
         return "failed", FAILED, message
     if said:
         return "refused", REFUSED, _reasons(said) or "the data was refused"
-    return _unknown("why the run has not trained", DATA, published)
+    return _unknown("why the run did not train", DATA, published)
 
 
 def _judge_registration(published: _Published) -> _Verdict:
@@ -297,8 +297,8 @@ def _judge_registration(published: _Published) -> _Verdict:
 
 
 def _unknown(what: str, row: StageSpec, published: _Published) -> _Verdict:
-    why = published.unread or f"{row.name} has left no record of its decision"
-    return "unknown", FAILED, f"the run is done, but {what} cannot be read: {why}"
+    why = published.unread or f"{row.name} recorded no decision"
+    return "unknown", FAILED, f"the run is finished, but {what} cannot be read: {why}"
 
 
 def _reasons(record: StepRecord | None) -> str:
@@ -347,8 +347,8 @@ def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
 
 
 _IMAGE = (
-    "name an existing one by --image of `flotilla upload` or `flotilla submit`, or check the "
-    "pull secret: that of `flotilla upload --pull-secret`, or of the service account"
+    "give an existing image with --image of `flotilla upload` or `flotilla submit`, or check the "
+    "pull secret (`flotilla upload --pull-secret`, or the one of the service account)"
 )
 _DRIVER = (
     "check the service account, the pipeline root and its keys, and the settings of "
@@ -406,11 +406,11 @@ CAUSES = (
     ),
     Cause(
         r"^Unschedulable",
-        "no node has enough room: upload with less --cpu, --memory or --gpus, or add a node",
+        "no node has enough capacity: upload with less --cpu, --memory or --gpus, or add a node",
     ),
     Cause(
         r"serviceaccount \S+ not found",
-        "create this service account, or name one that is there by --service-account",
+        "create this service account, or give an existing one with --service-account",
     ),
     Cause(
         r"exceeded quota",
@@ -433,7 +433,7 @@ def explain_message(message: str) -> Cause | None:
 def explain_pod(pod: Pod, more: str = "") -> str:
     """Return the message about a pod that failed or waits; `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
-    what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
+    what = "its KFP driver failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
         what = "its pod cannot start" if cause and cause.blocks else "its pod waits"
     if cause and cause.of_image and pod.image:

@@ -80,9 +80,7 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
                 return run
             if words := obstacles.look(run):
                 cancel = command(client.access, "cancel", run_id)
-                return replace(
-                    run, impasse=f"{words}; the run is left as it is, cancel it: {cancel}"
-                )
+                return replace(run, impasse=f"{words}; the run continues; to cancel it: {cancel}")
         except InstanceError as error:
             if not outage.may_pass(error):
                 again = command(client.access, "status", run_id)
@@ -107,7 +105,7 @@ class Outage:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-            self._on_note(f"no news of the run: {error}")
+            self._on_note(f"the state of the run cannot be read: {error}")
         return error.passing and now - self._since < RETRY_SECONDS
 
 
@@ -155,7 +153,7 @@ class _Obstacles:
                 self._on_note(explain_pod(pod))
         failed = find_failed_pods(run.nodes)
         if failed and not is_busy(run.nodes):
-            found[""] = f"{explain_pod(failed[0])}; no pod of the run has begun since then"
+            found[""] = f"{explain_pod(failed[0])}; no pod of the run has started since then"
         now = time.monotonic()
         self._since = {each: self._since.get(each, now) for each in found}
         for each, since in self._since.items():

@@ -236,7 +236,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         if sources:
             config = str(parse_value(sources[-1], _SOURCE))
         elif labels:
-            raise ConfigError("--label: also give the files that have the column")
+            raise ConfigError("--label needs training data: give the files that have the column")
     if config is not None:
         # Import this only here: it takes 0.1 s, and the errors above should come first.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415

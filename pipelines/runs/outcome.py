@@ -193,7 +193,7 @@ def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool)
 def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
     """Return why a run ended although no step failed."""
     if lost := lost_stage(steps):
-        return f"the run did not finish: its process ended before {lost} began"
+        return f"the run did not finish: its process ended before {lost} started"
     if returncode is None:
         return "the run did not finish: its process was killed, or the machine stopped"
     return f"the local runner ended with exit code {returncode}"

@@ -180,7 +180,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     if not 0 < seconds <= _LONGEST:
         raise ConfigError(f"--every {every!r} is not an interval, such as 6h")
     if more["zone"] != "UTC":
-        raise ConfigError("--timezone is for --cron: an interval has none")
+        raise ConfigError("--timezone applies only to --cron: an interval has no time zone")
     return Timing(cron=None, interval=seconds, **more)
 
 
@@ -281,7 +281,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
     client = connect(access)
     if timing.latest:
         version = newest_version(client, submission.pipeline)
-        words += "; each run takes the version that is newest at its start"
+        words += "; each run uses the version that is newest when it starts"
     else:
         version = find_version(client, submission.pipeline, submission.version)
     wanted = _make_wanted(client, submission, timing, version)
@@ -294,7 +294,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
         action, schedule_id = "already exists", str(same.recurring_run_id)
         if not _is_enabled(same):
             ask(client.enable_recurring_run, schedule_id)
-            action = "was disabled, and is enabled again"
+            action = "was disabled and is now enabled again"
     else:
         # Create the new schedule first, so that nothing is lost if the instance refuses it.
         schedule_id = str(_create(client, wanted).recurring_run_id)
@@ -326,7 +326,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     reference = old.pipeline_version_reference
     if reference is None or reference.pipeline_id != version.pipeline_id:
         raise ConfigError(
-            f"the schedule {name!r} is for another pipeline: give that pipeline by --pipeline"
+            f"the schedule {name!r} belongs to another pipeline: give that pipeline with --pipeline"
         )
     if not version.is_of_this_code:
         raise ConfigError(
@@ -425,8 +425,9 @@ def unschedule(
     if now:
         for run in _active_runs(client, named):
             on_note(
-                f"run {run.run_id} is active, and before KFP 2.16 it goes with its schedule: no "
-                "last checkpoint, no report, and no end of it in the instance"
+                f"run {run.run_id} is active. An instance before KFP 2.16 deletes it with its "
+                "schedule: there is no last checkpoint or report, and its state never changes "
+                "again"
             )
     else:
         _wait_for_runs(client, named, on_note, cancel=cancel)
@@ -447,7 +448,7 @@ def _wait_for_runs(
                     continue
                 on_note(_describe_wait(client.access, run, cancel=cancel))
                 if cancel and not _terminate(client, run.run_id):
-                    on_note(f"run {run.run_id} is not waited for: {WORKFLOW_GONE}")
+                    on_note(f"not waiting for run {run.run_id}: {WORKFLOW_GONE}")
                     lost.add(run.run_id)
                 seen.add(run.run_id)
         except InstanceError as error:
@@ -463,7 +464,7 @@ def _wait_for_runs(
 
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
     """Return the message about a run that must end before its schedule is deleted."""
-    what = f"the schedule is disabled, and removed when its run {run.run_id} has ended"
+    what = f"the schedule is disabled, and will be removed when its run {run.run_id} has ended"
     if cancel:
         return f"{what}, which is being cancelled"
     by_hand = kfp_watch.command(access, "cancel", run.run_id)
@@ -517,8 +518,8 @@ def _replace(
     _disable(client, schedules)
     active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
     remarks = tuple(
-        f"the schedule of before ({key}) is disabled, and stays while its run {runs[0].run_id} is "
-        "active, which would go with it; the same command later removes it"
+        f"the previous schedule ({key}) is disabled but not removed, because its run "
+        f"{runs[0].run_id} is active and would be deleted too; repeat the command later"
         for key, runs in active.items()
         if runs
     )
@@ -552,9 +553,9 @@ def _describe(timing: Timing) -> tuple[str, str]:
     there = f"{upcoming:%Y-%m-%d %H:%M:%S} {timing.zone}"
     utc = upcoming.astimezone(UTC)
     also = "" if timing.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
-    unless = "the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE says otherwise"
+    unless = "the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE is set there"
     if timing.zone != "UTC":
-        unless = f"if the instance's CRON_SCHEDULE_TIMEZONE is {timing.zone}, as --timezone says"
+        unless = f"if the instance's CRON_SCHEDULE_TIMEZONE is {timing.zone}, as in --timezone"
     text = f"cron {timing.cron.text!r}, next at {there}{also}; {unless}"
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
 

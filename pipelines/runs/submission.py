@@ -155,13 +155,13 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
         root = storage.join(submission.pipeline_root, FLOTILLA)
     if not root:
         raise ConfigError(
-            "--code: the artifact store of the instance is not known here, so the modules cannot "
-            "be uploaded for the steps: set storage.root or --pipeline-root to a URI that both "
-            "sides reach"
+            "--code: the artifact store of the instance is unknown on this machine, so the "
+            "modules cannot be uploaded: set storage.root or --pipeline-root to a URI that this "
+            "machine and the steps can reach"
         )
     if storage.local_path(root):
         raise ConfigError(
-            f"--code: storage.root {root} is a folder of this machine, which the steps cannot "
+            f"--code: storage.root {root} is a folder on this machine, which the steps cannot "
             "read: set it to gs://, s3:// or minio://BUCKET/FOLDER"
         )
     config, bundle = publish_code(config, folder, root)
@@ -171,7 +171,7 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
 def package_to_send(file: str | Path | None, version: str) -> Package | None:
     """Return the compiled pipeline in a file; None without a file. Raises `UserError`."""
     if file and version:
-        raise ConfigError("--file and --version name two pipelines: leave one out")
+        raise ConfigError("--file and --version name different pipelines: leave one out")
     return load_package(Path(file)) if file else None
 
 
@@ -242,5 +242,5 @@ def _start(client: Client, submission: Submission, version: Version | None) -> s
         except InstanceError as error:
             if error.status:
                 raise
-            unsure = "whether the run was started is not known, see `flotilla runs`"
+            unsure = "it is unknown whether the run was started: see `flotilla runs`"
             raise UserError(f"{error}; {unsure}") from None

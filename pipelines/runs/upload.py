@@ -59,7 +59,7 @@ class Version:
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
-        return "has no mark of Flotilla: it was uploaded by hand, or by an older one"
+        return "was not marked by Flotilla: it was uploaded by hand, or by an older version"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def newest_version(client: Client, name: str) -> Version:
         raise _make_version_error(name)
     if newest.is_of_this_code:
         return newest
-    return replace(newest, remark=f"now that is {newest.name}, which {newest.origin}")
+    return replace(newest, remark=f"the newest version is now {newest.name}, which {newest.origin}")
 
 
 def _make_version_error(name: str) -> ConfigError:
@@ -187,12 +187,14 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
     for version in versions(client, name, pipeline_id, most=_SOME):
         if version.is_of_this_code:
             remark = (
-                f"the newest version is {newest.name}, which {newest.origin}; --version names it"
+                f"the newest version is {newest.name}, which {newest.origin}; to use it, give it "
+                "with --version"
             )
             return replace(version, remark=remark)
     own = contract.describe_mark(contract.mark())
     remark = (
-        f"it {newest.origin}, and this is {own}: `flotilla upload` uploads the pipeline of this"
+        f"it {newest.origin}, and this is {own}: `flotilla upload` uploads the pipeline of this "
+        "version"
     )
     return replace(newest, remark=remark)
 

@@ -81,16 +81,16 @@ class SweepOptions:
                 f"--seed {self.seed} applies to --random N and --tpe N; a grid draws no trials"
             )
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
-            raise ConfigError(f"--seed {self.seed}: from 0 to {MOST_SEED - 1}")
+            raise ConfigError(f"--seed {self.seed} is not between 0 and {MOST_SEED - 1}")
         for name, count in (("--random", self.random), ("--tpe", self.tpe)):
             if count is not None and not 1 <= count <= MOST_TRIALS:
                 raise ConfigError(f"{name} {count}: draw from 1 to {MOST_TRIALS} trials")
         if self.minutes is not None and not 0 < self.minutes < MOST_MINUTES:
-            raise ConfigError(f"--minutes {self.minutes:g}: above 0, and below {MOST_MINUTES}")
+            raise ConfigError(f"--minutes {self.minutes:g} is not between 0 and {MOST_MINUTES}")
         if self.auto and self.random is not None:
             raise ConfigError("--auto lets TPE choose the trials: leave --random out")
         if self.better not in ("", "higher", "lower"):
-            raise ConfigError(f"--better {self.better!r} is not higher or lower")
+            raise ConfigError(f"--better {self.better!r} is neither higher nor lower")
 
 
 def plan_sweep(options: SweepOptions) -> Sweep:

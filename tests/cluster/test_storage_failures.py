@@ -89,7 +89,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
         code, said = run.end()
     assert code == 1
     assert said.count("\n") == 1
-    assert "there is a file where a folder is needed; move it away" in said
+    assert "there is a file where a folder is expected; move it away" in said
     assert not run.events(Restart)
 
 

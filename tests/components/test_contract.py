@@ -82,9 +82,9 @@ def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled
         contract.check()
     line = str(caught.value)
     theirs = (
-        "Flotilla 0.9.7 (steps 0123456789ab)" if compiled_by else "a Flotilla that left no mark"
+        "Flotilla 0.9.7 (steps 0123456789ab)" if compiled_by else "an unknown version of Flotilla"
     )
-    assert line.startswith(f"the pipeline was compiled by {theirs}, and the image has Flotilla ")
+    assert line.startswith(f"the pipeline was compiled by {theirs}, but the image has Flotilla ")
     assert f"(steps {contract.mark().partition(' ')[2]})" in line
     assert "flotilla upload" in line
 
@@ -113,7 +113,7 @@ def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
     code, line = refused(resolve_config.run_step, passed(whole), capsys=capsys)
     assert code != 0
     assert line.startswith("the pipeline was compiled by ")
-    assert "their steps differ" in line
+    assert "whose steps differ" in line
     # A command that waits for the run prints this line from the step's record.
     records = [path for path in (tmp_path / "root").rglob("*.json") if "resolve" in str(path)]
-    assert any("their steps differ" in path.read_text() for path in records)
+    assert any("whose steps differ" in path.read_text() for path in records)

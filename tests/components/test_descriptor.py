@@ -61,8 +61,8 @@ def test_another_uri_is_refused(described, published):
     with pytest.raises(UserError) as refusal:
         descriptor.check(artifact, other)
     assert str(refusal.value) == (
-        f"the artifact describes the dataset {uri}, but the URI passed with it is {other}: "
-        "pass both from the same step"
+        f"the artifact belongs to the dataset {uri}, but the URI passed with it is {other}: pass "
+        "both from the same step"
     )
 
 
@@ -98,7 +98,7 @@ def test_the_artifact_of_another_step_is_one_line(published, tmp_path, text):
     artifact = artifact_in(tmp_path)
     Path(artifact.path).parent.mkdir()
     Path(artifact.path).write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="does not describe what a step has published: pass"):
+    with pytest.raises(UserError, match="does not describe anything that a step published: pass"):
         descriptor.check(artifact, published())
 
 
@@ -148,7 +148,7 @@ def taking(run, root, tmp_path, described):
 def test_each_step_refuses_the_descriptor_of_something_else(taking, step, wrong, described, capsys):
     with pytest.raises(SystemExit):
         taking(step, wrong)
-    refusal = f"flotilla: {step}: the artifact describes the dataset {described[1]}, but the URI"
+    refusal = f"flotilla: {step}: the artifact belongs to the dataset {described[1]}, but the URI"
     assert capsys.readouterr().err.startswith(refusal)
 
 

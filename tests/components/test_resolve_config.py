@@ -54,7 +54,7 @@ class TestResolveConfig:
         monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
         code, line = refused(resolve, values, capsys=capsys)
         assert code == 2
-        assert line.startswith("storage.root: file:///r is a folder of this pod, which no other ")
+        assert line.startswith("storage.root: file:///r is a folder in this pod, which no other ")
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(run_store.RUN_ID, RUN)
@@ -122,8 +122,8 @@ class TestResolveConfig:
         metrics = emitted()[-1].metrics
         assert metrics["decision"] == "unchanged"
         assert metrics["reasons"] == [
-            "files and configuration are those of 123, which has finished; "
-            "training.when_unchanged=train trains again"
+            "files and configuration are the same as in 123, which has finished; "
+            "to train again, set training.when_unchanged=train"
         ]
         part = {**given, "kfp_run_id": "125", "is_whole_run": False}
         assert not resolve(part).is_unchanged

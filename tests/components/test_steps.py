@@ -185,7 +185,7 @@ def test_under_another_policy_the_same_run_is_judged_anew(run, root, tmp_path, e
     word, uri = refusal = gated(run, root, tmp_path, 1.0)
     reasons = json.loads(storage.read_file(uri, "decision.json"))["reasons"]
     assert (word, reasons) == ("refused", emitted()[-1].metrics["reasons"])
-    assert reasons[0].endswith("; it has to be at least 1 (gate.min).")
+    assert reasons[0].endswith("; it must be at least 1 (gate.min).")
     word, uri = gated(run, root, tmp_path, 0.1)
     assert word == json.loads(storage.read_file(uri, "decision.json"))["decision"] == "blessed"
     end = emitted()[-1]

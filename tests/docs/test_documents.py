@@ -357,7 +357,7 @@ def granted(role):
 
 def test_the_page_names_the_permissions_that_are_new():
     prose = " ".join(MOVE.read_text(encoding="utf-8").split())
-    launcher, tasks = prose.partition("The launcher newly needs ")[2].split("; the tasks need ")
+    launcher, tasks = prose.partition("The launcher now also needs ")[2].split("; the tasks need ")
     for role, part in (("flotilla-launcher", launcher), ("flotilla-trainer", tasks)):
         named = dict(re.findall(r"`(\w+)` \(([^)]+)\)", part.partition(".")[0]))
         assert "leases" in named

@@ -141,7 +141,10 @@ def test_data_in_another_unit_are_refused_before_training(tmp_path):
         csv.writer(file).writerows(table)
     ended = ran(tmp_path, "people")
     assert (ended.code, ended.answer["status"]) == (3, "refused")
-    assert "unit: 'age' is that of the champion's dataset times 1000" in ended.answer["message"]
+    assert (
+        "unit: the values of 'age' are those of the champion's dataset times 1000"
+        in ended.answer["message"]
+    )
     assert "train_model" not in ended.statuses()
 
 
@@ -376,7 +379,7 @@ def test_a_dry_run_takes_it(task_folder):
         (
             '"pinball": "lower"',
             '"pinball": "less"',
-            "the direction of 'pinball' is 'less'; it has to be",
+            "the direction of 'pinball' is 'less'; it must be",
         ),
         ("len(self.quantiles),)", "2,)", "failed: "),
         ("float(label)", "label", "described() must be plain data"),

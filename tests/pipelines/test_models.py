@@ -120,7 +120,7 @@ def test_a_model_registry_that_is_away_is_one_warning_and_the_promotion_holds(
     assert registry.champion_number(storage.uri_of(workdir), "digits") == 3
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert "the model registry does not know that version 3 of digits was promoted" in line
-    assert "; the promotion holds, and the next run" in line
+    assert "; the promotion is valid, and the next run" in line
 
 
 def test_a_version_that_is_not_there_is_one_line(flotilla):

@@ -140,7 +140,7 @@ def test_without_time_nothing_is_fitted(tmp_path):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     (found,) = fit_baselines(BinaryClassification(target()), splits, 0.0)
-    assert (found.name, found.skipped) == ("baseline", "it found no time")
+    assert (found.name, found.skipped) == ("baseline", "it had no time left")
 
 
 def test_a_class_that_training_has_not_seen_is_not_impossible(held):
@@ -337,11 +337,11 @@ def test_what_no_baseline_is_for(held):
     columns = {"x": numbers(), "label": np.arange(ROWS) % 2}
     splits = held(columns)
     (found,) = fit_baselines(Own(target(num_classes=2)), splits)
-    assert (found.name, found.skipped) == ("baseline", "the task is your own")
+    assert (found.name, found.skipped) == ("baseline", "the task is defined by user code")
     picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
     splits = held({"picture": picture, "label": columns["label"]})
     (found,) = fit_baselines(BinaryClassification(target()), splits)
-    assert found.skipped == "no input is a number, a class or a text"
+    assert found.skipped == "none of the inputs is a number, a class or a text"
 
 
 def test_a_failure_is_one_line(held, monkeypatch):

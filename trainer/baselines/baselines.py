@@ -2,7 +2,7 @@
 
     numbers, classes    gradient boosting, and a linear model
     texts               a linear model of TF-IDF
-    recommendation      popularity, and item-item similarity
+    recommendation      popularity, and item-item
 
 They are fitted to at most `MOST_ROWS` random training examples, fewer with many columns, classes or
 texts. This limits the memory to about 1 GB. A clock, which is checked between slices of the work,
@@ -147,10 +147,10 @@ def _choose(task: Task, splits: Splits, clock: Clock) -> _Chosen:
         ways = _list_recommenders(task, rows)
         return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
     if (count := count_labels(task)) > MOST_NUMBERS:
-        raise NoBaselineError(f"none is for {count} numbers at once")
+        raise NoBaselineError(f"no baseline predicts {count} numbers at once")
     names = columns.usable(spec)
     if not names:
-        raise NoBaselineError("no input is a number, a class or a text")
+        raise NoBaselineError("none of the inputs is a number, a class or a text")
     classes = count_classes(task)
     wanted = _MOST_VALUES // (columns.width(spec, names) * classes)
     rows = training_rows(splits, names, max(_FEWEST_ROWS, min(MOST_ROWS, wanted)), clock)
@@ -197,7 +197,7 @@ def _list_recommenders(task: Recommendation, rows: Rows) -> list[_Way]:
 
     return [
         way("popularity", "counts of the training examples", recommending.popularity),
-        way("item-item", "SciPy svds of the cosines of items", recommending.item_item),
+        way("item-item", "SciPy svds of the cosine similarities of items", recommending.item_item),
     ]
 
 

@@ -132,7 +132,7 @@ def count_labels(task: Task) -> int:
         NoBaselineError: no baseline supports this task.
     """
     if not type(task).__module__.startswith("flotilla.trainer.tasks."):
-        raise NoBaselineError("the task is your own")
+        raise NoBaselineError("the task is defined by user code")
     if "" not in task.parts:
         return sum(count_labels(part) for part in task.parts.values())
     if isinstance(task, MultilabelClassification | Regression):
@@ -141,7 +141,7 @@ def count_labels(task: Task) -> int:
         isinstance(task, Classification) and not task.target.shape
     ):
         return 1
-    raise NoBaselineError(f"none is for {task.name}")
+    raise NoBaselineError(f"no baseline supports the task {task.name}")
 
 
 def count_classes(task: Task) -> int:

@@ -50,7 +50,7 @@ class Clock:
     def check(self) -> None:
         """Raise `NoBaselineError` if no time is left."""
         if self.left <= 0:
-            raise NoBaselineError("it found no time")
+            raise NoBaselineError("it had no time left")
 
 
 @dataclass(frozen=True)

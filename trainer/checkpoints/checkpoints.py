@@ -128,7 +128,7 @@ class Checkpoints:
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
-                    f"{uri} was trained on different data than this run has: restore the data "
+                    f"{uri} was trained on other data than the data of this run: restore the data "
                     "section and the dataset, or start a new run"
                 )
             found = RestoredCheckpoint(
@@ -336,8 +336,8 @@ def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
         return ""
     before = "{pieces: 0, hidden_units: [64, 32], dropout: 0.0}"
     return (
-        f"; a checkpoint of an earlier version takes model.args: {before}, or those that it was "
-        "trained with"
+        f"; a checkpoint of an earlier version needs model.args: {before}, or the arguments that "
+        "it was trained with"
     )
 
 
@@ -345,7 +345,7 @@ def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> s
     """Return a hint for a checkpoint with two outputs for two classes; empty for others."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
-    return "; two classes share one logit now: set task.name: classification for one logit each"
+    return "; two classes now share one logit: set task.name: classification for one logit each"
 
 
 def select_resumed(

@@ -156,7 +156,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
             log.warning("skipped %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
             damaged = " that is not damaged"
-    reason = "none that was validated is whole" if ranked else "none was validated"
+    reason = "no validated checkpoint is intact" if ranked else "none was validated"
     asked = {"best": reason, "last": "training.hand_on"}.get(choice, choice)
     why = f"the last: {asked}"
     return _select(found[-1], found, why)
@@ -174,7 +174,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
         if not needs_model:
             return _select(entry, found, "the last")
         if program.get("model"):
-            return _select(entry, found, "the last that has the program's model")
+            return _select(entry, found, "the last checkpoint with the program's model")
     if needs_model:
         raise UserError(
             f"no checkpoint below {uri} has a model: let the program write a SavedModel or a "

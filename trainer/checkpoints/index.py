@@ -37,13 +37,13 @@ def read_checkpoint(uri: str) -> Manifest:
     """Return the manifest of the checkpoint at `uri`; raises `UserError`."""
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
+        raise UserError(f"{uri} is a {manifest.kind}, not a checkpoint")
     if type(manifest.fields.get("global_step")) is not int:
         raise storage.Corrupt(f"the manifest of {uri} has no global step: use another checkpoint")
     if "base" in manifest.fields:
         raise storage.UnknownSchema(
-            f"{uri} has only the rows that changed since another checkpoint, as versions "
-            "before 0.2 wrote them: use a complete checkpoint"
+            f"{uri} contains only the rows that changed since another checkpoint (written by a "
+            "version before 0.2): use a complete checkpoint"
         )
     return manifest
 

@@ -38,5 +38,5 @@ class LogFiles:
                 self._uploaded[path] = len(data)
         except (UserError, OSError) as error:
             level = logging.DEBUG if self._has_failed else logging.WARNING
-            log.log(level, "the logs for TensorBoard are not uploaded: %s", error)
+            log.log(level, "the TensorBoard logs cannot be uploaded: %s", error)
             self._has_failed = True

@@ -286,7 +286,7 @@ def _discard(folder: Path, request: Request) -> Reply:
     """Remove fetched files, or a part that will not be published."""
     first, *below = Path(request.prefix).parts or ("",)
     if first != FOLDER or not below or ".." in below or below[0] in _OWN:
-        raise UserError(f"{request.prefix!r} is not part of a checkpoint: it is not removed")
+        raise UserError(f"{request.prefix!r} is not part of a checkpoint, so it is not removed")
     at = folder / request.prefix
     shutil.rmtree(at, ignore_errors=True)
     # TensorFlow's unfinished files have other suffixes.

@@ -75,7 +75,7 @@ class PartServers:
                 )
             else:
                 log.warning(
-                    "the servers do not belong to this run: the chief writes their variables"
+                    "the servers do not belong to this run, so the chief writes their variables"
                 )
         return self._are_ready
 
@@ -93,7 +93,7 @@ class PartServers:
             pause = min(2 * pause, LAST_SECONDS)
         if data == request.to_json().encode():
             where = self.place(server, f"{part_server.REPLIES}/{name}")
-            reason = "its disk is full, or cannot be written; see its log"
+            reason = "its disk is full or not writable; see its log"
             raise storage.Unavailable(f"{where}: {part_server.UNWRITTEN}: {reason}")
         reply = Reply.from_json(data)
         if reply.error:

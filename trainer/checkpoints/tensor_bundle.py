@@ -38,8 +38,8 @@ _UNWRITABLE = (
 # type for a disk failure. A missing file is excluded, because it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
-    **{os.strerror(number): "check whether its file system answers there" for number in PASSING},
-    os.strerror(errno.EIO): "look for errors of that disk in the log of the system there",
+    **{os.strerror(number): "check whether its file system responds there" for number in PASSING},
+    os.strerror(errno.EIO): "look for errors of that disk in the system log there",
     os.strerror(errno.ESTALE): "mount it again there",
 }
 _PASSING = {os.strerror(number) for number in PASSING}

@@ -96,7 +96,8 @@ def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | Non
         return None
     if weights.source == CHAMPION:
         raise ConfigError(
-            f"{_KEY}: the pipeline resolves the champion; give a task the URI of a checkpoint"
+            f"{_KEY}: only a pipeline resolves the champion; for a task, give the URI of a "
+            "checkpoint"
         )
     try:
         return _fetch_source(weights, scratch / "warm")
@@ -118,7 +119,7 @@ def _fetch_source(weights: InitialWeights, folder: Path) -> Source:
         return Source(weights=weights, folder=folder, file=file)
     if manifest.kind == "model":
         raise ConfigError(
-            f"{uri} is a model without {_FILE}: export it with keras in export.formats, or name a "
+            f"{uri} is a model without {_FILE}: export it with keras in export.formats, or give a "
             "checkpoint"
         )
     return Source(weights=weights, folder=folder, found=checkpoints.fetch(uri, folder))
@@ -166,7 +167,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
             _refuse(uri, f"it has no {path} {shape}")
         if there[path] != shape:
             hint = checkpoints.advise_outputs(there[path], shape)
-            _refuse(uri, f"{path} is {there[path]} there and {shape} in this model", hint)
+            _refuse(uri, f"{path} has shape {there[path]} there and {shape} in this model", hint)
         selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
         if not may_lack(path):
@@ -194,8 +195,8 @@ def _select(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection:
             selection.leave(path, ABSENT)
         elif there[path] != shape:
             raise ConfigError(
-                f"{_KEY}: {path} is {there[path]} in {weights.source} and {shape} in this model: "
-                f"add '{path}' to {_KEY}.exclude, or name weights that fit"
+                f"{_KEY}: {path} has shape {there[path]} in {weights.source} and {shape} in this "
+                f"model: add '{path}' to {_KEY}.exclude, or give weights that match"
             )
         else:
             selection.taken.append(path)

@@ -89,7 +89,7 @@ def call(  # noqa: PLR0913
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise ChildLostError(f"no answer after {seconds:g} s") from None
+            raise ChildLostError(f"no response after {seconds:g} s") from None
         finally:
             process.kill()
             process.wait()

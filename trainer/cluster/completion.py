@@ -78,8 +78,8 @@ def require(job: Job, task: str) -> None:
     """Raise `UserError` if `task` ended with exit code 0 but training is not over."""
     if not is_over(job):
         raise UserError(
-            f"{task} ended with exit code 0 before training was over: {job.checkpoints} has "
-            "no record of its end; user code may have ended the process (os._exit)"
+            f"{task} ended with exit code 0 before training was complete: {job.checkpoints} has no "
+            "record of the end of training; user code may have ended the process (os._exit)"
         )
 
 

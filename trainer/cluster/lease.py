@@ -91,9 +91,9 @@ class LeaseHeldError(UserError):
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
         """Build the message for a holder that was watched for `watch` seconds."""
         super().__init__(
-            f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
-            f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
-            "dead already, try again after that time"
+            f"{holder} has been writing to {uri} since {clock_time(holder.started)} and holds its "
+            f"lease at least until {clock_time(holder.until)}: wait until it ends, or stop it; if "
+            "it is already dead, try again after that time"
         )
         self.uri = uri
         self.holder = holder
@@ -254,7 +254,7 @@ class Lease(NoLease):
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
-        what = f"the lease of {self._uri} is gone"
+        what = f"the lease of {self._uri} was deleted"
         if who := found.get(newest):
             what = f"{self._uri} was taken over by {who}"
         self._lost = (
@@ -266,7 +266,7 @@ class Lease(NoLease):
     def _refuse_held(self, found: dict[int, LeaseHolder | None]) -> None:
         for holder in found.values():
             if holder is None:
-                log.warning("the lease of %s cannot be read; it is taken over", self._uri)
+                log.warning("taking over the lease of %s, which cannot be read", self._uri)
             elif not self._is_free(holder):
                 is_over = self._now() >= holder.until
                 watch = WATCH_SECONDS if is_over else LEASE_SECONDS
@@ -328,7 +328,7 @@ def acquire_waiting(
             pause(POLL_SECONDS)
         if interrupts:
             raise RunInterruptedError(
-                f"interrupted, while {holder} may still hold the lease of {refused.uri}"
+                f"interrupted; {holder} may still hold the lease of {refused.uri}"
             )
         first = holder
         waited += POLL_SECONDS
@@ -353,7 +353,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     acquire_waiting(lease.acquire)
     # The thread runs as long as this process trains, whatever errors the store's client raises.
     renewal = Loop(
-        lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease is not renewed"
+        lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease cannot be renewed"
     ).start()
     is_over = True
     try:

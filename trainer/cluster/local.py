@@ -150,7 +150,7 @@ def relay_logs(workdir: Path, sink: LineSink) -> Iterator[None]:
     """Relay the logs of the tasks below `workdir` in this block, up to their last line."""
     logs = TaskLogs(workdir, sink)
     follower = Loop(
-        logs.take, _LOOK_SECONDS, name="task logs", failing="logs of tasks are not followed"
+        logs.take, _LOOK_SECONDS, name="task logs", failing="the logs of tasks cannot be followed"
     ).start()
     try:
         try:

@@ -26,8 +26,8 @@ from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 WARNING = (
-    "other machines can reach the tasks of this run and run any graph as this user: this system "
-    "cannot keep TensorFlow's servers on loopback, see docs/security.md"
+    "this system cannot keep TensorFlow's servers on loopback, so other machines can reach the "
+    "tasks of this run and run any graph as this user: see docs/security.md"
 )
 # The address where the leading task serves its metrics: loopback, or all addresses in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"

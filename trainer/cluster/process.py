@@ -109,7 +109,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
         failed = error
     if failed:
         raise ConfigError(
-            f"cluster.gpu_memory_fraction: the driver does not tell the memory of the GPUs "
+            "cluster.gpu_memory_fraction: the driver does not report the memory of the GPUs "
             f"(libcuda.so.1: {failed}); set cluster.gpu_memory_mb instead"
         )
     return limits
@@ -252,7 +252,7 @@ class TaskProcess:
 
     def kill_grown(self, before: int, now: int) -> None:
         """Kill the task because its memory has grown from `before` to `now` bytes."""
-        why = f"its memory grown from {before >> 20} to {now >> 20} MB"
+        why = f"memory growth from {before >> 20} to {now >> 20} MB"
         self._kill_because(End(code=-signal.SIGKILL, why=why, planned=True))
 
     def _kill_because(self, end: End) -> None:

@@ -230,8 +230,8 @@ class Supervisor:
         if self._restarts >= self._limit:
             report_failure(process, end)
             raise UserError(
-                f"{process.task} ended with {end.cause} and cluster.max_restarts "
-                f"({self._limit}) are used up; the last line of {process.log}: "
+                f"{process.task} ended with {end.cause}, and all {self._limit} restarts of "
+                f"cluster.max_restarts are used; the last line of {process.log}: "
                 f"{process.last_line()}"
             )
         self._restarts += 1
@@ -274,8 +274,8 @@ class Supervisor:
                 event = self._events.get(timeout=GRACE_SECONDS)
             except queue.Empty:
                 raise RunInterruptedError(
-                    "interrupted; the last checkpoint was not complete after "
-                    f"{GRACE_SECONDS:g} s; the one before it is complete"
+                    f"interrupted; the last checkpoint was not complete after {GRACE_SECONDS:g} s; "
+                    "the previous checkpoint is complete"
                 ) from None
             if event is None:
                 raise RunInterruptedError("interrupted twice; the previous checkpoint is complete")

@@ -89,12 +89,12 @@ def _remarks(collected: Collected) -> list[str]:
         more = len(collected.secrets) - _NAMED
         some += f" and {more} more" if more > 0 else ""
         remarks.append(
-            f"--code leaves out {some}: their names look like secrets; a line !NAME of "
-            f"{IGNORE_FILE} includes one"
+            f"--code leaves out {some}, whose names look like secrets; to include one, add a line "
+            f"!NAME to {IGNORE_FILE}"
         )
     remarks += [
-        f"--code leaves out {name}/ by default, although it has modules; a line !/{name}/ of "
-        f"{IGNORE_FILE} includes it"
+        f"--code leaves out {name}/ by default, although it has modules; to include it, add a line "
+        f"!/{name}/ to {IGNORE_FILE}"
         for name in collected.modules_left_out
     ]
     names = {found.path.partition("/")[0] for found in collected.files if _is_module(found.path)}
@@ -110,7 +110,7 @@ def _is_module(path: str) -> bool:
 def _shadow(name: str) -> str:
     top = name.removesuffix(".py")
     if hidden := user_code.hidden(top):
-        return f"--code: {name} is not found by a run: {hidden}"
+        return f"--code: a run does not find {name}: {hidden}"
     installed = [sysconfig.get_path(each) for each in ("purelib", "platlib")]
     try:
         spec = PathFinder.find_spec(top, installed)
@@ -119,8 +119,8 @@ def _shadow(name: str) -> str:
     if spec is None or not spec.origin:
         return ""
     return (
-        f"--code: {name} has the name of an installed package ({spec.origin}), which Python "
-        "finds first where it is installed; rename yours"
+        f"--code: {name} has the name of an installed package ({spec.origin}), which Python finds "
+        "first if it is installed; rename yours"
     )
 
 

@@ -102,15 +102,15 @@ def collect(folder: Path) -> Collected:
         collected.files.append(found)
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
-                f"--code {folder}: more than {MOST_FILES:,} files are not code (most are "
-                f"below {_list_largest(collected.files)}); give the folder of your modules, "
-                f"or exclude the other files in {IGNORE_FILE}"
+                f"--code {folder}: more than {MOST_FILES:,} files are too many for a code folder "
+                f"(most are below {_list_largest(collected.files)}); give the folder of your "
+                f"modules, or exclude the other files in {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
         raise ConfigError(
-            f"--code {folder}: there is no module (*.py) in it{_name_left_out(collected)}; give "
-            "the folder that has your modules"
+            f"--code {folder}: it contains no module (*.py){_name_left_out(collected)}; give the "
+            "folder of your modules"
         )
     collected.files.sort(key=lambda each: each.path)
     return collected
@@ -128,7 +128,7 @@ def _require_folder(folder: Path) -> None:
 
 def _name_left_out(collected: Collected) -> str:
     names = ", ".join(collected.modules_left_out)
-    return f" but in {names}, left out by default" if names else ""
+    return f" except in {names}, which is left out by default" if names else ""
 
 
 def _rules(root: Path) -> Rules:
@@ -155,8 +155,9 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
         seen += 1
         if seen > _MOST_FOLDERS:
             raise ConfigError(
-                f"--code {root}: more than {_MOST_FOLDERS:,} folders are not code; give the "
-                f"folder of your modules, or exclude the other files in {IGNORE_FILE}"
+                f"--code {root}: more than {_MOST_FOLDERS:,} folders are too many for a code "
+                "folder; give the folder of your modules, or exclude the other files in "
+                f"{IGNORE_FILE}"
             )
         for entry in _entries(root / above):
             path = f"{above}/{entry.name}" if above else entry.name
@@ -186,7 +187,7 @@ def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
 
 
 def _check_file(root: Path, path: str) -> Found:
-    remedy = f"or leave it out by a line of {IGNORE_FILE}"
+    remedy = f"or exclude it with a line in {IGNORE_FILE}"
     if not path.isprintable() or "\\" in path:
         raise ConfigError(f"--code: {path!r} is not a valid name in a store: rename it, {remedy}")
     place = root / path
@@ -218,6 +219,6 @@ def _require_size(folder: Path, files: list[Found]) -> None:
     largest = heapq.nlargest(_NAMED, files, key=lambda each: each.bytes)
     named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
     raise ConfigError(
-        f"--code {folder}: {total / 1e6:.1f} MB are more than the {MOST_BYTES / 1e6:.1f} MB of a "
-        f"bundle; the largest files: {named}; exclude them in {IGNORE_FILE}"
+        f"--code {folder}: {total / 1e6:.1f} MB are more than a bundle may have "
+        f"({MOST_BYTES / 1e6:.1f} MB); the largest files: {named}; exclude them in {IGNORE_FILE}"
     )

@@ -26,8 +26,8 @@ MOST = 2**53
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
-    "a configuration is written into logs and reports: leave them out, and give credentials by the "
-    "environment or by a secret"
+    "a configuration is written into logs and reports: leave them out, and pass credentials in "
+    "the environment or in a secret"
 )
 
 
@@ -107,7 +107,7 @@ def require_writable(tree: Any) -> None:
             raise ValueError(f"{path}: {why}; {_REMEDY}")
         if "{{" in text:
             raise ValueError(
-                f"{path}: {text!r} has '{{{{' in it, which begins a placeholder of Kubeflow "
+                f"{path}: {text!r} contains '{{{{', which starts a placeholder of Kubeflow "
                 "Pipelines and Argo; they would replace it"
             )
 

@@ -26,18 +26,18 @@ class ClusterConfig(Section):
 
     launcher: Launcher = key(
         "local",
-        "how tasks are started: local processes, a TFJob or a JobSet; auto: the one that the "
+        "how tasks are started: local processes, a TFJob or a JobSet; auto: the engine that the "
         "cluster serves",
     )
     parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
     workers: int = key(
         2,
-        "number of workers; at most data.shards where data.partition is disjoint",
+        "number of workers; at most data.shards if data.partition is disjoint",
         ge=1,
         le=10_000,
     )
     evaluator: bool = key(False, "evaluate each checkpoint in a separate task")
-    gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
+    gpus_per_worker: int = key(0, "GPUs per worker", ge=0, le=1000)
     gpu_memory_mb: int = key(
         0, "fixed memory on each GPU; 0: memory grows on demand", ge=0, le=MOST
     )
@@ -47,21 +47,22 @@ class ClusterConfig(Section):
     communication: Literal["auto", "ring", "nccl"] = key(
         "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
     )
-    placement: dict[str, str] = key({}, 'parameter server by variable glob, {"hidden_0/*": "ps:0"}')
+    placement: dict[str, str] = key(
+        {}, 'parameter server by variable glob, such as {"hidden_0/*": "ps:0"}'
+    )
     existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
     in_process: bool = key(False, "run the servers as threads, for a debugger")
     max_restarts: int = key(
         3,
-        "restarts allowed for all tasks but the evaluator; a checkpoint resets the count of "
+        "restarts allowed for all tasks except the evaluator; a checkpoint resets the count of "
         "lost pods",
         ge=0,
         le=MOST,
     )
     recovery: Literal["auto", "partial", "full"] = key(
         "auto",
-        "which variables are restored from the last checkpoint after a parameter server "
-        "dies: partial: the lost ones; full: all; auto: partial where training is "
-        "asynchronous",
+        "which variables are restored from the last checkpoint after a parameter server dies: "
+        "partial: the lost ones; full: all; auto: partial if training is asynchronous",
     )
     metrics_port: int = key(
         0, "port at which the leading task serves Prometheus metrics; 0: none", ge=0, lt=2**16
@@ -84,7 +85,8 @@ class ClusterConfig(Section):
         """Raise a `ValueError` if the memory of a GPU is limited in two ways."""
         if self.gpu_memory_mb and self.gpu_memory_fraction:
             raise ValueError(
-                "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is set as well; set one of them"
+                "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of "
+                "them"
             )
 
     @field_validator("metrics_port")

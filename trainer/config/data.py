@@ -115,7 +115,7 @@ class SplitsConfig(Whole):
     train: str = key("", "files of the training split: a path below the source, or a URI")
     validation: str = key("", "files of the validation split")
     test: str | float = key(
-        0.0, "files of the test split, or its share below 1; 0: as large as data.validation"
+        0.0, "files of the test split, or its share below 1; 0: the size of data.validation"
     )
     column: str = key("", "column with the split of each row: train, validation or test")
     group: str = key(
@@ -140,7 +140,7 @@ class SplitsConfig(Whole):
         drawn = [name for name in ("group", "time") if getattr(self, name)]
         if self.column and (named or drawn):
             raise ValueError(
-                f"column: it assigns every row; leave out {', '.join([*named, *drawn])}"
+                f"column: it assigns every row to a split; leave out {', '.join([*named, *drawn])}"
             )
         if named and not self.train:
             raise ValueError(f"{named[0]}: also name the files of train")
@@ -161,9 +161,9 @@ class RunnerConfig(Whole):
 
     name: Literal["processes", "beam"] = key(
         "processes",
-        "where the work runs: processes of this machine, or Apache Beam (the extra beam)",
+        "where the work runs: in processes on this machine, or with Apache Beam (the extra beam)",
     )
-    processes: int = key(0, "number of processes; 0: one for each core", ge=0, le=1024)
+    processes: int = key(0, "number of processes; 0: one per core", ge=0, le=1024)
     options: tuple[str, ...] = key(
         (), "options of a Beam pipeline, such as --runner=FlinkRunner", strict=False
     )
@@ -187,7 +187,7 @@ class DataConfig(Section):
     """The dataset, its splits and its shards."""
 
     dataset: str = key(
-        DEFAULT_DATASET, "TFDS name, or package.module:Builder; unused where data.source is set"
+        DEFAULT_DATASET, "TFDS name, or package.module:Builder; ignored if data.source is set"
     )
     source: str = key(
         "", "files to read instead of a dataset: path or URI of a file, a folder or a pattern"
@@ -196,7 +196,7 @@ class DataConfig(Section):
         "", "format of the files; empty: detected from their names"
     )
     builder_args: Free = key({}, "arguments of the TFDS builder")
-    version: str = key("", "dataset version; the newest when empty")
+    version: str = key("", "dataset version; empty: the newest")
     spans: str = key(
         NEWEST,
         f"which spans of a source with {{SPAN}} or {{DATE}} are read: {NEWEST}, a number of "
@@ -204,27 +204,27 @@ class DataConfig(Section):
     )
     manual_dir: str = key("", "folder with the official files, for machines without a network")
     inputs: tuple[str, ...] = key(
-        (), "input features of the model; empty: those of the dataset", strict=False
+        (), "input features of the model; empty: the inputs of the dataset", strict=False
     )
     label: tuple[str, ...] = key(
         (), "features to predict; empty: the label of the dataset", strict=False
     )
     weight: str = key("", "feature with the weight of an example in the loss and the metrics")
     group: str = key("", "feature whose values group examples, such as the query in ranking")
-    drop: tuple[str, ...] = key((), "columns of a source to leave out", strict=False)
+    drop: tuple[str, ...] = key((), "columns of a source to ignore", strict=False)
     types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
         {}, f"types of columns that differ from the inferred ones: {', '.join(TYPES)}"
     )
     map: str = key("", "package.module:function that turns a row of a source into an example")
     shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
-        {}, "one shape for a feature whose examples differ; 0: pad to the longest of a batch"
+        {}, "shape of a feature whose examples differ in shape; 0: pad to the longest of a batch"
     )
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
-        (), "length boundaries: examples of similar length share a batch", strict=False
+        (), "boundaries of lengths: examples of similar length share a batch", strict=False
     )
     image: ImageConfig = key(ImageConfig(), "encoded images: {size: [height, width], channels}")
     bad_rows: float = key(
-        0.0, "share of broken rows that may be skipped; 0: fail on the first", ge=0, lt=1
+        0.0, "share of broken rows that may be skipped; 0: fail on the first broken row", ge=0, lt=1
     )
     splits: SplitsConfig = key(
         SplitsConfig(), "splits of a source: {train, validation, test, column, group, time}"
@@ -238,9 +238,12 @@ class DataConfig(Section):
         "disjoint: each worker reads its own shards; dynamic: the next free worker gets the "
         "next range; reshuffle: each worker reads all data",
     )
-    disk: str = key("", "most bytes of shards that a worker keeps on disk; empty: all")
+    disk: str = key("", "maximum size of the shards that a worker keeps on disk; empty: all shards")
     vocabulary: int = key(
-        10_000, "most values of a text feature kept in its statistics", ge=1, le=10**7
+        10_000,
+        "maximum number of values kept in the statistics of a text feature",
+        ge=1,
+        le=10**7,
     )
     runner: RunnerConfig = key(RunnerConfig(), "how data is prepared: {name, processes, options}")
     schema_file: str = key(
@@ -264,7 +267,7 @@ class DataConfig(Section):
                 "shards one by one; leave buckets out, or set partition to disjoint"
             )
         if not self.dataset and not self.source:
-            raise ValueError("neither dataset nor source is set; name a dataset of TFDS, or files")
+            raise ValueError("neither dataset nor source is set; give a TFDS dataset or files")
         return self
 
     @property

@@ -16,13 +16,13 @@ ALL = "all"
 #: Each rule with its default action and meaning. A rule refuses data from which no model can learn,
 #: or that make a metric wrong. It warns if a person has to judge the finding.
 RULES = {
-    "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
+    "missing_feature": (REFUSE, "a feature of the schema or of the champion's dataset is missing"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),
     "type": (REFUSE, "a feature has an unexpected type or shape"),
     "schema": (REFUSE, "a value that the schema file does not allow"),
     "empty": (REFUSE, "a split without examples, or a feature without values"),
     "size": (WARN, "far fewer examples than the champion's dataset"),
-    "range": (WARN, "values beyond those of the champion's dataset"),
+    "range": (WARN, "values outside the range of the champion's dataset"),
     "unit": (REFUSE, "all values are in another unit than in the champion's dataset"),
     "missing_values": (WARN, "more missing values than in the champion's dataset"),
     "constant": (WARN, "a feature has the same value in all examples"),
@@ -41,8 +41,8 @@ RULES = {
         REFUSE,
         "features predict the label far worse than before, or than in the test split",
     ),
-    "drift": (WARN, "the distribution of a feature has moved"),
-    "drift_together": (WARN, "the distributions of many features have moved a little"),
+    "drift": (WARN, "the distribution of a feature has changed"),
+    "drift_together": (WARN, "the distributions of many features have changed a little"),
     "splits_differ": (
         WARN,
         "the distribution of a feature differs between the test split and training",
@@ -50,21 +50,21 @@ RULES = {
 }
 #: Each limit with its default, minimum, maximum and meaning.
 LIMITS = {
-    "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
+    "size": (0.5, 0.0, 1.0, "minimum number of examples, as a share of the champion's dataset"),
     "missing_values": (0.05, 0.0, 1.0, "largest increase of the share of missing values"),
     "range": (0.002, 0.0, 1.0, "largest share of values outside the champion's range"),
     "new_values": (0.005, 0.0, 1.0, "largest share of examples with a new value"),
-    "balance": (0.05, 0.0, 1.0, "largest share of examples that changed their class"),
+    "balance": (0.05, 0.0, 1.0, "largest change of the class shares, as a share of the examples"),
     "imbalance": (0.1, 0.0, 1.0, "smallest share of a class, relative to equal classes"),
     "duplicates": (0.01, 0.0, 1.0, "largest share of duplicates within a split"),
     "leakage": (0.005, 0.0, 1.0, "largest share of a split's examples that another split has"),
-    "label_leakage": (0.995, 0.5, 1.0, "smallest share of the label that one feature predicts, "
-                      "to be reported: of examples by class, or of the variance"),
+    "label_leakage": (0.995, 0.5, 1.0, "share of the label (of its examples, or of its variance) "
+                      "above which a feature that predicts it is reported"),
     "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: Kolmogorov-Smirnov for "
               "numbers, total variation for categories"),
     "drift_together": (0.015, 0.0, 1.0, "largest root mean square of P(new > old) - 1/2 over the "
                        "features"),
-    "significance": (0.0002, 1e-12, 0.1, "significance level for each rule and dataset: a change "
+    "significance": (0.0002, 1e-12, 0.1, "significance level by rule and dataset: a change that is "
                      "less probable by chance is reported"),
 }  # fmt: skip
 

@@ -101,7 +101,7 @@ _SECURITY_FIELDS = (
 def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name not in _SECURITY_FIELDS:
-            hint = nearest(name, _SECURITY_FIELDS) or "; security sets those of the container"
+            hint = nearest(name, _SECURITY_FIELDS) or "; security sets the fields of the container"
             raise ValueError(f"{name} is not a field of a pod's securityContext{hint}")
     return fields
 
@@ -110,7 +110,7 @@ class ResourcesConfig(Section):
     """Resources of a pod by name: cpu, memory, ephemeral-storage and so on."""
 
     requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
-    limits: dict[Key, Quantity] = key({}, "limit of what a pod may use")
+    limits: dict[Key, Quantity] = key({}, "maximum that a pod may use")
 
 
 class VolumeConfig(Section):
@@ -127,7 +127,7 @@ class PodConfig(Section):
 
     image: Image = key("", "container image; empty: the image of the pipeline")
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
-        "", "when the image is pulled; empty: Kubernetes decides"
+        "", "when the image is pulled; empty: the default of Kubernetes"
     )
     image_pull_secrets: tuple[Named, ...] = key((), "secrets of the image's registry")
     command: tuple[str, ...] = key((), "command that replaces `python -m flotilla.trainer task`")
@@ -149,11 +149,9 @@ class PodConfig(Section):
         "", f"working folder of a task; empty: {WORKING_FOLDER}", pattern=r"^(/[^:\s]+)?$"
     )
     env: dict[Variable, str] = key({}, "environment variables; no secrets: the job shows them")
-    env_from_secrets: tuple[Named, ...] = key(
-        (), "secrets; each key becomes an environment variable"
-    )
+    env_from_secrets: tuple[Named, ...] = key((), "secrets whose keys become environment variables")
     env_from_config_maps: tuple[Named, ...] = key(
-        (), "config maps; each key becomes an environment variable"
+        (), "config maps whose keys become environment variables"
     )
     secret_env: dict[Variable, SecretKey] = key({}, "variable to secret/key")
     security: Literal["", "restricted", "writable", "image"] = key(
@@ -164,7 +162,7 @@ class PodConfig(Section):
     )
     security_context: Free = key(
         {},
-        "fields of the pod's securityContext that override those of security, such as "
+        "fields of the pod's securityContext that override the fields of security, such as "
         "{fsGroup: 2000}",
     )
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
@@ -207,10 +205,10 @@ class JobConfig(Section):
     )
     ttl_seconds: Seconds = key(86_400, "time after which an ended job is deleted")
     active_deadline_seconds: Seconds = key(
-        604_800, "the operator ends the job after this time, whatever its state", ge=1
+        604_800, "time limit of the job, after which the operator ends it", ge=1
     )
     backoff_limit: int | None = key(
-        None, "restarts that the operator allows; null: any number", ge=0, lt=2**31
+        None, "restarts that the operator allows; null: no limit", ge=0, lt=2**31
     )
     queue_name: LabelOrNone = key("", "local queue of Kueue")
     suspend: bool = key(False, "start suspended until Kueue admits the job")
@@ -224,15 +222,15 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Times in seconds after which the launcher ends the job; 0 means no limit."""
 
-    operator: Seconds = key(60, "until the controller of the job reacts")
-    queueing: Seconds = key(3600, "until every pod has a node")
-    starting: Seconds = key(900, "then until every task runs")
-    container: Seconds = key(120, "with an image or a container that fails to start")
-    running: Seconds = key(0, "then until the end of the job")
-    stalling: Seconds = key(1800, "without progress reported by the chief")
-    unreachable: Seconds = key(900, "without an answer from the Kubernetes API")
+    operator: Seconds = key(60, "time until the controller of the job must react")
+    queueing: Seconds = key(3600, "time until every pod must have a node")
+    starting: Seconds = key(900, "then, time until every task must run")
+    container: Seconds = key(120, "time for which an image or a container may fail to start")
+    running: Seconds = key(0, "then, time until the job must end")
+    stalling: Seconds = key(1800, "time without progress reported by the chief")
+    unreachable: Seconds = key(900, "time without a response from the Kubernetes API")
     heartbeat: Seconds = key(
-        300, "without a heartbeat of the launcher, before the chief ends the job", ge=1
+        300, "time without a heartbeat of the launcher before the chief ends the job", ge=1
     )
 
 
@@ -241,14 +239,14 @@ class KubernetesConfig(Whole):
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
-    chiefless: bool = key(False, "no chief task: worker 0 leads and trains")
+    chiefless: bool = key(False, "run without a chief: worker 0 leads and also trains")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
     pod: PodConfig = key(PodConfig(), "settings for the pods of every role")
-    chief: PodConfig = key(PodConfig(), "keys of pod; they override it")
-    ps: PodConfig = key(PodConfig(), "keys of pod; they override it")
-    worker: PodConfig = key(PodConfig(), "keys of pod; they override it")
-    evaluator: PodConfig = key(PodConfig(), "keys of pod; they override it")
+    chief: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
+    ps: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
+    worker: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
+    evaluator: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:
@@ -260,7 +258,7 @@ class KubernetesConfig(Whole):
                     raise ValueError(f"{role}: the mount_path {volume.mount_path!r} is taken")
             twice = sorted(set(pod.env) & set(pod.secret_env))
             if twice:
-                raise ValueError(f"{role}: {twice[0]} is both in env and in secret_env")
+                raise ValueError(f"{role}: {twice[0]} is in both env and secret_env")
         return self
 
     def of(self, role: str) -> PodConfig:

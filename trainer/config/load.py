@@ -25,9 +25,9 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 #: Keys of earlier versions, with the replacement of each.
 REMOVED: Mapping[str, str] = {
-    "training.cached_rows": "leave it out; rows are read from their servers",
-    "training.cache_staleness": "leave it out; rows are read from their servers",
-    "training.checkpoint_differences": "leave it out; each checkpoint is whole",
+    "training.cached_rows": "leave it out; rows are always read from their servers",
+    "training.cache_staleness": "leave it out; rows are always read from their servers",
+    "training.checkpoint_differences": "leave it out; each checkpoint is complete",
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
@@ -258,7 +258,7 @@ def _text(path: Path) -> str:
                 data = file.read(_MOST_BYTES + 1)
             if len(data) <= _MOST_BYTES:
                 return data.decode()
-            reason = f"more than {_MOST_BYTES >> 10} KiB are no configuration"
+            reason = f"more than {_MOST_BYTES >> 10} KiB are too large for a configuration"
         else:
             reason = "not a file"
     except (OSError, ValueError) as error:

@@ -53,8 +53,8 @@ class ModelConfig(Section):
 
     name: str = key(
         "mlp",
-        f"{AUTO}: by the inputs, as where data.source is set; {', '.join(MODELS)}, or "
-        "package.module:function",
+        f"{AUTO}: chosen by the inputs (the default if data.source is set); {', '.join(MODELS)}, "
+        "or package.module:function",
     )
     args: Free = key({}, "arguments of the model's function")
 

@@ -99,7 +99,7 @@ def describe_replacement(name: str) -> str:
     if key := by_field.get(name):
         return f"now --set {'.'.join(key)}=..."
     if name not in keys():
-        return "removed; set a key of the configuration by --set SECTION.KEY=VALUE"
+        return "removed; set a key of the configuration with --set SECTION.KEY=VALUE"
     key = keys()[name][0]
     # The form has no separate field for the name of a dataset.
     same = ("data", "source") if key == ("data", "dataset") else key

@@ -33,7 +33,7 @@ class OptimizerConfig(Section):
     )
     args: Free = key({}, "further arguments of the optimizer, such as beta_1")
     dense_updates: bool = key(
-        False, "update whole embedding tables, not only the rows that a batch looks up"
+        False, "update whole embedding tables, not only the rows that the batch uses"
     )
 
     @field_validator("name")
@@ -70,7 +70,7 @@ class ExponentialArgs(Section):
 
     decay_steps: int = Field(ge=1, description="global steps between two decays")
     decay_rate: float = Field(gt=0, le=1, description="factor of one decay")
-    staircase: bool = key(False, "decay in steps instead of smoothly")
+    staircase: bool = key(False, "decay in steps instead of continuously")
 
 
 class PiecewiseArgs(Section):
@@ -78,7 +78,7 @@ class PiecewiseArgs(Section):
 
     boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
     factors: tuple[float, ...] = Field(
-        min_length=2, description="factors of the learning rate: one more than boundaries"
+        min_length=2, description="factors of the learning rate, one more than there are boundaries"
     )
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class PiecewiseArgs(Section):
         if len(self.factors) != len(self.boundaries) + 1:
             raise ValueError("there must be one more factor than boundaries")
         if min(self.factors) < 0:
-            raise ValueError("factors have to be 0 or more")
+            raise ValueError("factors must be 0 or more")
         return self
 
 

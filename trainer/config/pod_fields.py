@@ -70,7 +70,7 @@ def name(text: str) -> str:
     """Validate the name of an object such as a secret."""
     if not _NAME.fullmatch(text):
         raise ValueError(
-            f"{text!r} is not a name of Kubernetes: use small letters, digits, - and ."
+            f"{text!r} is not a valid Kubernetes name: use lowercase letters, digits, - and ."
         )
     return text
 
@@ -79,13 +79,13 @@ def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Validate the labels of a node selector."""
     for key, value in tree.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise ValueError(f"{key!r} is not the key of a label, such as pool or example.com/pool")
+            raise ValueError(f"{key!r} is not a valid label key, such as pool or example.com/pool")
         if not isinstance(value, str):
             raise ValueError(f'{key}: {value!r} is not a text: write it in quotes, as "{value}"')
         if not _VALUE.fullmatch(value):
             raise ValueError(
-                f"{key}: {value!r} is not the value of a label: use up to 63 letters, digits, "
-                "-, _ and ., with a letter or a digit first and last"
+                f"{key}: {value!r} is not a valid label value: use up to 63 letters, digits, -, _ "
+                "and ., with a letter or a digit first and last"
             )
     return tree
 
@@ -108,9 +108,9 @@ def toleration(tree: Any) -> Any:
     if not exists and not tree.get("key"):
         raise ValueError("a toleration without a key needs the operator Exists")
     if tree.get("key") and not _KEY.fullmatch(tree["key"]):
-        raise ValueError(f"key: {tree['key']!r} is not the key of a taint")
+        raise ValueError(f"key: {tree['key']!r} is not a valid taint key")
     if not _VALUE.fullmatch(tree.get("value", "")):
-        raise ValueError(f"value: {tree['value']!r} is not the value of a taint")
+        raise ValueError(f"value: {tree['value']!r} is not a valid taint value")
     if "tolerationSeconds" in tree:
         _check_seconds(tree)
     return tree
@@ -126,8 +126,8 @@ def amount(text: str) -> Decimal:
     found = _QUANTITY.fullmatch(text)
     if not found:
         raise ValueError(
-            f"{text!r} is not a quantity of Kubernetes: write a number with a unit such as 500m, "
-            "4 or 16Gi (m, k, M, G, T; Ki, Mi, Gi, Ti)"
+            f"{text!r} is not a Kubernetes quantity: write a number with a unit such as 500m, 4 or "
+            "16Gi (m, k, M, G, T; Ki, Mi, Gi, Ti)"
         )
     number, unit = Decimal(found["number"]), found["unit"] or ""
     if unit.endswith("i"):
@@ -139,7 +139,7 @@ def amount(text: str) -> Decimal:
 def _check_choice(what: str, word: str, allowed: tuple[str, ...]) -> None:
     if word and word not in allowed:
         hint = nearest(word, allowed) or f" (one of {', '.join(allowed)})"
-        raise ValueError(f"{what}: {word!r} is not known to Kubernetes{hint}")
+        raise ValueError(f"{what}: {word!r} is unknown to Kubernetes{hint}")
 
 
 def _check_seconds(tree: Mapping[str, Any]) -> None:

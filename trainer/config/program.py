@@ -79,7 +79,7 @@ def _look_up(name: str, values: Mapping[str, str]) -> str:
 
 def _check(text: str) -> str:
     if "\0" in text:
-        raise ValueError("there is a NUL character in it")
+        raise ValueError("it contains a NUL character")
     fill(text, dict.fromkeys(PLACEHOLDERS, ""))
     return text
 
@@ -92,35 +92,37 @@ class ProgramConfig(Whole):
     """A training program of the user's own, which trains its own model."""
 
     command: tuple[Template, ...] = key(
-        (), "words of the program's command, such as [python, train.py]; empty: the own trainer"
+        (), "command of the program, such as [python, train.py]; empty: Flotilla's own trainer"
     )
     roles: dict[str, Tasks] = key(
-        {}, "tasks of each role, {worker: 2, ps: 1}; empty: those of training.strategy"
+        {}, "tasks by role, such as {worker: 2, ps: 1}; empty: the tasks of training.strategy"
     )
     working_dir: str = key(
-        "", "folder that the program starts in; empty: of this run on this machine, of the image"
+        "",
+        "working folder of the program; empty: on this machine the folder of the run, in a pod "
+        "the default of the image",
     )
     env: dict[str, Template] = key({}, "environment variables of the program")
     data: Literal["files", "uri"] = key(
-        "files", "files: each task gets its part of the dataset as files; uri: its URI alone"
+        "files", "files: each task gets its part of the dataset as files; uri: only its URI"
     )
     checkpoint_marker: str = key(
         "", "file that the program writes last into a checkpoint's folder; empty: known layouts"
     )
     stall_timeout: float = key(
-        0, "seconds without a step, or without output, before it begins again; 0: never", ge=0,
+        0, "seconds without a step or output before the program is restarted; 0: never", ge=0,
         le=MOST,
     )  # fmt: skip
     python: str = key(
         # KFP's local runner replaces the text `python3` in parameters.
         "python",
-        "Python 3.8 or later of the image, which starts the program; empty: none",
+        "Python 3.8 or later in the image, which starts the program; empty: the image has none",
     )
     after_training: Literal["stop", "evaluate"] = key(
         "stop", "evaluate: the program's model is evaluated, exported and registered"
     )
     outputs: Literal["auto", "probabilities", "logits"] = key(
-        "auto", "what the model of a classifier returns; auto: by its values"
+        "auto", "what the model of a classifier returns; auto: detected from its values"
     )
 
     def topology(self) -> Topology | None:
@@ -139,7 +141,7 @@ class ProgramConfig(Whole):
     @classmethod
     def _begins_with_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if value and not value[0].strip():
-            raise ValueError("its first word, the program, is empty")
+            raise ValueError("the first element, the program, is empty")
         return value
 
     @field_validator("roles")
@@ -150,9 +152,9 @@ class ProgramConfig(Whole):
                 hint = nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
                 raise ValueError(f"no role {role!r}{hint}")
             if role in ("chief", "evaluator") and count > 1:
-                raise ValueError(f"{count} tasks of the role {role}; there can be one")
+                raise ValueError(f"{count} tasks of the role {role}; at most one is allowed")
         if value and not {"chief", "worker"} & value.keys():
-            raise ValueError("neither a chief nor a worker, one of which leads")
+            raise ValueError("a chief or a worker is required to lead")
         return value
 
     @field_validator("env")
@@ -160,14 +162,14 @@ class ProgramConfig(Whole):
     def _free_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name, text in value.items():
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a variable")
+                raise ValueError(f"{name!r} is not a valid name of a variable")
             if _GIVEN.fullmatch(name):
                 raise ValueError(f"{name} is set by Flotilla; choose another name")
             if names_secret(name) and not _PUBLIC.fullmatch(text):
                 raise ValueError(
                     f"{name} looks like a secret, and a run stores its configuration: leave it "
                     "out, and set it in the environment of flotilla, which the program inherits, "
-                    "or by cluster.kubernetes.pod.secret_env"
+                    "or in cluster.kubernetes.pod.secret_env"
                 )
         return value
 
@@ -226,7 +228,8 @@ def refuse_own_keys(sections: Mapping[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{changed[0]}: the program of program.command trains its own model: leave it out"
+            f"{changed[0]}: the program of program.command trains its own model, so leave this key "
+            "out"
         )
 
 
@@ -239,4 +242,4 @@ def refuse_without_command(program: ProgramConfig) -> None:
     """Raise a `ValueError` if other keys of a program are set without a command."""
     if not program.command and program != ProgramConfig():
         name = next(each for each in program.model_fields_set if _is_changed(program, each))
-        raise ValueError(f"program.{name}: there is no program.command that it is for")
+        raise ValueError(f"program.{name}: it has no effect without program.command")

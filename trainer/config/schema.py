@@ -145,34 +145,38 @@ class TrainingConfig(Section):
         "async_parameter_server", f"{', '.join(STRATEGIES)}, or package.module:Class"
     )
     steps: Steps = key(
-        1500, "global steps (updates applied); auto: those of training.epochs, else by validation"
+        1500, "global steps (updates applied); auto: by training.epochs, else by validation"
     )
     epochs: float = key(
-        0.0, "passes over the training examples, in place of steps; 0: by steps", ge=0, le=MOST
+        0.0, "passes over the training examples, instead of steps; 0: use steps", ge=0, le=MOST
     )
     batch_size: Batch = key(64, "examples of one replica in one gradient")
     accumulate: int = key(
-        1, "gradients of a replica, of batch_size each, whose mean is one update", ge=1, le=10_000
+        1, "number of gradients of a replica that are averaged into one update", ge=1, le=10_000
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
     pull_every: int = key(
-        1, "local steps between pull and push of async_parameter_server", ge=1, lt=2**31
+        1, "local steps between a pull and a push under async_parameter_server", ge=1, lt=2**31
     )
     replicas_to_aggregate: int = key(
-        0, "gradients of one update of sync_parameter_server; 0: one of each worker", ge=0
+        0, "gradients in one update of sync_parameter_server; 0: one from each worker", ge=0
     )
     checkpoint_every: Steps = key(500, "global steps between checkpoints")
     checkpoint_seconds: float = key(0, "seconds between checkpoints; 0: none", ge=0)
     checkpoint_parts_mb: int = key(
         64,
-        "megabytes on parameter servers above which each server writes its own part",
+        "size of the variables, in megabytes, above which each parameter server writes its own "
+        "part of a checkpoint",
         ge=0,
         le=MOST,
     )
-    keep: int = key(3, "newest checkpoints to keep, besides the best", ge=1, le=MOST)
+    keep: int = key(3, "newest checkpoints to keep, in addition to the best", ge=1, le=MOST)
     keep_every_hours: float = key(
-        0, "hours after which one more checkpoint is kept for good; 0: none", ge=0, le=100_000
+        0,
+        "interval in hours at which a checkpoint is kept permanently; 0: never",
+        ge=0,
+        le=100_000,
     )
     validate_every: Count = key(500, "global steps between validations; 0: none")
     patience: Count = key(0, "validations without improvement before an early stop; 0: never")
@@ -180,7 +184,7 @@ class TrainingConfig(Section):
         120, "seconds without progress before a task is restarted", ge=1, le=MOST
     )
     mixed_precision: Literal["", "bfloat16", "float16"] = key(
-        "", "compute in 16 bits; true is bfloat16, and float16 scales the loss"
+        "", "compute in 16 bits: true means bfloat16; float16 also scales the loss"
     )
     jit_compile: bool = key(False, "compile the step with XLA")
     warm_start: WarmStart = key(
@@ -189,7 +193,7 @@ class TrainingConfig(Section):
         "exclude}",
     )
     ema: float = key(
-        0.0, "momentum of the moving average of the weights, which is exported; 0: none", ge=0, lt=1
+        0.0, "momentum of a moving average of the weights, which is exported; 0: none", ge=0, lt=1
     )
     freeze: tuple[str, ...] = key(
         (), "globs of variable paths that are not trained, such as hidden_0/*"
@@ -202,12 +206,12 @@ class TrainingConfig(Section):
         "stop", "what to do when a run of the same data and configuration has already finished"
     )
     profile: tuple[int, ...] = key(
-        (), "first and last global step that TensorFlow's profiler traces, [100, 110]"
+        (), "first and last global step that TensorFlow's profiler traces, such as [100, 110]"
     )
     callbacks: tuple[str, ...] = key(
-        (), "Keras callbacks of epochs and validations, each as package.module:Class"
+        (), "Keras callbacks for epochs and validations, each as package.module:Class"
     )
-    seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
+    seed: int = key(0, "seed of the initial weights and the order of examples", ge=0, lt=2**31)
 
     @property
     def step_examples(self) -> int:
@@ -219,7 +223,7 @@ class TrainingConfig(Section):
     def _two_steps(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value and (len(value) != 2 or not 1 <= value[0] < value[1]):  # noqa: PLR2004
             raise ValueError(
-                f"{list(value)} is not a pair of a first and a later last step, such as [100, 110]"
+                f"{list(value)} is not a first and a later last step, such as [100, 110]"
             )
         return value
 
@@ -237,9 +241,9 @@ class EvaluationConfig(Section):
     """The evaluation on the test split."""
 
     batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
-    slices: tuple[str, ...] = key((), "features to slice metrics by, besides the label")
+    slices: tuple[str, ...] = key((), "features to slice metrics by, in addition to the label")
     baseline: Literal["auto", "none"] = key(
-        "auto", "baseline models measured on the same examples; auto: those that suit the task"
+        "auto", "baseline models evaluated on the same examples; auto: the ones that suit the task"
     )
 
 
@@ -283,9 +287,9 @@ def _require_bundle(value: str) -> None:
 class RegistryConfig(Section):
     """Requirements for an exported model to become the champion."""
 
-    max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
+    max_megabytes: float = key(0, "maximum size of all files, in megabytes; 0: no limit", ge=0)
     max_milliseconds: float = key(
-        0, "milliseconds for one example in a fresh process; 0: no limit", ge=0
+        0, "maximum time for one example in a new process, in milliseconds; 0: no limit", ge=0
     )
     hub: str = key("", "address of a Kubeflow Model Registry to report promotions to; empty: none")
 
@@ -323,7 +327,7 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig())
     training: TrainingConfig = Field(TrainingConfig())
     cluster: ClusterConfig = Field(ClusterConfig())
-    program: ProgramConfig = key(ProgramConfig(), "training program of the user's own")
+    program: ProgramConfig = key(ProgramConfig(), "a training program of your own")
     evaluation: EvaluationConfig = Field(EvaluationConfig())
     gate: GateConfig = Field(GateConfig())
     export: ExportConfig = Field(ExportConfig())
@@ -377,7 +381,7 @@ class Config(Section):
         `training.patience` also needs `training.validate_every`, unless there is an evaluator.
         """
         if self.cluster.evaluator and not self.data.validation:
-            raise ValueError("cluster.evaluator: it needs examples; set data.validation")
+            raise ValueError("cluster.evaluator needs validation examples; set data.validation")
         validates = self.cluster.evaluator or (
             self.training.validate_every and self.data.validation
         )
@@ -409,7 +413,7 @@ class Config(Section):
             raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
         if self.cluster.in_process:
             raise ValueError(
-                "cluster.existing_servers: it cannot be combined with cluster.in_process, which "
+                "cluster.existing_servers: cannot be combined with cluster.in_process, which "
                 "starts servers; leave one of them out"
             )
         return self
@@ -425,8 +429,8 @@ class Config(Section):
             )
         if self.task.name == "recommendation" and not self.data.group:
             raise ValueError(
-                "data.group: the task recommendation measures by user; set data.group to the "
-                "column that names the user"
+                "data.group: the task recommendation computes metrics by user; set data.group to "
+                "the column that names the user"
             )
         return self
 
@@ -467,19 +471,19 @@ class Config(Section):
             return self
         if self.program.command:
             raise ValueError(
-                "data.partition: dynamic is for Flotilla's own trainer, which reads example by "
-                "example; with a program choose disjoint or reshuffle"
+                "data.partition: dynamic works only with Flotilla's own trainer, not with a "
+                "program; choose disjoint or reshuffle"
             )
         strategy = self.training.strategy
         if strategy not in STRATEGIES:
             raise ValueError(
-                f"data.partition: dynamic is for the strategies {', '.join(STRATEGIES)}; with "
-                f"{strategy!r} choose disjoint or reshuffle"
+                f"data.partition: dynamic works only with the strategies {', '.join(STRATEGIES)}; "
+                f"with {strategy!r} choose disjoint or reshuffle"
             )
         if self.data.disk:
             raise ValueError(
-                "data.disk: with data.partition dynamic a worker may be assigned any example, "
-                "and keeps all shards; leave data.disk empty, or choose disjoint"
+                "data.disk: with data.partition: dynamic, a worker may be assigned any example "
+                "and keeps all shards; leave data.disk empty, or set data.partition to disjoint"
             )
         return self
 
@@ -498,7 +502,7 @@ class Config(Section):
         if training.accumulate > 1 < training.pull_every:
             raise ValueError(
                 "training.accumulate: training.pull_every already makes one update of "
-                f"{training.pull_every} batches; leave one of the two at 1"
+                f"{training.pull_every} batches; set one of the two to 1"
             )
         return self
 
@@ -508,7 +512,7 @@ class Config(Section):
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
         if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(
-                f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
+                f"training.replicas_to_aggregate: {workers} workers cannot send {wanted} "
                 f"gradients; set it to {workers} or less (0: one of each worker)"
             )
         return self

@@ -72,7 +72,7 @@ class ChampionRule(Section):
         "metric or as a share of the champion's gain over a constant; below 0: a required gain",
     )
     confidence: float = key(
-        0.995, "confidence of the test that the loss is within the margin", ge=0.5, lt=1
+        0.995, "confidence level of the test that the loss is within the margin", ge=0.5, lt=1
     )
     class_margin: float | str = key(
         "50%",
@@ -80,7 +80,7 @@ class ChampionRule(Section):
         "recall; 100%: any",
     )
     better: Literal["", "higher", "lower"] = key(
-        "", "direction of a custom metric; empty: the one that the task declares"
+        "", "direction of a custom metric; empty: the direction that the task declares"
     )
 
     @field_validator("margin", "class_margin", mode="before")
@@ -130,8 +130,8 @@ class GateConfig(Section):
     (`accuracy@label`), or to one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = key({}, "lowest allowed value of each metric of the task or the model")
-    max: dict[str, float] = key({}, "highest allowed value of each metric, as in min")
+    min: dict[str, float] = key({}, "lowest allowed value, by metric of the task or the model")
+    max: dict[str, float] = key({}, "highest allowed value, by metric as in min")
     constant: Literal["required", "reported"] = key(
         "required",
         "whether a model that does not beat the best constant is refused or only reported",
@@ -154,7 +154,7 @@ class GateConfig(Section):
         for rule, value in rules.items():
             metric, feature, _ = split_rule(rule)
             if not _METRIC.fullmatch(metric):
-                raise ValueError(f"{rule!r} has no metric: write it as accuracy, or accuracy@label")
+                raise ValueError(f"{rule!r} names no metric: write accuracy or accuracy@label")
             if "@" in rule and not feature:
                 raise ValueError(f"{rule!r} has no slice: write {metric}@feature=value")
             if metric.endswith(SHARES) and not 0 <= value <= 1:

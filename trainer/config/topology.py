@@ -71,7 +71,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError("TF_CONFIG has to be an object with 'cluster' and 'task'")
+        raise ConfigError("TF_CONFIG must be an object with 'cluster' and 'task'")
     return _read("TF_CONFIG", tree)
 
 
@@ -111,14 +111,14 @@ def check_port(cluster: Cluster, task: Task) -> None:
 
 def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError(f"{source}: 'cluster' has to map roles to lists of host:port")
+        raise ConfigError(f"{source}: 'cluster' must map roles to lists of host:port")
     seen: set[str] = set()
     addresses: dict[str, tuple[str, ...]] = {}
     for role, hosts in tree.items():
         if role not in ROLES:
             raise ConfigError(f"{source}: no role {role!r}{_hint(role)}")
         if not isinstance(hosts, list):
-            raise ConfigError(f"{source}: the tasks of {role!r} have to be a list of host:port")
+            raise ConfigError(f"{source}: the tasks of {role!r} must be a list of host:port")
         for host in hosts:
             match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
             if not match or not 0 < int(match["port"]) < 2**16:
@@ -132,14 +132,14 @@ def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
 
 def _task(source: str, tree: Any) -> Task:
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: 'task' has to be an object with 'type' and 'index'")
+        raise ConfigError(f"{source}: 'task' must be an object with 'type' and 'index'")
     role, index = tree.get("type"), tree.get("index", 0)
     if role not in ROLES:
         raise ConfigError(f"{source}: no task type {role!r}{_hint(str(role))}")
     if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ConfigError(f"{source}: task index {index!r} is not a number from 0 on")
+        raise ConfigError(f"{source}: task index {index!r} is not a whole number of at least 0")
     return Task(role=role, index=index)
 
 

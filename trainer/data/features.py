@@ -53,8 +53,8 @@ def select(config: DataConfig, info: Any) -> Selection:
     name = config.dataset
     if not isinstance(info.features, tfds.features.FeaturesDict):
         raise UserError(
-            f"data.dataset: {name} gives {type(info.features).__name__} instead of named "
-            f"features; {_OWN_BUILDER} that gives a FeaturesDict"
+            f"data.dataset: {name} has {type(info.features).__name__} instead of named features; "
+            f"{_OWN_BUILDER} that has a FeaturesDict"
         )
     leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
     if config.map:
@@ -106,7 +106,7 @@ def choose(
     able = made.keys() | specs.keys()
     kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in able}
     if left_out := sorted(leaves.keys() - kept.keys()):
-        _log.info("%s: left out %s, whose shape is not fixed", name, ", ".join(left_out))
+        _log.info("%s: ignoring %s, whose shape is not fixed", name, ", ".join(left_out))
     for feature, fit in made.items():
         _log.info("%s: %s is stored as %s by %s", name, feature, list(fit.shape), fit.method)
     return Selection(
@@ -273,7 +273,7 @@ def _encode_images(
     }
     if not found:
         raise ConfigError(
-            f"data.image: {config.name} has no image of bytes but in data.shapes and data.label "
+            f"data.image: {config.name} has no encoded image except in data.shapes and data.label "
             f"({format_names(leaves)}); leave data.image out"
         )
     return found

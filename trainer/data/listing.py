@@ -1,4 +1,4 @@
-"""List the files of a source by name, without reading them. Does not import TensorFlow.
+"""List the files of a source by name, without reading them. Free of TensorFlow.
 
 A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
 across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,
@@ -181,7 +181,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
     there = list(listing.spans)
     if not there and spans != NEWEST:
         raise UserError(
-            f"data.spans: {spans}, and no file of data.source has a span: write {patterns.SPAN} or "
+            f"data.spans: {spans}, but no file of data.source has a span: write {patterns.SPAN} or "
             f"{patterns.DATE} into its pattern, or leave data.spans out"
         )
     if not there or spans == ALL or (spans == SINCE_CHAMPION and not seen):
@@ -196,7 +196,7 @@ def require_listed(file: Any, size: int, tag: str) -> None:
     """Raise `UserError` if the size or tag of a file has changed since it was listed."""
     named = local_path(file.uri) or file.uri.partition("?")[0]
     if size != file.size:
-        what = f"has {size} bytes and had {file.size} when it was listed"
+        what = f"has {size} bytes, but had {file.size} when it was listed"
     elif file.tag and tag != file.tag:
         what = "has changed since it was listed"
     else:
@@ -227,8 +227,8 @@ def read_listing(root: str, digest: str) -> Listing:
         return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
     except storage.NotPublished:
         raise UserError(
-            f"data.version: no listing {digest} is kept below {root}: leave it empty, so that the "
-            "files that are there are listed"
+            f"data.version: there is no listing {digest} below {root}: leave it empty to list the "
+            "current files"
         ) from None
 
 
@@ -264,8 +264,8 @@ def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Sou
         if spellings.setdefault(matched.span, matched.written) != matched.written:
             raise UserError(
                 f"{pattern.key}: {spellings[matched.span]!r} and {matched.written!r} (at "
-                f"{found.path}) are the same span {matched.span}: write spans in one way, and "
-                "remove one of the two"
+                f"{found.path}) are the same span {matched.span}: write all spans the same way, "
+                "and remove one of the two"
             )
         root, path = pattern.root, found.path
         if not path:
@@ -301,7 +301,7 @@ def _is_hidden(path: str) -> bool:
 def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
     at = _format_location(pattern.root)
     if not count:
-        return f"{pattern.key}: there is no file at {at} (hidden ones are left out)"
+        return f"{pattern.key}: there is no file at {at} (hidden files are ignored)"
     few = ", ".join(repr(each) for each in others)
     return (
         f"{pattern.key}: no file matches {pattern.text!r}; at {at} are {count} others, such as "
@@ -317,8 +317,8 @@ def _warn(source: str, files: list[SourceFile]) -> None:
     total = sum(file.size for file in files)
     if len(files) > _PROGRESS and total / len(files) < _SMALL:
         _log.warning(
-            "data.source: %s has %d files of %d bytes on average: fewer and larger ones are read "
-            "much faster",
+            "data.source: %s has %d files of %d bytes on average: fewer and larger files are "
+            "read much faster",
             source, len(files), total // len(files),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Roles of features, as configured in the data section. Does not import TensorFlow."""
+"""Roles of features, as configured in the data section. Free of TensorFlow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str 
     found = find(key, [wanted] if wanted else [], names, where, what)
     if len(found) > 1:
         raise ConfigError(
-            f"data.{key}: {wanted!r} of {where} is {format_names(found)}; name one of them"
+            f"data.{key}: {wanted!r} of {where} matches {format_names(found)}; name one of them"
         )
     return found[0] if found else ""
 
@@ -58,8 +58,8 @@ def require_apart(name: str, roles: Roles) -> None:
     for key, features in others.items():
         if both := [each for each in roles.targets if each in features]:
             raise ConfigError(
-                f"data.{key}: {both[0]!r} of {name} is also its label; set data.label to "
-                "another feature, or remove it from one of them"
+                f"data.{key}: {both[0]!r} of {name} is also its label; set data.label to another "
+                "feature, or remove it from one of the two"
             )
 
 

@@ -133,7 +133,8 @@ def fits(
         wanted = {**shapes, **{each: _suggest_shape(leaves[each]) for each in lacking}}
         sizes = ", ".join(f"{each}: {list(shape)}" for each, shape in wanted.items())
         sets = "".join(
-            f"; {each!r} is taken as a set of classes, with a length as one class at each position"
+            f"; {each!r} is read as a set of classes; if you set a length, it is read as one class "
+            "at each position"
             for each in found.keys() - shapes.keys()
         )
         raise ConfigError(
@@ -162,10 +163,10 @@ def make_length_features(
         first, *others = shape
         if leaf.is_image or first != VARIES or others != list(leaf.shape[1:]):
             usual = [VARIES, *_suggest_shape(leaf)[1:]]
-            advice = f"it may be {usual}" if not leaf.is_image else "give an image its size"
+            advice = f"it may be {usual}" if not leaf.is_image else "set the size of an image"
             raise ConfigError(
                 f"data.shapes: {feature}: {list(shape)}: only the first size of a sequence may be "
-                f"0, and the others are those of {leaf}; {advice}"
+                f"0, and the others must match {leaf}; {advice}"
             )
         if length_name(feature) in leaves:
             raise ConfigError(
@@ -190,7 +191,7 @@ def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[i
         suits = leaf.shape[-1] in (None, shape[-1])
     if not suits:
         raise ConfigError(
-            f"data.shapes: {feature}: {list(shape)} does not suit {leaf}; it may be "
+            f"data.shapes: {feature}: {list(shape)} does not match {leaf}; it can be "
             f"{list(_suggest_shape(leaf))}"
         )
 

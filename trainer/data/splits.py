@@ -64,8 +64,8 @@ def plan(
     if "train" not in source:
         found = ", ".join(source) or "none"
         raise UserError(
-            f"data.dataset: {name} has no split 'train' (it has {found}); "
-            "give data.dataset a builder of your own that makes one"
+            f"data.dataset: {name} has no split 'train' (it has {found}); set data.dataset to your "
+            "own builder that has one"
         )
     test_source = next((split for split in ("test", "validation") if split in source), None)
     own = test_source == "test" and "validation" in source and validation > 0
@@ -87,9 +87,8 @@ def _count_validation(examples: int, validation: float) -> int:
 def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> NDArray[np.int8]:
     if with_test and not held:
         raise UserError(
-            f"data.validation: 0, and {name} has no test split, so that there is no test "
-            "data; set data.validation to 0.1 or so, and a test split of that size is drawn "
-            "as well"
+            f"data.validation: 0, and {name} has no test split, so there is no test data; set "
+            "data.validation to about 0.1, which also draws a test split of that size"
         )
     taken = held * (2 if with_test else 1)
     if taken >= examples:

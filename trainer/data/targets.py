@@ -99,7 +99,7 @@ class Target:
         return {split: _pad(each, length).tolist() for split, each in self._counts.items()}
 
     def moments(self) -> Mapping[str, float]:
-        """Return the mean, standard deviation, minimum and maximum of the training split.
+        """Return mean, standard deviation, minimum and maximum of the training split.
 
         They cover all numbers of all examples; the mapping is empty if there are none.
         """
@@ -120,14 +120,14 @@ class Target:
         single = [name for name in names if total[name] == 1 and trained[name]]
         if lacking:
             yield (
-                f"the label {self.name!r} has {_few(lacking)} in validation or test alone, "
-                "and a model cannot learn classes that are not in train: add examples there, "
-                "or leave these rows out"
+                f"the label {self.name!r} has {_few(lacking)} only in validation or test, but a "
+                "model cannot learn classes that are not in train: add examples there, or remove "
+                "these rows"
             )
         if single:
             yield (
-                f"the label {self.name!r} has one example of {_few(single)}: correct the spelling, "
-                "put classes together, or give it more examples"
+                f"the label {self.name!r} has only one example of {_few(single)}: correct the "
+                "spelling, merge classes, or add examples"
             )
 
 
@@ -141,8 +141,8 @@ def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> 
     _refuse_infinite("weight", name, dataset, split, values)
     if values.min(initial=0) < 0:
         raise UserError(
-            f"data.weight: the split {split!r} of {dataset} has an example that weighs "
-            f"{values.min()} ({name!r}); a weight is zero or more"
+            f"data.weight: the split {split!r} of {dataset} has an example with the weight "
+            f"{values.min()} ({name!r}); a weight must be at least 0"
         )
 
 

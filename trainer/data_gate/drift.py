@@ -73,8 +73,8 @@ def compare_features(question: Question) -> Iterator[Finding]:
              for each in (question.dataset, champion)]  # fmt: skip
     for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name!r} has another distribution than in the champion's dataset ({size:.3f} "
-            f"apart{_describe_change(new, old)}): check what has changed at its source"
+            f"{name!r} is distributed differently than in the champion's dataset (distance "
+            f"{size:.3f}{_describe_change(new, old)}): check what has changed at its source"
         )
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
@@ -96,9 +96,9 @@ def compare_splits(question: Question) -> Iterator[Finding]:
     sizes = [question.independent(dataset, split, by_inputs=True) for split in ("test", "train")]
     for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
-            f"{name!r} has another distribution in test than in train ({size:.3f} "
-            f"apart{_describe_change(new, old)}): metrics of the test split do not represent the "
-            "training data; check how it was drawn (data.splits)"
+            f"{name!r} is distributed differently in test than in train (distance "
+            f"{size:.3f}{_describe_change(new, old)}): metrics of the test split do not represent "
+            "the training data; check how it was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 
@@ -163,8 +163,8 @@ def compare_together(question: Question) -> Iterator[Finding]:
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))
         most = ", ".join(pairs[place][0] for place in order[:5])
         says = (
-            f"{len(pairs)} features together have drifted more than chance explains, most of "
-            f"all {most}: check what has changed at their source"
+            f"{len(pairs)} features together have drifted more than chance explains, most of all "
+            f"{most}: check what has changed at their source"
         )
         yield Finding(
             "drift_together",

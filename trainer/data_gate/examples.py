@@ -152,9 +152,9 @@ def leakage(question: Question) -> Iterator[Finding]:
         if found:
             names = (second, first) if asked is other else (first, second)
             says = (
-                f"{percent(found.share)} of the examples of {names[0]} are in {names[1]} as "
-                f"well ({percent(found.expected)} were expected): its metrics are too good; "
-                "split by data.group, or remove the copies"
+                f"{percent(found.share)} of the examples of {names[0]} are also in {names[1]} "
+                f"({percent(found.expected)} were expected), so its metrics are too good; split by "
+                "data.group, or remove the copies"
             )
             yield Finding(
                 "leakage", says, split=names[0], value=found.share, limit=found.expected + limit

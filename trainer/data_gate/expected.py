@@ -70,7 +70,7 @@ def read(place: str) -> ExpectedFeatures | None:
         raise ConfigError(f"data.schema_file: {place} is not YAML: {words}") from None
     if not isinstance(tree, dict) or "features" not in tree:
         raise ConfigError(
-            f"data.schema_file: {place} names no features: it must begin with `features:`"
+            f"data.schema_file: {place} lists no features: it must begin with `features:`"
         )
     try:
         return ExpectedFeatures.model_validate(tree)

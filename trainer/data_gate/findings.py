@@ -50,7 +50,7 @@ class Finding:
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding in one line, which also tells how to configure its rule."""
+        """Return the finding as one line that tells how to configure its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
@@ -86,7 +86,7 @@ class Question:
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield the name and profiles of each feature that has the same kind in both datasets."""
+        """Yield name and profiles of each feature that has the same kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:

@@ -77,8 +77,8 @@ def _find_gone(
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
-                f"{target} has no example of {name!r} in {split}, where {count} of {known} "
-                "were expected: check whether a source or a folder is missing"
+                f"{target} has no example of {name!r} in {split}, but {count} of {known} were "
+                "expected: check whether a source or a folder is missing"
             )
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
@@ -88,8 +88,8 @@ def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[F
     if len(there) == 1 < len(_list_present(dataset, target)):
         ((name, count),) = there.items()
         says = (
-            f"all {count} examples of {split} are {name!r} of {target}: a model can learn and "
-            "measure nothing there; give the split more examples, or another share"
+            f"all {count} examples of {split} are {name!r} of {target}, so nothing can be learned "
+            "or measured there; add examples to the split, or change its share"
         )
         yield Finding("class_gone", says, target, split, 0)
 
@@ -113,10 +113,9 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
     value = share(there[name] * len(there), examples)
     if value < limit:
         says = (
-            f"{percent(share(there[name], examples))} of the examples are {name!r} of "
-            f"{target}, so that accuracy hardly measures them: require a recall, such as "
-            f"gate.min: {{accuracy@{target}: 0.8}}, and consider training.class_weights: "
-            "balanced"
+            f"{percent(share(there[name], examples))} of the examples are {name!r} of {target}, so "
+            "accuracy hardly measures them: require a recall, such as gate.min: "
+            f"{{accuracy@{target}: 0.8}}, and consider training.class_weights: balanced"
         )
         yield Finding(
             "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
@@ -146,7 +145,7 @@ def _balance(
     if moved > limit and chance < question.significance:
         worst = max(range(len(names)), key=lambda n: abs(new[n] - old[n]))
         says = (
-            f"the classes of {target} have moved by {percent(moved)} of the examples: "
+            f"the classes of {target} have shifted by {percent(moved)} of the examples: "
             f"{names[worst]!r} was {percent(old[worst])} and is {percent(new[worst])}; check "
             "whether a source is missing or duplicated"
         )
@@ -198,8 +197,8 @@ def _find_lost(
         # Correct for the number of features: the strongest of many associations is biased upwards.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
-                f"no feature says of {target!r} in {words[1]} what {name!r} said in "
-                f"{words[0]} (association {known[name]:.3f} before, {value:.3f} now): check "
+                f"in {words[1]}, no feature is as strongly associated with {target!r} as {name!r} "
+                f"was in {words[0]} (association {known[name]:.3f} before, {value:.3f} now): check "
                 "whether labels and rows have the same order"
             )
             yield Finding(

@@ -49,7 +49,7 @@ def label_leakage(question: Question) -> Iterator[Finding]:
             if not how or (champion and _how(champion, name, target, limit)):
                 continue
             says = (
-                f"{name!r} decides {target!r} ({how}): if it is not known before the label is, "
+                f"{name!r} determines {target!r} ({how}): unless it is known before the label, "
                 f"{advise_dropping(name)}"
             )
             yield Finding("label_leakage", says, name, "train", each.association.get(target), limit)
@@ -73,10 +73,10 @@ def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
         found = _explain_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
     if found or kinds[0] in (TEXT, CLASS):
         return found
-    # For an image or a tensor, the sample has columns with projections of its elements.
+    # The sample of an image or a tensor has projections of its elements.
     columns = [sample[key][there][usual] for key in sample if _is_same_feature(key, name)]
     is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
-    return "of each class its values are close together" if is_tight else ""
+    return "the values of each class are close together" if is_tight else ""
 
 
 def _is_same_feature(column: str, name: str) -> bool:
@@ -103,7 +103,7 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
     if _residual_by_value(x, y) <= spread:
-        return "each of its values has one"
+        return "each of its values has only one label"
     there = np.isfinite(x)
     if not is_number or there.sum() < max(_FEWEST, len(x) / 2):
         return ""
@@ -121,7 +121,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the relative error of predicting an example from others with the same value."""
+    """Return the relative error of predicting each example by others with the same value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -189,7 +189,7 @@ def _thresholds(
         if _is_cut(x, ends[place : place + 3].tolist()):
             first, second = (names[int(y[at])] for at in (cut - 1, cut))
             if not np.isfinite(x[cut - 1]):
-                return f"it is missing where that is {first!r}"
+                return f"it is missing if the label is {first!r}"
             return f"{first!r} up to {_format(x[cut - 1])}, {second!r} from {_format(x[cut])}"
     return ""
 

@@ -27,17 +27,16 @@ def features(question: Question) -> Iterator[Finding]:
     for name in known:
         if name not in found:
             says = (
-                f"the feature {name!r} of the champion's dataset is "
-                f"gone{nearest(name, found)}: restore it, or choose a model that does not "
-                "need it"
+                f"the feature {name!r} of the champion's dataset is missing{nearest(name, found)}: "
+                "restore it, or choose a model that does not need it"
             )
             yield Finding("missing_feature", says, name, champion=_type(known[name]))
         elif _type(known[name]) != _type(found[name]):
             gaps = "int" in known[name].dtype and "float" in found[name].dtype
-            why = " (whole numbers are floats where some are missing)" if gaps else ""
+            why = " (whole numbers with missing values are read as floats)" if gaps else ""
             says = (
-                f"{name!r} is {_type(found[name])}, and {_type(known[name])} in the "
-                f"champion's dataset: look at its values{why}, or set its type in data.types"
+                f"{name!r} is {_type(found[name])}, but {_type(known[name])} in the champion's "
+                f"dataset: look at its values{why}, or set its type in data.types"
             )
             yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:
@@ -85,8 +84,8 @@ def schema(question: Question) -> Iterator[Finding]:
         if name not in specs:
             if wanted.required:
                 says = (
-                    f"the schema file asks for {name!r}, which the dataset does not have"
-                    f"{nearest(name, specs)}: restore it, or write required: false"
+                    f"the schema file requires {name!r}, which the dataset does not "
+                    f"have{nearest(name, specs)}: restore it, or write required: false"
                 )
                 yield Finding("missing_feature", says, name)
             continue
@@ -106,7 +105,7 @@ def _check_feature(
         )  # fmt: skip
 
     if wanted.type and found.kind != wanted.type:
-        said = f"{name!r} is a {found.kind}, and the schema file says {wanted.type}"
+        said = f"{name!r} is a {found.kind}, but the schema file says {wanted.type}"
         yield finding(found.kind, wanted.type, said, "type")
         return
     if wanted.min is not None and found.least < wanted.min:
@@ -122,5 +121,5 @@ def _check_feature(
         )
         yield finding(missing, wanted.missing, said)
     if wanted.values and (other := sorted(set(found.counts) - set(wanted.values))):
-        said = f"{name!r} has {some(other)} in {split}, which the schema file does not name"
+        said = f"{name!r} has {some(other)} in {split}, which the schema file does not list"
         yield finding(other[0], ", ".join(wanted.values[:20]), said)

@@ -47,8 +47,8 @@ def unit(question: Question) -> Iterator[Finding]:
         if found:
             change, words = found
             says = (
-                f"{name!r} is that of the champion's dataset {change} ({words}): convert it "
-                "at its source, or set the rule unit to warn if this is intended"
+                f"the values of {name!r} are those of the champion's dataset {change} ({words}): "
+                "convert it at its source, or set the rule unit to warn if this is intended"
             )
             yield Finding(
                 "unit",
@@ -100,8 +100,9 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     says = (
-                        f"{percent(part)} of {name!r} is {word} {bound:g}, beyond every value "
-                        f"of the champion's dataset, as far as {extreme:g}: look at these rows"
+                        f"{percent(part)} of {name!r} is {word} {bound:g}, beyond every value of "
+                        f"the champion's dataset (the most extreme is {extreme:g}): look at these "
+                        "rows"
                     )
                     yield Finding("range", says, name, "train", extreme, bound, bound)
 
@@ -121,7 +122,7 @@ def missing(question: Question) -> Iterator[Finding]:
         chance = fisher_test(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
-                f"{percent(now)} of {name!r} is missing, {percent(before)} in the champion's "
+                f"{percent(now)} of {name!r} is missing, but {percent(before)} in the champion's "
                 "dataset: check whether a source no longer fills it"
             )
             yield Finding("missing_values", says, name, "train", now, before + limit, before)
@@ -149,7 +150,7 @@ def constant(question: Question) -> Iterator[Finding]:
             continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
-                f"{name!r} has one value in all examples, from which a model learns nothing; "
+                f"{name!r} has the same value in all examples, so a model learns nothing from it; "
                 f"{advise_dropping(name)}, or check its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))

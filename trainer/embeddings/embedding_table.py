@@ -266,7 +266,7 @@ class EmbeddingTable(keras.layers.Layer):
         fits = name == "string" if self.keys == "string" else "int" in name and name != "uint64"
         if not fits:
             wanted = "texts" if self.keys == "string" else "whole numbers of up to 64 bits"
-            what = f"{self.name}: the ids of the table have to be {wanted}, not {name}"
+            what = f"{self.name}: the ids of the table must be {wanted}, not {name}"
             raise ValueError(what + advise_type(name))
 
     def connect(
@@ -334,9 +334,7 @@ class EmbeddingTable(keras.layers.Layer):
             why = "it was frozen, or training never looked it up"
             if self.min_count > 1:
                 why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
-            _log.warning(
-                "table %s has no rows, so every id gets the shared row: %s", self.name, why
-            )
+            _log.warning("table %s has no rows, so all ids share one row: %s", self.name, why)
 
     def load_own_variables(self, store: Any) -> None:
         """Load the values from a file, except a sketch in another format, which starts empty."""
@@ -392,8 +390,8 @@ def advise_type(dtype: str) -> str:
     if "float" not in dtype:
         return ""
     return (
-        "; whole numbers are read as floats where some are missing or beyond 64 bits: fill them, "
-        "or read texts (data.types)"
+        "; whole numbers are read as floats if some are missing or beyond 64 bits: fill them, or "
+        "read them as texts (data.types)"
     )
 
 

@@ -40,8 +40,8 @@ MILLISECONDS = 3
 # With momentum, the AUC after 600 steps on the data of configs/clicks.yaml was 0.55, and 0.76 with
 # dense updates.
 SLOWER = (
-    "momentum moves a row of a table only while batches look it up, so seldom ids learn slowly: "
-    "set training.optimizer.dense_updates, or take adam or adagrad"
+    "momentum moves a row of a table only while batches look it up, so rare ids learn slowly: set "
+    "training.optimizer.dense_updates, or use adam or adagrad"
 )
 
 
@@ -80,9 +80,9 @@ def whole_tables(
     name = type(optimizer).__name__
     has_none = _lazy_form(optimizer) is None and not training.optimizer.dense_updates
     reasons = {
-        f"{name} has no lazy form, as Adam, AdamW, Adagrad, Ftrl and SGD have": has_none,
+        f"{name} has no lazy form, unlike Adam, AdamW, Adagrad, Ftrl and SGD": has_none,
         "training.ema averages all rows": training.ema > 0,
-        "a regularizer or a constraint is on them": kept,
+        "they have a regularizer or a constraint": kept,
         "training.pull_every or jit_compile pulls them whole": pulled,
     }
     why = ", ".join(reason for reason, holds in reasons.items() if holds)
@@ -90,8 +90,8 @@ def whole_tables(
         return ""
     numbers = sum(math.prod(each.shape) for each in tables)
     return (
-        f"each step updates whole tables ({tables[0].path}; {numbers:,} numbers in all, about "
-        f"{MILLISECONDS * numbers / 1e6:,.0f} ms a step): {why}"
+        f"each step updates whole tables ({tables[0].path}; {numbers:,} values in total, about "
+        f"{MILLISECONDS * numbers / 1e6:,.0f} ms per step): {why}"
     )
 
 

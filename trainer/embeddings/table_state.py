@@ -71,17 +71,16 @@ def require(config: Config, model: keras.Model) -> None:
     for table in list_tables(model):
         if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
-                "the table %s gives a row to another id after %d steps without use, and with %d "
-                "workers a gradient may be that many steps old: set its min_age to several times "
-                "that number",
+                "the table %s gives a row to another id after %d steps without use, but with %d "
+                "workers a gradient may be that old: set its min_age to several times that number",
                 table.name,
                 table.min_age,
                 workers,
             )
         if config.training.pull_every > 1:
             raise ConfigError(
-                f"training.pull_every: the table {table.name} grows at every step, and is never "
-                "pulled whole; leave the key out"
+                f"training.pull_every: the table {table.name} may grow at every step and is never "
+                "pulled as a whole; leave the key out"
             )
         if may.aggregates and 0 < needed < workers:
             raise ConfigError(

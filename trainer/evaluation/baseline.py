@@ -66,7 +66,7 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
         "skipped": baseline.skipped,
     }
     if not baseline.skipped and (bad := unsound(baseline.outputs)):
-        found["skipped"] = f"it gives no finite numbers for {bad} examples"
+        found["skipped"] = f"it returns non-finite numbers for {bad} examples"
     if found["skipped"]:
         return found
     count = len(tf.nest.flatten(baseline.outputs)[0])

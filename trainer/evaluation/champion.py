@@ -53,7 +53,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it cannot be the champion")
+        raise UserError(f"{uri} is a {manifest.kind}, not a {KIND}: it cannot be the champion")
     with storage.check_form(f"the manifest of {uri}"):
         classes = _classes(uri, manifest, task)
         if difference := _difference(manifest, classes, task, spec):
@@ -91,7 +91,7 @@ def _negate(outputs: Any, names: Collection[str]) -> Any:
 def _add_remedy(uri: str) -> Iterator[None]:
     try:
         yield
-    # Loading or calling a SavedModel may raise any exception.
+    # Loading or calling a SavedModel may raise anything.
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "
@@ -113,7 +113,7 @@ def compare_champion(
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
     if bad := found.unsound[1]:
-        why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
+        why = f"it returns non-finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
     others = objective.set_thresholds(champion.thresholds)
     opponents = Opponents(objective=objective, own=found.own, other=found.champion, theirs=others)
@@ -150,25 +150,23 @@ def _difference(
     fields = manifest.fields
     takes = describe_inputs(spec)
     if _sort_by_feature(fields["inputs"]) != _sort_by_feature(takes):
-        return (
-            f"it takes {_format_inputs(fields['inputs'])}, and this model {_format_inputs(takes)}"
-        )
+        return f"it uses {_format_inputs(fields['inputs'])}, but this model {_format_inputs(takes)}"
     for each in fields.get("reads", ()):
         if tuple(each["labels"]) != spec.features[each["feature"]].labels:
             name = each["feature"]
             return (
-                f"its input {name!r} has other classes than that of this model; set data.types: "
-                f"{{{name}: text}}, which takes new ones"
+                f"its input {name!r} has other classes than the input of this model; set "
+                f"data.types: {{{name}: text}}, which accepts new classes"
             )
     # Earlier versions stored no task, and all their models are classifiers.
     there = fields.get("task", "classification")
     # Earlier versions had two logits for two classes; their difference is the logit of a binary
     # task.
     if there != task.name and (there, task.name) != ("classification", "binary_classification"):
-        return f"it was trained for {there}, and this model for {task.name}"
+        return f"it was trained for {there}, but this model for {task.name}"
     theirs, mine = ([name for name in each if name] for each in (fields.get("labels", {}), classes))
     if set(theirs) != set(mine):
-        return f"it has the outputs {', '.join(theirs)}, and this model {', '.join(mine)}"
+        return f"it has the outputs {', '.join(theirs)}, but this model {', '.join(mine)}"
     found = (
         _difference_of_classes(f" of {name}" if name else "", *pair, task.parts[name])
         for name, pair in classes.items()
@@ -180,10 +178,10 @@ def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str], 
     if are_same(theirs, mine) or (part.positive_by and are_same(theirs, mine[::-1])):
         return ""
     if len(theirs) != len(mine):
-        return f"it knows {len(theirs)} classes{of}, and this model {len(mine)}"
+        return f"it knows {len(theirs)} classes{of}, but this model {len(mine)}"
     for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their != own:
-            return f"its class {number}{of} is {their!r}, and that of this model {own!r}"
+            return f"its class {number}{of} is {their!r}, but the class of this model is {own!r}"
     return ""
 
 

@@ -133,7 +133,7 @@ def _mean(own: Examples) -> Constant:
     some = next(iter(own.parts())).outputs
     places = range(len(tf.nest.flatten(some)))
     rows = [weighted_mean(own, partial(output, place=each)) for each in places]
-    return Constant("always the mean of its answers", tf.nest.pack_sequence_as(some, rows))
+    return Constant("always the mean of its outputs", tf.nest.pack_sequence_as(some, rows))
 
 
 def _condense(objective: Objective, own: Examples) -> Examples:
@@ -205,7 +205,8 @@ def compare_shuffled(
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
         # Random classes have a higher macro F1 than any constant class.
-        more = {"constant": float(values.mean()), "answer": "its answers given to other examples"}
+        answer = "its outputs assigned to other examples"
+        more = {"constant": float(values.mean()), "answer": answer}
     # If positives are rare, a random order has an average precision above their fraction.
     gain = mine - max(constant, float(values.mean()))
     # The sample may be smaller than the split, and chance differences shrink with the size.
@@ -225,6 +226,6 @@ def compare_shuffled(
         "examples": own.count,
         "difference": mine - more["constant"],
         "bound": max(bound, -more["constant"]),
-        "method": "outputs given to other examples",
+        "method": "its outputs assigned to other examples",
         **more,
     }

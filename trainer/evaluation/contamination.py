@@ -46,14 +46,14 @@ class Judges:
         limit = self.limits.limit("leakage")
         if found := find_copies(self.dataset, test, train, self._significance, limit):
             lines.append(
-                f"{found} are in the training split as well: the metrics are too good; split by "
+                f"{found} are also in the training split, so the metrics are too good; split by "
                 "data.group, or remove the copies"
             )
         if found := self._find_trained(_profiles(_list_earlier_datasets(fields))):
             lines.append(
                 f"{found} were in the training split of the weights that training began with "
-                f"({fields['warmed_from']}): the metrics are too good; keep data.seed "
-                "and data.splits, or leave out training.warm_start"
+                f"({fields['warmed_from']}): the metrics are too good; keep data.seed and "
+                "data.splits, or leave out training.warm_start"
             )
         return lines
 
@@ -80,8 +80,8 @@ class Judges:
             raise
         except UserError:
             line = (
-                "Whether the champion was trained on these test examples cannot be known: its "
-                f"dataset {uri} cannot be read"
+                "It is unknown whether the champion was trained on these test examples, because "
+                f"its dataset {uri} cannot be read"
             )
             return {"own": own, "remarks": [line]}
         own |= {"examples": there.examples(_TEST), "spans": list(there.spans)}
@@ -90,7 +90,7 @@ class Judges:
         remarks = []
         if found := self._find_trained([there, *before]):
             remarks.append(
-                f"{found} were in the champion's training split: its metrics are too good, and "
+                f"{found} were in the champion's training split: its metrics are too good and "
                 "harder to reach; keep data.seed and data.splits, or give this model another name"
             )
         if self._are_others(there):
@@ -108,7 +108,7 @@ class Judges:
         here = _describe(self.dataset.examples(_TEST), self.dataset.spans)
         value = own["metrics"].get(metric)
         line = (
-            f"The champion was judged on other test examples in its own run of {own['date']} "
+            f"The champion was evaluated on other test examples in its own run of {own['date']} "
             f"({there}) than here ({here})"
         )
         if value is None or now is None:

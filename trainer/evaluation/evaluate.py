@@ -203,7 +203,7 @@ def build_model(
 ) -> keras.Model:
     """Return the configured model for a dataset, with initial weights and the task's loss.
 
-    If `check` is given, it checks the model; otherwise the objective does.
+    If `check` is given, it checks the model instead of the objective.
     """
     parts = objective.task.parts.values()
     inputs = InputSpec.of(
@@ -280,8 +280,8 @@ def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -
             of_before = f"; set {key}.name: classification if it has an output for each class"
         if ClassIndex(part.labels).number(before) != 1:
             raise UserError(
-                f"{found.uri} was trained for the positive class {before!r}, and now it is "
-                f"{part.labels[1]!r}: set {key}.positive: {before!r}, or begin a new run{of_before}"
+                f"{found.uri} was trained for the positive class {before!r}, but now it is "
+                f"{part.labels[1]!r}: set {key}.positive: {before!r}, or start a new run{of_before}"
             )
 
 
@@ -289,14 +289,14 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
     expected, count = spec.examples(SPLIT), found.own.count
     if count != expected:
         raise UserError(
-            f"{dataset} gave {count} {SPLIT} examples and its manifest says {expected}; "
+            f"{dataset} returned {count} {SPLIT} examples, but its manifest says {expected}; "
             "delete it and prepare it again"
         )
     bad, _ = found.unsound
     if bad:
         raise UserError(
-            f"the model of {checkpoint} gives no finite numbers for {bad} of {expected} {SPLIT} "
-            "examples: training has diverged; train again with a lower "
+            f"the model of {checkpoint} returns non-finite numbers for {bad} of {expected} {SPLIT} "
+            "examples, so training has diverged; train again with a lower "
             "training.optimizer.learning_rate"
         )
 

@@ -357,7 +357,7 @@ def predict(  # noqa: PLR0913, PLR0917
     if own is None:
         raise UserError("there are no examples to predict")
     if not weight:
-        raise SplitError(f"no example that weighs anything: {spec.weight!r} of each is 0")
+        raise SplitError(f"only examples of weight 0: {spec.weight!r} is 0 for all of them")
     return Predictions(
         own=own, champion=writer.get(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
     )

@@ -46,7 +46,7 @@ def choose_thresholds(  # noqa: PLR0913, PLR0917
     parts = [name for name, part in objective.task.parts.items() if part.positive_by]
     if not parts or not spec.examples(SPLIT):
         if parts:
-            log.info("there is no %s split, and the threshold stays %g", SPLIT, _EVEN)
+            log.info("there is no %s split, so the threshold stays %g", SPLIT, _EVEN)
         return {}
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     every = -(-spec.examples(SPLIT) // MOST_EXAMPLES)

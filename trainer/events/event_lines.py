@@ -26,14 +26,14 @@ def _lost(event: events.ServersLost) -> str:
         back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
     if event.recovery == "partial":
         whose = "their" if len(event.servers) > 1 else "its"
-        return f"{gone}: partial recovery: {whose} variables alone go {back}; the others stay"
+        return f"{gone}: partial recovery: only {whose} variables go {back}; the others are kept"
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
 def _describe_servers(event: events.AttemptBegin) -> str:
     if event.checkpoint < 0:
         return ""
-    return f", with what is on the servers; the newest checkpoint is of {event.checkpoint}"
+    return f", with the state of the servers; the newest checkpoint is from step {event.checkpoint}"
 
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
@@ -57,14 +57,14 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         else f"{event.uri} is selected: {event.why}"
     ),
     events.TableEmpty: lambda event: (
-        f"warning: the table {event.table} has no row, so that all ids share one row: {event.why}"
+        f"warning: the table {event.table} has no row, so all ids share one row: {event.why}"
     ),
     events.Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
     events.ServersLost: _lost,
     events.Suspension: lambda event: (
-        "the job is resumed, and its tasks start"
+        "the job is resumed and its tasks start"
         if event.is_over
-        else "the job is suspended, and queues for its room"
+        else "the job is suspended and waits in the queue for capacity"
     ),
     events.Stalled: lambda event: (
         f"no progress for {duration(event.seconds)}: {', '.join(event.tasks)} silent"
@@ -72,7 +72,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
     events.CheckpointPassedOver: lambda event: f"skipped {event.uri}: {event.reason}",
     events.LeaseAwaited: lambda event: (
-        f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
+        f"waiting for the lease of {event.uri}: {event.holder} may be dead, but holds it until "
         f"{event.until}"
     ),
     events.LeaseTakenOver: lambda event: (

@@ -164,7 +164,7 @@ def _fields(
 
 
 def _thresholds(evaluation: str) -> Any:
-    """Return the decision threshold of an evaluation, or a mapping if there are several outputs."""
+    """Return the decision threshold in an evaluation, or a mapping by output."""
     measured = storage.read_json(evaluation, "metrics.json")
     with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}
@@ -230,9 +230,7 @@ def _batches(
 def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
     kind = storage.read_manifest(decision).kind
     if kind != gate.KIND:
-        raise UserError(
-            f"{decision} is a {kind} and not a {gate.KIND}: pass the decision of the gate"
-        )
+        raise UserError(f"{decision} is a {kind}, not a {gate.KIND}: pass the decision of the gate")
     decided = storage.read_json(decision, "decision.json")
     with storage.check_form(f"decision.json of {decision}"):
         if decided["decision"] != gate.BLESSED:

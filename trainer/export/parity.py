@@ -60,7 +60,7 @@ Batch = tuple[Inputs, tuple[Any, Any, Any]]
 class Original(Subject):
     """The model in memory, with real examples.
 
-    `batches` returns a new iterator over batches of test examples. `calibration` has training
+    `batches` returns a new iterator over batches of test examples. `calibration` is training
     examples by feature, or None if no format needs them.
     """
 
@@ -145,7 +145,7 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
-            f"examples and the original has {expected:g} (a loss of {form.tolerance:g} is "
+            f"examples, but the original has {expected:g} (a loss of {form.tolerance:g} is "
             f"allowed); leave {name} out of export.formats"
         )
     found = {"metric": metric, "value": value, "original": expected}
@@ -163,9 +163,9 @@ def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> Non
         difference = largest_difference(expected, _call_form(name, ask, examples))
         if difference > _GROSS and name not in _LITE:
             raise ConfigError(
-                f"export.formats: the model read from {name} gives different "
-                f"predictions (by {difference:g}): it draws random numbers, or the get_config of a "
-                f"custom layer is incomplete"
+                f"export.formats: the model read from {name} returns different predictions (by "
+                f"{difference:g}): it draws random numbers, or the get_config of a custom layer is "
+                "incomplete"
             )
 
 
@@ -173,7 +173,7 @@ def require_served(subject: Subject) -> None:
     """Raise `ConfigError` if the model's graph cannot be traced, or calls Python."""
     try:
         found = operations(subject)
-    # The user's classes run here and may raise any exception.
+    # The user's classes run here and may raise anything.
     except (Exception, SystemExit) as error:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
@@ -192,7 +192,7 @@ def _write_form(
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
-    # The user's classes run here and may raise any exception.
+    # The user's classes run here and may raise anything.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
@@ -208,7 +208,10 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
     lacking = sorted({*_NOT_LITE.findall(str(error))}) if name in _LITE else []
     why = f"TensorFlow Lite has no {', '.join(lacking)}" if lacking else format_error(error)
     if "'untracked' resource" in str(error):
-        why = "it uses a table or a variable that no attribute of the model or a layer of it holds"
+        why = (
+            "it uses a table or a variable that is not an attribute of the model or of one of its "
+            "layers"
+        )
     remedy = "; give its own classes a get_config" if name == "keras" else ""
     if name != "saved_model":
         remedy += f"{', or' if remedy else ';'} leave {name} out"
@@ -313,7 +316,7 @@ def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:
         out, errors = process.communicate(saved_model, timeout=SMOKE_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"nothing is exported: a new process gave no answer in {SMOKE_SECONDS} s"
+            f"nothing is exported: a new process did not respond within {SMOKE_SECONDS} s"
         ) from None
     try:
         return child_process.answer(process.returncode, out, errors)

@@ -1,4 +1,4 @@
-"""Content of a prepared dataset, as described in its manifest. Does not import TensorFlow.
+"""Content of a prepared dataset, as described in its manifest. Free of TensorFlow.
 
 A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`) with the
 features in `feature_spec`.
@@ -98,11 +98,11 @@ class DatasetSpec:
             UserError: it is not the manifest of a dataset, or another version wrote it.
         """
         if manifest.kind != KIND:
-            raise UserError(f"it is a {manifest.kind} and not a {KIND}: check the URI")
+            raise UserError(f"it is a {manifest.kind}, not a {KIND}: check the URI")
         found = manifest.fields.get("dataset_schema")
         if found != SCHEMA:
             raise UserError(
-                f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
+                f"the dataset has schema {found}, but this version reads {SCHEMA}: prepare it again"
             )
         said = parse_record(_Fields, dict(manifest.fields))
         if said is None or said.block_rows < 1:
@@ -158,7 +158,7 @@ def slice_features(
     able = [name for name, feature in features.items() if feature.shape == ()]
     for name in wanted:
         if name not in able:
-            what = "is more than one value an example" if name in features else "is not a feature"
+            what = "has more than one value per example" if name in features else "is not a feature"
             hint = nearest(name, able) or f" (one of {', '.join(able)})"
             raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
     classes = [name for name in targets if name in able and features[name].num_classes]
@@ -183,6 +183,7 @@ def require_slices(
                 raise ConfigError(f"gate.{bound}.{rule}: {feature!r} has no class {value!r}{hint}")
             if feature and feature not in able:
                 raise ConfigError(
-                    f"gate.{bound}.{rule}: there is no slice by {feature!r}{nearest(feature, able)}"
-                    f" (sliced by: {', '.join(able)}); name it in evaluation.slices"
+                    f"gate.{bound}.{rule}: there is no slice by "
+                    f"{feature!r}{nearest(feature, able)} (sliced by: {', '.join(able)}); name it "
+                    "in evaluation.slices"
                 )

@@ -1,4 +1,4 @@
-"""Schema of a feature, shared by data, models and tasks. Does not import TensorFlow.
+"""Schema of a feature, shared by data, models, tasks and statistics. Free of TensorFlow.
 
 `stored` is the format of a feature in a record:
 

@@ -51,7 +51,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
 
 
 def curve_name(name: str) -> str:
-    """Return a tracker's name for a metric or parameter; the name is valid in MLflow."""
+    """Return the name of a metric or parameter for a tracker, which is valid in MLflow."""
     is_path = not {"", ".", ".."} & {*name.split("/")}
     if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
         return name

@@ -93,7 +93,7 @@ def build(
             model = _build(function, spec, config.args, seed)
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
-    # A user's function may raise any exception.
+    # A user's function may raise anything.
     except (Exception, SystemExit) as error:
         line = describe_out_of_memory(error) or user_code.format_error(error)
         raise ConfigError(f"model {config.name}: {line}") from error
@@ -152,10 +152,10 @@ def require_lite(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         why = ""
         if isinstance(layer, Vocabulary | Words):
-            why = f"operations on texts, by which {layer.name} finds the numbers of known ones"
+            why = f"string operations, with which {layer.name} looks up known texts"
         elif isinstance(layer, Normalization) and layer.is_double:
             why = (
-                f"arithmetic in float64, by which {layer.name} keeps the digits of times and large "
+                f"float64 arithmetic, with which {layer.name} keeps the digits of times and large "
                 "numbers"
             )
         if why:
@@ -194,7 +194,7 @@ def _unreadable(model: keras.Model) -> str:
             tree = keras.saving.serialize_keras_object(part)
             with inputs_by_feature():
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
-        # A user's layers may raise any exception.
+        # A user's layers may raise anything.
         except Exception as error:
             # Keras's message contains the errors of the enclosing objects before the specific
             # error.
@@ -220,12 +220,12 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
         outputs = model(spec.symbols())
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"model {name}: it does not take {_inputs(spec)}: {user_code.format_error(error)}"
+            f"model {name}: it does not accept {_inputs(spec)}: {user_code.format_error(error)}"
         ) from error
     if keras.tree.is_nested(outputs) and not isinstance(spec.output_shape, Mapping):
         names = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
         raise ConfigError(
-            f"model {name}: its output is a {type(outputs).__name__}{names}, and the task has one "
+            f"model {name}: its output is a {type(outputs).__name__}{names}, but the task has one "
             "output; return the tensor itself"
         )
     try:
@@ -248,7 +248,7 @@ def _check_paths(name: str, model: keras.Model) -> None:
     if twice:
         raise ConfigError(
             f"model {name}: two variables are called {twice[0]}; give its layers different names, "
-            "since a checkpoint finds variables by name"
+            "because a checkpoint finds variables by name"
         )
 
 
@@ -283,6 +283,6 @@ def freeze(model: keras.Model, globs: Sequence[str]) -> None:
         fits = [path for path in paths if fnmatchcase(path, glob)]
         if moving.keys() >= set(fits):
             raise ConfigError(
-                f"training.freeze: {glob!r} fits only {fits[0]}, state that no gradient trains; to "
-                f"keep it unchanged, freeze its whole layer: '{moving[fits[0]]}/*'"
+                f"training.freeze: {glob!r} matches only {fits[0]}, state that is not trained by "
+                f"gradients; to keep it unchanged, freeze its whole layer: '{moving[fits[0]]}/*'"
             )

@@ -154,9 +154,9 @@ class InputSpec:
         """
         if isinstance(self.output_shape, Mapping):
             names = ", ".join(self.output_shape)
-            raise ConfigError(f"gives one output, and the task has {names}; {_OWN_MODEL}")
+            raise ConfigError(f"returns one output, but the task has {names}; {_OWN_MODEL}")
         if not self.output_shape or self.output_shape[-1] < 0:
-            raise ConfigError(f"gives one row of numbers, not {self.output_shape}; {_OWN_MODEL}")
+            raise ConfigError(f"returns one row of numbers, not {self.output_shape}; {_OWN_MODEL}")
         return self.output_shape[-1]
 
     def statistics(self, name: str) -> FeatureStatistics:
@@ -220,7 +220,7 @@ class InputSpec:
         """
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
-            raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it unchanged")
+            raise ConfigError(f"{name!r} is a {found.kind}, which has no mean; leave it unchanged")
         # A feature that is constant in training must not get large values if it changes later.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
@@ -278,12 +278,12 @@ def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     """
     if isinstance(spec.shape, Mapping):
         names = ", ".join(spec.shape)
-        raise ConfigError(f"takes one input feature, the dataset has {names}; {_OWN_MODEL}")
+        raise ConfigError(f"needs one input feature, but the dataset has {names}; {_OWN_MODEL}")
     if spec.dtype == "string":
-        raise ConfigError(f"takes numbers, the dataset's input is a text; {_OWN_MODEL}")
+        raise ConfigError(f"needs numbers, but the dataset's input is a text; {_OWN_MODEL}")
     given = spec.symbols()
     scale = 1 / 255 if spec.dtype == "uint8" else 1.0
     return given, keras.layers.Rescaling(scale, name="flotilla_scale")(given)
 
 
-_OWN_MODEL = "take `tabular`, or write your own as package.module:function"
+_OWN_MODEL = "use `tabular`, or write your own as package.module:function"

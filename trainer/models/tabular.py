@@ -225,7 +225,8 @@ class Places:
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(
-                f"takes one text an example, and {name!r} is {list(shape)} of them; take `sequence`"
+                f"needs one text per example, but {name!r} has {list(shape)} of them; use "
+                "`sequence`"
             )
         known = self.spec.statistics(name)
         if are_repeated(known.distinct, known.examples):
@@ -246,8 +247,8 @@ class Places:
     def _sequence(self, name: str, x: Any, shape: tuple[int | None, ...]) -> list[Any]:
         if x.dtype == "string" or len(shape) > _VECTORS:
             raise ConfigError(
-                f"takes sequences of numbers or of vectors, and {name!r} is {x.dtype} of shape "
-                f"{shape}; take `sequence`, or write your own"
+                f"needs sequences of numbers or vectors, but {name!r} is {x.dtype} of shape "
+                f"{shape}; use `sequence`, or write your own"
             )
         length = self.given.get(length_name(name))
         known = KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])

@@ -62,7 +62,7 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids as inputs, and one or two logits as output.
-        rows: by input feature, the number of rows in its table, which is its largest id plus 1. If
+        rows: by input feature, the number of rows in its table: its largest id plus 1. If
             neither `rows` nor `tables` is given, table sizes are taken from the training split, ids
             may be strings, and unknown ids share one row.
         tables: by feature with a growing table, arguments for `EmbeddingTable`: `capacity`, and
@@ -121,8 +121,8 @@ def growing_table(
     dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
     if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
         raise ConfigError(
-            f"tables.{name}: ids have to be whole numbers of up to 64 bits or texts, and {name!r} "
-            f"is {dtype}{advise_type(dtype)}"
+            f"tables.{name}: ids must be whole numbers of up to 64 bits or texts, but {name!r} is "
+            f"{dtype}{advise_type(dtype)}"
         )
     drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
     try:
@@ -162,11 +162,13 @@ def _tables(
         of_rating = "".join(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
         )
-        raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}{of_rating}")
+        raise ConfigError(
+            f"needs {CLASSES} classes, but the dataset has {spec.num_classes}{of_rating}"
+        )
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(
-            f"takes {TOWERS} input features, the dataset has {_describe_inputs(spec)}; "
-            "set data.inputs: [USER, ITEM]"
+            f"needs {TOWERS} input features, but the dataset has {_describe_inputs(spec)}; set "
+            "data.inputs: [USER, ITEM]"
         )
     assert isinstance(spec.dtype, Mapping)
     fixed = rows if isinstance(rows, Mapping) else {}
@@ -176,10 +178,10 @@ def _tables(
         may_be_text = name in growing or (sized and spec.dtype[name] == "string")
         if tuple(shape) or (not may_be_text and "int" not in spec.dtype[name]):
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
-            gaps = "; whole numbers are floats where some are missing: fill them"
+            gaps = "; whole numbers with missing values are read as floats: fill them"
             raise ConfigError(
-                f"takes one whole number as {name!r}; the dataset has {_describe_inputs(spec)}"
-                f"{gaps if are_floats else ''}"
+                f"needs one whole number as {name!r}, but the dataset has "
+                f"{_describe_inputs(spec)}{gaps if are_floats else ''}"
             )
     if sized:
         return dict.fromkeys(spec.shape)
@@ -200,9 +202,9 @@ def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
         vocabulary = spec.vocabulary(name)
         if len(vocabulary.values) < _NEARLY * known.distinct:
             raise ConfigError(
-                f"{name!r} has about {known.distinct} values, and data.vocabulary keeps "
+                f"{name!r} has about {known.distinct} values, but data.vocabulary keeps "
                 f"{len(vocabulary.values)} of them: set data.vocabulary to that number, or use "
-                f"tables"
+                "tables"
             )
         return vocabulary(ids), vocabulary.size
     most = int(known.most or 0)
@@ -400,14 +402,14 @@ def _check(
             raise ConfigError(f"there is no input {name!r}{hint}")
         if tuple(spec.shape[name]):
             what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
-            raise ConfigError(f"takes one value as {name!r}; it is {what}")
+            raise ConfigError(f"needs one value as {name!r}, but it is {what}")
     if others := [name for name in spec.shape if name not in wanted]:
         raise ConfigError(
-            f"it does not take the input {others[0]!r}: name it in user_attributes or "
+            f"it does not use the input {others[0]!r}: name it in user_attributes or "
             "item_attributes, or leave it out of data.inputs"
         )
     if popularity and spec.dtype[popularity] in {"string", "bool"}:
-        raise ConfigError(f"popularity: {popularity!r} is {spec.dtype[popularity]} and no number")
+        raise ConfigError(f"popularity: {popularity!r} is {spec.dtype[popularity]}, not a number")
     if not isinstance(tables, Mapping) or tables.keys() != set(looked_up):
         each = ", ".join(f"{name}: {{capacity: COUNT}}" for name in looked_up)
         raise ConfigError(f"tables: {tables!r} is not allowed; it must be {{{each}}}")

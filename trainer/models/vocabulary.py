@@ -148,7 +148,7 @@ class Words(keras.layers.Layer):
     def plain(self, texts: Any) -> Any:
         """Return the numbers for a symbolic tensor, whose texts have no surrounding spaces."""
         if self.letters:
-            raise ValueError(f"no layer of Keras makes a word of each letter, as {self.name} does")
+            raise ValueError(f"no Keras layer splits a text into letters, as {self.name} does")
         return keras.layers.TextVectorization(
             vocabulary=_make_distinct(self.values),
             ngrams=(self.ngram,) if self.ngram > 1 else None,

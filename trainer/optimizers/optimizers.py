@@ -33,7 +33,7 @@ REFUSED: dict[str, str] = {
     "gradient_accumulation_steps": "set training.accumulate",
     "use_ema": "set training.ema",
     "ema_momentum": "set training.ema",
-    "ema_overwrite_frequency": "set training.ema, which overwrites no weights",
+    "ema_overwrite_frequency": "set training.ema, which does not overwrite the weights",
 }
 
 
@@ -73,7 +73,7 @@ def accept_compiled(
     key = "training.optimizer.name: model"
     if of_model is None:
         raise ConfigError(
-            f"{key} is the optimizer that the model is compiled with, and the model is not "
+            f"{key} is the optimizer that the model is compiled with, but the model is not "
             f"compiled; compile it, or name one of {', '.join(available())}"
         )
     if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
@@ -91,8 +91,8 @@ def accept_compiled(
             raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
     if getattr(of_model, "_exclude_from_weight_decay", None):
         raise ConfigError(
-            f"{key} excludes variables from weight decay by var_list, and every task creates "
-            "its own variables; give exclude_from_weight_decay var_names"
+            f"{key} excludes variables from weight decay by var_list, but every task creates its "
+            "own variables; pass var_names to exclude_from_weight_decay"
         )
     return of_model
 
@@ -101,7 +101,7 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return a new optimizer with the same settings, created on the current device."""
     try:
         made = type(optimizer).from_config(optimizer.get_config())
-    # A user's class may raise any exception.
+    # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be "

@@ -75,12 +75,12 @@ def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verify it, and load it.
 
     Raises:
-        UserError: the model is missing, damaged, or not a model; it cannot be loaded; or it is not
-            signed although a key for verifying signatures is set.
+        UserError: the model is missing, damaged, not a model, or cannot be loaded, or a key for
+            verifying signatures is set and the model is not signed.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: name a model")
+        raise UserError(f"{uri} is a {manifest.kind}, not a {KIND}: give a model")
     fields = manifest.fields
     if "reads" not in fields:
         raise UserError(
@@ -121,7 +121,7 @@ def _refusals(uri: str) -> Iterator[None]:
         raise UserError("there is not enough memory for a batch; lower --batch-size") from None
     except UserError:
         raise
-    # Calling a SavedModel may raise any exception.
+    # Calling a SavedModel may raise anything.
     except Exception as error:
         line = " ".join(str(user_code.format_error(error)).split())[:500]
         raise UserError(f"the model {uri} cannot predict: {line}") from error

@@ -137,15 +137,15 @@ class FileExamples(Examples):
         missing = [name for name in needed if name not in there and name not in lengths]
         if missing:
             raise UserError(
-                f"{self._format_path(path)} has no column {missing[0]!r}; the model takes "
-                f"{_few(needed)}, and the file has {_few(there)}{nearest(missing[0], there)}"
+                f"{self._format_path(path)} has no column {missing[0]!r}; the model needs "
+                f"{_few(needed)}, but the file has {_few(there)}{nearest(missing[0], there)}"
             )
         first = self._choose_copied is None
         copied = self._choose_columns(there, path)
         read = [name for name in needed if name in there]
         ignored = [name for name in there if name not in read and name not in copied]
         if first and ignored and not self._files.is_listing:
-            say(f"not read, as the model does not take it: {_few(ignored)}")
+            say(f"not read, because the model does not use them: {_few(ignored)}")
         return list(dict.fromkeys([*read, *copied]))
 
     def _choose_columns(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class FileExamples(Examples):
         total, broken = self._total, self._broken.count
         named = ", ".join(self._request.inputs[:3])
         if not total:
-            raise UserError(f"{named} has no row: there is nothing to predict")
+            raise UserError(f"{named} has no rows: there is nothing to predict")
         if not broken:
             return
         first = self._broken.first(self._files.place)
@@ -223,7 +223,7 @@ class FileExamples(Examples):
                 f"({self._allowed:g}) of the model allows, first {first[0]}; correct them, or "
                 "skip them with --skip-bad"
             )
-        say(f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
+        say(f"{broken} rows were skipped, because they cannot be read: {'; '.join(first)}")
 
     def _format_path(self, path: Path) -> str:
         # For a remote file, `path` is its local copy.
@@ -246,7 +246,7 @@ def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePi
     if len(model.inputs) != 1 or not pictures:
         takes = _few([each.feature for each in model.inputs])
         raise UserError(
-            f"the inputs are images, but the model takes {takes}: give a table with these columns"
+            f"the inputs are images, but the model needs {takes}: give a table with these columns"
         )
     kept = found.files
     several = len(request.inputs) > 1
@@ -289,11 +289,12 @@ class SplitExamples(Examples):
             manifest = storage.read_manifest(self._uri)
         except storage.NotPublished:
             raise UserError(
-                f"the dataset {self._uri} is not there"
-                f"{'' if request.inputs else ', on which the model was trained'}: name another one"
+                f"the dataset {self._uri} "
+                f"{'' if request.inputs else 'that the model was trained on '}"
+                "does not exist: give another one"
             ) from None
         if manifest.kind != KIND:
-            raise UserError(f"{self._uri} is a {manifest.kind} and not a {KIND}: leave --split out")
+            raise UserError(f"{self._uri} is a {manifest.kind}, not a {KIND}: leave --split out")
         self._spec = DatasetSpec.from_manifest(manifest)
         self._check()
         self._spec.files(request.split)
@@ -329,12 +330,12 @@ class SplitExamples(Examples):
             if there is None:
                 raise UserError(
                     f"the dataset {self._uri} has no feature {each.feature!r}, which the model "
-                    f"takes{nearest(each.feature, self._spec.features)}"
+                    f"needs{nearest(each.feature, self._spec.features)}"
                 )
             if (there.shape, there.dtype) != (each.spec.shape, each.spec.dtype):
                 raise UserError(
-                    f"{each.feature!r} of the dataset {self._uri} is {_format_type(there)}, and "
-                    f"the model takes {_format_type(each.spec)}"
+                    f"{each.feature!r} of the dataset {self._uri} is {_format_type(there)}, but "
+                    f"the model needs {_format_type(each.spec)}"
                 )
             if there.labels != each.spec.labels:
                 raise UserError(

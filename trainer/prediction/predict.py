@@ -90,7 +90,7 @@ def _predict(model: ExportedModel, examples: Examples, size: int, writer: Writer
             rows += len(batch.copied)
             work.add(len(batch.copied), batch.size)
     if bad:
-        say(f"{bad} of {rows} rows have an answer that is not finite")
+        say(f"{bad} of {rows} rows have a prediction that is not finite")
     seconds = time.monotonic() - began
     return Summary(rows=rows, skipped=examples.skipped, unsound=bad, seconds=seconds)
 
@@ -110,9 +110,9 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
         return SplitExamples(model, request, scratch)
     if function := model.config.data.map:
         raise UserError(
-            f"{model.uri} takes what data.map ({function}) returns, and rows of files are not "
-            "its results: prepare a dataset of them by `flotilla prepare` with the same "
-            "data.map, and predict its split by --split and its URI"
+            f"{model.uri} expects the output of data.map ({function}), but the rows of files are "
+            "its input: run `flotilla prepare` on the files with the same data.map, and predict a "
+            "split of that dataset with --split and its URI"
         )
     return FileExamples(model, request, scratch)
 

@@ -65,7 +65,7 @@ def check(
         if config.cluster.launcher == "local":
             require_program(config)
         name = " ".join(program)
-        return Checked(notes=(*notes, f"not tried: {name} trains its own model"))
+        return Checked(notes=(*notes, f"the model is not checked, because {name} trains its own"))
     if notes:
         return Checked(notes=notes)
     try:
@@ -119,8 +119,8 @@ def remark_on_path(data: DataConfig) -> str:
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (
-        f"data.source: {data.source} is a path of this machine, which no step of the instance "
-        "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
+        f"data.source: {data.source} is a path on this machine, which no step of the instance can "
+        "read: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
     )
 
 

@@ -61,7 +61,7 @@ def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     notes: tuple[str, ...] = ()
     if len(kept) < len(files):
         left = next(each for each in files if each not in kept)
-        notes = (f"data.source: {left.uri} is large: its rows are checked when it is read",)
+        notes = (f"data.source: {left.uri} is large, so its rows are checked only when it is read",)
     heads = [_head(pieces, file, scratch) for file in kept]
     copies = {
         str(local_path(head.uri)): str(local_path(file.uri))

@@ -110,8 +110,8 @@ def is_source(given: str | Path) -> bool:
     here = path.parent if os.path.isdir(path.parent) else Path()
     hint = nearest(path.name, [each for each in sorted(os.listdir(here)) if each[:1] != "."])
     raise ConfigError(
-        f"{text}: there is no such file or folder{hint}; name a configuration (.yaml), or files to "
-        "learn from and their --label"
+        f"{text}: there is no such file or folder{hint}; give a configuration (.yaml), or training "
+        "data and its --label"
     )
 
 
@@ -207,7 +207,7 @@ def _examine(data: DataConfig, scratch: Path) -> Rows:
     count, is_cut, scans = _scan(pieces, names, data.label)
     is_cut = is_cut or few.is_part
     if not count and not is_cut:
-        raise ConfigError(f"data.source: {data.source} has no row; give files that have rows")
+        raise ConfigError(f"data.source: {data.source} has no rows; give files that have rows")
     for scan in scans.values():
         scan.lack(count)
     return Rows(
@@ -261,7 +261,7 @@ def _require_label(data: DataConfig, names: Sequence[str]) -> None:
     """Raise `ConfigError` if no label is given, or if it is not a column."""
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
-            f"--label: name the column of {data.source} that is to be predicted, perhaps "
+            f"--label: name the column of {data.source} to predict, perhaps "
             f"{guess(names, data.source)!r} (one of {format_names(names)})"
         )
     for each in data.label:
@@ -295,26 +295,26 @@ def _override(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]]:
     """Yield the key, the value and the reason of each proposed setting."""
     data = config.data
-    yield "name", config.name, "in the registry; by the name of the source"
+    yield "name", config.name, "in the registry; taken from the name of the source"
     yield "data.source", data.source, _size(rows)
     labels = [*data.label] or [each for each in _columns(rows) if each.lower() in _BY_NAME][:1]
     if labels and (not rows or rows.form != "images"):
-        yield "data.label", labels[0] if len(labels) == 1 else labels, "the column to be predicted"
+        yield "data.label", labels[0] if len(labels) == 1 else labels, "the column to predict"
     inputs = [each for each in _columns(rows) if each not in labels]
     ids = _ids(data, rows, inputs) if rows else []
     if ids:
-        yield "data.drop", ids, "ids: a value that is unique to a row does not generalize"
+        yield "data.drop", ids, "ids: a value that is unique to each row does not generalize"
     written = _find_formatted(rows, [*labels, *inputs]) if rows else {}
     left = [each for each in inputs if each not in ids and each not in written]
     named = _named_things(data, rows, left, labels) if rows else {}
     if types := {**written, **named}:
-        why = ["numbers in writing, such as 1.234,50 or 61 %"] * bool(written)
-        why += ["ids that come again: the number is a name"] * bool(named)
+        why = ["formatted numbers, such as 1.234,50 or 61 %"] * bool(written)
+        why += ["ids that repeat: the number is only a name"] * bool(named)
         yield "data.types", types, "; ".join(why)
     if rows and not rows.has_splits and data.splits == SplitsConfig():
         share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
-        yield "data.validation", share, "share of the rows that select the best weights"
-        yield "data.splits", {"test": share}, "share that the model is measured on, and judged by"
+        yield "data.validation", share, "share of the rows that are used to select the best weights"
+        yield "data.splits", {"test": share}, "share of the rows that the model is evaluated on"
     if rows and rows.is_whole and rows.count < _VERY_FEW:
         yield "data.shards", _SHARDS, f"files of the training split: there are {rows.count} rows"
     yield "task.name", "auto", _task(config, rows, labels)
@@ -328,7 +328,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     by = f"{says.name}: {says.why}" if says else "by the columns"
     yield "model.name", "auto", by
     if rows and rows.size < SMALL and config.cluster.launcher == "local":
-        yield "training.strategy", "single", f"one process, for so few data; {_OTHERS}"
+        yield "training.strategy", "single", f"one process, because there is little data; {_OTHERS}"
     else:
         yield "training.strategy", config.training.strategy, "how a step is distributed"
     yield "training.steps", "auto", "until validation stops improving; or a number, or epochs: N"
@@ -363,7 +363,7 @@ def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
     if rows.is_whole and rows.count > 1 and _is_constant(scan, found.classes):
         value = next(iter(found.classes or scan.values), "") or scan.lowest
         raise ConfigError(
-            f"--label: {labels[0]!r} of {config.data.source} has one value only ({value!r}) in all "
+            f"--label: {labels[0]!r} of {config.data.source} has only one value ({value!r}) in all "
             f"{rows.count} rows, so there is nothing to learn; give another column"
         )
     if not found.classes:

@@ -184,7 +184,7 @@ class Agent:
                 code = self._code
         except Exception:
             log.exception("a bug of Flotilla")
-            code, message = FAILED, "a bug of Flotilla; see the log of the container of the agent"
+            code, message = FAILED, "a bug in Flotilla; see the log of the agent's container"
         if message:
             log.error("%s", message)
         self._dismiss(self._link, code, message)
@@ -262,12 +262,12 @@ class Agent:
                 self._is_ready = True
                 return message
             if message["is"] == "gone" and self._is_local:
-                raise ClusterLostError("the guard of the program ended before the program began")
+                raise ClusterLostError("the guard of the program ended before the program started")
 
     def _wait(self, link: Link, seconds: float) -> None:
         message = self._receive(link, seconds)
         if message and message["is"] == "gone" and self._is_local:
-            raise ClusterLostError("the guard of the program ended before the program began")
+            raise ClusterLostError("the guard of the program ended before the program started")
 
     def _receive(self, link: Link, seconds: float | None) -> Message | None:
         message = link.receive(seconds)
@@ -403,7 +403,7 @@ class Agent:
             self._ask_store,
             self._attempts.seconds if self._attempts else LOOK_SECONDS,
             name="store",
-            failing="the store does not say whether there is a new attempt or checkpoint",
+            failing="cannot read from the store whether there is a new attempt or checkpoint",
         ).start()
 
     def _ask_store(self) -> bool:
@@ -465,14 +465,15 @@ class Agent:
         try:
             uri = published.get(timeout=_PUBLISH_SHARE * self._grace)
         except queue.Empty:
-            uri = storage.Unavailable("the object store does not answer")
+            uri = storage.Unavailable("the object store does not respond")
         if isinstance(uri, UserError):
             where = self._folders.checkpoints
             return (
-                f"{begun}interrupted; the last checkpoint is not published, but in {where}: {uri}"
+                f"{begun}interrupted; the last checkpoint is not published, but is in {where}: "
+                f"{uri}"
             )
         if not uri:
-            return f"{begun}interrupted before a checkpoint of the program was whole"
+            return f"{begun}interrupted before a checkpoint of the program was complete"
         return f"{begun}interrupted at global step {self._publisher.step}; checkpoint {uri}"
 
     def _put_published(self, published: queue.SimpleQueue[str | UserError]) -> None:
@@ -496,10 +497,10 @@ class Agent:
         model = self._folders.model
         layouts.require_readable(model)
         if self._program.after_training == EVALUATE and not layouts.find_model(model):
-            there = "nothing in it" if layouts.is_empty(model) else "no whole one in it"
+            there = "is empty" if layouts.is_empty(model) else "has no complete model in it"
             raise UserError(
-                f"the program ended with exit code 0 and left no model: FLOTILLA_MODEL ({model}) "
-                f"has {there}; save a .keras file or a SavedModel there, or set "
+                f"the program ended with exit code 0 but saved no model: FLOTILLA_MODEL ({model}) "
+                f"{there}; save a .keras file or a SavedModel there, or set "
                 "program.after_training: stop"
             )
         uri = self._publish(with_model=True)

@@ -83,12 +83,12 @@ class Attempts:
         if self._this in self.current.tickets:
             found = self._read()
             if found and found.number != self.current.number:
-                raise ClusterLostError("another attempt begins: this worker begins again with it")
+                raise ClusterLostError("a new attempt starts: this worker restarts with it")
             return
         there = self._read_tickets(set())
         for name, ticket in self.current.tickets.items():
             if there.get(name, ticket) != ticket:
-                raise ClusterLostError(f"{name} was started again: all workers begin again")
+                raise ClusterLostError(f"{name} was restarted: all workers restart")
 
     def _read(self) -> Attempt | None:
         try:

@@ -461,10 +461,10 @@ def main() -> None:
     parser.add_argument("--reconnect", type=float, default=0.0, help="seconds for a new contact")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds to end without an agent")
     parser.add_argument("--termination", default="", help="file of the termination message")
-    parser.add_argument("--parent", type=int, default=0, help="process that it ends with")
+    parser.add_argument("--parent", type=int, default=0, help="process with which it ends")
     parser.add_argument("--umask", default="", help="in octal, of the program's files")
-    parser.add_argument("--sweep", action="store_true", help="kill what is left, and end")
-    parser.add_argument("command", nargs="*", help="of the program, for those who read it here")
+    parser.add_argument("--sweep", action="store_true", help="kill remaining processes, and exit")
+    parser.add_argument("command", nargs="*", help="shown in the process list")
     options = parser.parse_args()
     if options.umask:
         os.umask(int(options.umask, 8))

@@ -154,8 +154,8 @@ class Link:
             self._is_free.set()
             if self._dropped:
                 log.warning(
-                    "%d lines with metrics were passed over: the program wrote them faster than "
-                    "they were read",
+                    "%d lines with metrics were skipped, because the program wrote them faster "
+                    "than they were read",
                     self._dropped,
                 )
             self._messages.put({"is": "gone"})

@@ -102,7 +102,7 @@ class Metrics:
             return
         if not self.said_steps and step < self.step:
             log.warning(
-                "the program begins at step %d, before its checkpoint of step %d: does it restore "
+                "the program starts at step %d, before its checkpoint of step %d: does it restore "
                 "the checkpoint in FLOTILLA_CHECKPOINTS?", step, self.step,
             )  # fmt: skip
         if not self.said_steps or step != self.step:

@@ -65,7 +65,7 @@ def find_published(uri: str, damaged: Collection[str] = ()) -> tuple[str, int]:
 
 
 def _pass_over(uri: str, error: UserError) -> None:
-    log.warning("passed over %s: %s", uri, error)
+    log.warning("skipped %s: %s", uri, error)
     events.emit(events.CheckpointPassedOver(uri=uri, reason=str(error)))
 
 

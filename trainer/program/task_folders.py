@@ -32,7 +32,7 @@ class TaskFolders:
 
     def make(self) -> None:
         """Create the folders; raises `UserError`."""
-        with report_errors(f"make the folders of the program in {self.folder}"):
+        with report_errors(f"create the folders of the program in {self.folder}"):
             for each in self._made:
                 each.mkdir(parents=True, exist_ok=True)
 

@@ -174,9 +174,7 @@ def _decide(
 def _read_measured(uri: str) -> dict[str, Any]:
     kind = storage.read_manifest(uri).kind
     if kind != "evaluation":
-        raise UserError(
-            f"{uri} is a {kind} and not an evaluation: pass the result of the evaluation"
-        )
+        raise UserError(f"{uri} is a {kind}, not an evaluation: pass the result of the evaluation")
     tree = storage.read_json(uri, "metrics.json")
     if not isinstance(tree.get("metrics"), dict):
         raise UserError(f"{uri}: metrics.json contains no metrics: evaluate the checkpoint again")
@@ -288,10 +286,11 @@ def _margin(
     metric = paired["metric"]
     best = (constant.get("metrics") or {}).get(metric)
     if best is None:
-        return 0.0, f"no constant has {metric}, so that a margin of {rule.margin} of a gain is 0"
+        why = f"no constant prediction has {metric}, so a margin of {rule.margin} of the gain is 0"
+        return 0.0, why
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:
-        return 0.0, f"the champion gains nothing over a constant, so that {rule.margin} of it is 0"
+        return 0.0, f"the champion is not better than a constant, so {rule.margin} of its gain is 0"
     return rule.compute_margin(gain), ""
 
 
@@ -313,7 +312,7 @@ def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rul
         threshold=-worst["margin"],
         value=worst["bound"],
         key=CLASS_MARGIN,
-        note=f"it may lose as well: {', '.join(others)}" if lost > 1 else "",
+        note=f"other classes that may be worse: {', '.join(others)}" if lost > 1 else "",
         found={
             **{"metric": "recall", "label": worst["label"], "confidence": confidence},
             **{"own": worst["own"], "other": worst["champion"], "examples": worst["examples"]},

@@ -146,7 +146,7 @@ def _reference_rules(decided: Decision, reference: registry.Version) -> Iterator
     name = f"version {reference.number}"
     for rule in decided.rules:
         if rule.key in {MARGIN, CLASS_MARGIN, COMPARABLE}:
-            note = f"{rule.note}; no gain was proved since {name}".removeprefix("; ")
+            note = f"{rule.note}; no gain has been proved since {name}".removeprefix("; ")
             yield replace(rule, note=note, found={**rule.found, "opponent": name})
 
 
@@ -161,7 +161,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             limit = max(limit, 1 / found["examples"])
         yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
     count, wanted = len(registry.read_labels(request.model)), manifest.fields["num_labels"]
-    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} labels"
+    note = "" if count == wanted else f"labels.txt has {count} lines, but there are {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
     if limits.max_megabytes:
@@ -186,8 +186,8 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
         kinds = tuple(registry.read_kinds(each).get(name) for each in (before, now))
         if kinds == ("classification", "binary_classification"):
             return (
-                f"the task{f' of {name!r}' * bool(name)} {since}, which answers an output for each "
-                f"class; set {key}.name: classification, or give this model another name"
+                f"the task{f' of {name!r}' * bool(name)} {since}, which now has one output for "
+                f"each class; set {key}.name: classification, or give this model another name"
             )
         if not are_same([was], [now_positive]):
             return (
@@ -235,7 +235,7 @@ def _read_decision(uri: str) -> dict[str, Any]:
         return {}
     if parse_record(_Judged, tree) is None:
         raise storage.Corrupt(
-            f"decision.json of {uri} has fields of wrong types: run the gate again"
+            f"decision.json of {uri} has fields of the wrong type: run the gate again"
         )
     return tree
 
@@ -271,7 +271,7 @@ def _publish(
 
 def _read(uri: str) -> Registration:
     if (kind := storage.read_manifest(uri).kind) != KIND:
-        raise UserError(f"{uri} is a {kind} and not a {KIND}: delete it")
+        raise UserError(f"{uri} is a {kind}, not a {KIND}: delete it")
     tree = storage.read_json(uri, "registration.json")
     facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
     # A result of an earlier version has no headline.

@@ -228,8 +228,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
     last = records[max(records)] if records else None
     if isinstance(last, UserError):
         raise storage.Corrupt(
-            f"the newest promotion of {name} cannot be read, so that its champion is unknown: "
-            f"{last}"
+            f"the newest promotion of {name} cannot be read, so its champion is unknown: {last}"
         )
     return [
         Promotion(
@@ -399,11 +398,11 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     newest = made[max(made)]
     target = _predecessor(name, made, newest.restores or newest.number)
     if target is None:
-        raise UserError(f"{name} has no champion before version {newest.version}")
+        raise UserError(f"{name} had no champion before version {newest.version}")
     if target.version not in {each.number for each in versions(root, name)}:
         raise UserError(
-            f"{name} has no version {target.version} any more, the champion before version "
-            f"{newest.version}: make another one champion with `flotilla models promote`"
+            f"{name} no longer has version {target.version}, the champion before version "
+            f"{newest.version}: make another version the champion with `flotilla models promote`"
         )
     restores = target.restores or target.number
     return promote(root, name, target.version, after=newest.number, by=by, restores=restores)
@@ -418,7 +417,7 @@ def newest(root: str, name: str) -> int:
 def _lost(root: str, name: str, after: int) -> str:
     other = next((each for each in promotions(root, name) if each.number == after + 1), None)
     who = f"by {other.by} (version {other.version})" if other else "by another"
-    return f"{name}: promotion {after + 1} was made {who} meanwhile; nothing was promoted"
+    return f"{name}: promotion {after + 1} was made {who} in the meantime; nothing was promoted"
 
 
 def champion_checkpoint(root: str, name: str) -> str:
@@ -430,7 +429,7 @@ def champion_checkpoint(root: str, name: str) -> str:
     if not uri or not storage.is_published(uri):
         raise UserError(
             f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, no "
-            f"longer exists ({uri or 'it names none'}): give another checkpoint, or leave it "
+            f"longer exists ({uri or 'none is recorded'}): give another checkpoint, or leave it "
             "empty"
         )
     return uri

@@ -112,9 +112,9 @@ def _after_failure(
     where, steps = _workdir(facts), facts.get("steps") or ()
     if bad := [str(each.get("step")) for each in steps if each.get("status") == "failed"]:
         replay = ["flotilla", "replay", *where, run_id, bad[0], "--pdb"]
-        yield "See it fail on this machine, in a debugger", replay
+        yield "Reproduce the failure on this machine, in a debugger", replay
     if facts.get("workdir") and (facts.get("history") or facts.get("checkpoints")):
-        fix = "Fix it, then continue" if facts.get("verdict") == "failed" else "Go on"
+        fix = "Fix it, then continue" if facts.get("verdict") == "failed" else "Resume"
         resume = ["flotilla", "run", *where, "--resume", run_id]
         yield f"{fix} from the last checkpoint", resume
 
@@ -126,24 +126,24 @@ def _after_refusal(
     config = [f"{workdir}/{run_id}/config.json" if workdir else "CONFIG"]
     name = str((facts.get("config") or {}).get("name") or "")
     if (facts.get("validation") or {}).get("decision") == "refused":
-        yield "Mend the data, or allow what was found, and run again", [
+        yield "Fix the data, or allow what was found, and run again", [
             "flotilla", "run", *where, *config,
         ]  # fmt: skip
         return
     if any(each.get("metric") in IDENTITY for each in broken):
-        yield "If it is another model, give it another name", [
+        yield "If it is a different model, give it another name", [
             "flotilla", "run", *where, *config, "--set", f"name={name or 'model'}-2",
         ]  # fmt: skip
         return
     if any(each.get("key") == CONSTANT for each in broken):
-        yield "See whether the inputs say anything about the label: check the data", [
+        yield "Check whether the inputs predict the label at all", [
             "flotilla", "check", *config,
         ]  # fmt: skip
     yield "Search for better settings, and promote the best", [
         "flotilla", "sweep", *where, *config, "--auto", "--minutes", "10",
     ]  # fmt: skip
     if name and (facts.get("evaluation") or {}).get("champion"):
-        yield "See the champion that it has to match", ["flotilla", "models", "show", *where, name]
+        yield "Show the champion that it has to match", ["flotilla", "models", "show", *where, name]
 
 
 def use(facts: Facts) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def _positive_class(output: str, evaluation: Facts) -> str:
         return f"{text}."
     split, count = threshold.get("chosen_on"), threshold.get("examples")
     chosen = f", chosen on {count} {split} examples" if split and count else ""
-    return f"{text}, from a probability of {round_value(threshold['value'])}{chosen}."
+    return f"{text}, at a probability of {round_value(threshold['value'])} or more{chosen}."
 
 
 def positive_classes(evaluation: Facts) -> list[str]:
@@ -146,7 +146,7 @@ def _difference(found: Facts, value: float) -> str:
     if not (size := difference(value, _interval(found))):
         return "the same as the champion"
     if found.get("better") != "lower":
-        return f"{'+' if value > 0 else '-'}{size} on the champion"
+        return f"{'+' if value > 0 else '-'}{size} against the champion"
     return f"{size} {'higher' if value > 0 else 'lower'} than the champion's"
 
 
@@ -195,7 +195,7 @@ def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
     is_lower = found.get("better") == "lower"
     proposed = _propose_bound(found, value, is_lower=is_lower)
     key = f"gate.{'max' if is_lower else 'min'}.{found['metric']}"
-    return [f"{text} Set one, such as {key}={proposed}, which this model keeps to."]
+    return [f"{text} Set one, such as {key}={proposed}, which this model meets."]
 
 
 def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:

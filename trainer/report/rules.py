@@ -33,12 +33,12 @@ DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}
 _SEEN = {
     "labelled": (
-        "there are as many labels as the model has outputs",
-        "there are not as many labels as the model has outputs",
+        "the number of labels equals the number of outputs",
+        "the number of labels differs from the number of outputs",
     ),
     "same_signature": (
-        "it has the inputs and outputs of the champion",
-        "it has other inputs or outputs than the champion",
+        "its inputs and outputs are the same as the champion's",
+        "its inputs or outputs differ from the champion's",
     ),
     "comparable": (
         "the champion can be compared with this model",
@@ -75,8 +75,8 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
     bound = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
     key = rule.get("key") or (f"gate.{rule['bound']}" if bound else "")
     return (
-        f"{capital(_name(metric))} is {said}; it has to be {' '.join(filter(None, (bound, asked)))}"
-        f"{f' ({key})' if key else ''}."
+        f"{capital(_name(metric))} is {said}; it must be "
+        f"{' '.join(filter(None, (bound, asked)))}{f' ({key})' if key else ''}."
     )
 
 
@@ -88,7 +88,7 @@ def because(rule: Facts) -> str:
     if key == CONSTANT:
         return "it does not beat a constant"
     if key == CLASS_MARGIN:
-        return f"it may find less of the class {shorten_name(found.get('label'))}"
+        return f"it may find fewer examples of the class {shorten_name(found.get('label'))}"
     if opponent := _opponent(rule):
         asked = number(rule.get("threshold")) or 0.0
         is_gain = asked > 0 if rule.get("bound") == "min" else asked < 0
@@ -124,11 +124,11 @@ def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
     if "label" in found:
         metric += f" of the class {shorten_name(found['label'])}"
     own, other = number(found.get("own")), number(found.get("other"))
-    begin, than = f"{capital(metric)}", f" than that of {opponent}"
+    begin, than = f"{capital(metric)}", f" than for {opponent}"
     if own is not None and other is not None:
         mine, theirs = apart(own, other, interval=interval or like(own))
         answer = f" ({shorten_name(found['answer'])})" if found.get("answer") else ""
-        begin, than = f"{begin} is {mine}, that of {opponent}{answer} {theirs}; it", ""
+        begin, than = f"{begin} is {mine}, and {theirs} for {opponent}{answer}; it", ""
     bound, threshold = number(rule.get("value")), number(rule.get("threshold"))
     source = f" ({rule['key']})" if rule.get("key") else ""
     if bound is None or threshold is None:
@@ -147,12 +147,12 @@ def _describe_bound(bound: float, threshold: float, *, is_higher_better: bool) -
     if not gain:
         known = f"may be no {better}"
     if asked > 0:
-        return known, f", and has to be at least {sizes[1]} {better}"
+        return known, f", and must be at least {sizes[1]} {better}"
     if not asked:
-        return known, "" if gain > 0 else f", and has to be {better}"
+        return known, "" if gain > 0 else f", and must be {better}"
     if gain > 0:
         return known, ""
-    return known, f", and {'' if gain >= asked else 'only '}{sizes[1]} is allowed"
+    return known, f", {'and' if gain >= asked else 'but only'} {sizes[1]} is allowed"
 
 
 def _describe_needed(found: Facts) -> str:
@@ -161,5 +161,6 @@ def _describe_needed(found: Facts) -> str:
         return ""
     of = f" of the class {shorten_name(found['label'])}" if "label" in found else ""
     return (
-        f" {examples:,.0f} test examples{of} are too few to be sure; about {needed:,.0f} would do."
+        f" {examples:,.0f} test examples{of} are too few to be sure; about {needed:,.0f} would be "
+        "enough."
     )

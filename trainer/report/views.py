@@ -155,7 +155,7 @@ def calibration(evaluation: Facts) -> Chart | None:
         return None
     table = [{"across": each["confidence"], "found": each["accuracy"]} for each in bins]
     table += [{"across": end, "ideal": end} for end in (0.0, 1.0)]
-    series = {"found": "accuracy", "ideal": "as sure as right"}
+    series = {"found": "accuracy", "ideal": "perfectly calibrated"}
     return line_chart("Calibration: accuracy", table, "across", series, named="confidence")
 
 

@@ -24,10 +24,10 @@ RETRYABLE = 128
 # below 128, so that the task is not restarted at once, because it has already retried for minutes.
 TRY_AGAIN = 75
 EXIT_CODES = {
-    DONE: "done, and blessed where there is a gate",
+    DONE: "finished, and blessed if there is a gate",
     FAILED: "failed",
     USAGE: "wrong usage or configuration; nothing was started",
-    REFUSED: "done, but the data or the model was refused",
+    REFUSED: "finished, but the data or the model was refused",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
 # TensorFlow's message when it cannot allocate a tensor.
@@ -94,8 +94,8 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
     shape, kind, role, index, device = found.groups()
     task = "this process" if role == "localhost" else f"{role}-{index}"
     return (
-        f"{task} ({device}) has no memory for {what} of type {kind} and shape "
-        f"[{shape.replace(',', ', ')}]: make tables smaller (capacity, dimension), take more "
+        f"{task} ({device}) has too little memory for {what} of type {kind} and shape "
+        f"[{shape.replace(',', ', ')}]: make tables smaller (capacity, dimension), use more "
         "cluster.parameter_servers or a smaller training.batch_size, or give it more memory"
     )
 

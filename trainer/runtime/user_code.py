@@ -103,7 +103,7 @@ def _remedy(name: str, error: BaseException) -> str:
     where = "the folder of --code" if bundle() else folder()
     # A missing module other than the named one is probably a package, not a user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
-    return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
+    return f"; {hidden(lacking) or f'{install}it must be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
@@ -111,7 +111,7 @@ def hidden(name: str) -> str:
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         return ""
-    return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
+    return f"{top} is a module of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
 
 
 def format_error(error: BaseException) -> str:
@@ -258,7 +258,7 @@ def find_function(what: str, name: str) -> Callable[..., Any]:
     found = find_named(what, name, "function")
     if not callable(found):
         raise ConfigError(
-            f"{what}: {attribute} has the type {type(found).__name__} and is not a function"
+            f"{what}: {attribute} has the type {type(found).__name__}, so it is not a function"
         )
     return cast("Callable[..., Any]", found)
 

@@ -151,7 +151,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
 
 def _unnamed_error(uri: str, path: str) -> Corrupt:
     return Corrupt(
-        f"{uri} holds {path}, which its manifest does not name: a server could load it "
+        f"{uri} contains {path}, which its manifest does not list: a server could load it "
         "unverified; remove it"
     )
 
@@ -200,7 +200,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         config.set_hashing_config(_hashing()).verify(folder, signature)
     # An invalid bundle may raise any exception.
     except Exception as error:
-        why = " ".join(str(error).split()) or "it is by another key, or was changed"
+        why = " ".join(str(error).split()) or "it is of another key, or the files were changed"
         raise UnsignedError(
             f"{where}: the signature is not valid for the key of {PUBLIC_KEY}: {why}; do not use "
             "this model, export it again"

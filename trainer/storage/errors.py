@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from flotilla.trainer.runtime.errors import TransientError, UserError
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space, or set storage.root to a place with more",
-    errno.EDQUOT: "free some space, or set storage.root to a place with more",
+    errno.ENOSPC: "free some space, or set storage.root to a location with more",
+    errno.EDQUOT: "free some space, or set storage.root to a location with more",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use another file system",
-    errno.EACCES: "make it accessible to this user, or choose another place",
-    errno.EPERM: "make it accessible to this user, or choose another place",
-    errno.EROFS: "choose a place that can be written",
-    errno.ENOTDIR: "there is a file where a folder is needed; move it away",
-    errno.EEXIST: "there is a file where a folder is needed; move it away",
-    errno.EISDIR: "there is a folder where a file is needed; move it away",
+    errno.EACCES: "make it accessible to this user, or choose another location",
+    errno.EPERM: "make it accessible to this user, or choose another location",
+    errno.EROFS: "choose a writable location",
+    errno.ENOTDIR: "there is a file where a folder is expected; move it away",
+    errno.EEXIST: "there is a file where a folder is expected; move it away",
+    errno.EISDIR: "there is a folder where a file is expected; move it away",
     errno.ENAMETOOLONG: "use shorter names",
 }
 # Errors of a network file system while its server or the network is down.

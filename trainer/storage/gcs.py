@@ -70,7 +70,7 @@ class GcsBucket:
                 "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
                 "or use workload identity"
             ),
-            Trouble.NO_TLS: "name the certificate of its authority in REQUESTS_CA_BUNDLE",
+            Trouble.NO_TLS: "set REQUESTS_CA_BUNDLE to the certificate of its authority",
         }
     )
 
@@ -250,7 +250,7 @@ def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
             is_whole = isinstance(answer.json(), dict)
     if not is_whole:
         raise DamagedInTransitError(
-            f"the answer to {method} {url.path} is not from an object store"
+            f"the response to {method} {url.path} is not from an object store"
         )
 
 

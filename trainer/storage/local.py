@@ -318,7 +318,7 @@ def locked(directory: Path) -> Iterator[None]:
     try:
 
         def describe_lock() -> str:
-            return f"the lock of {directory}, which {_lock_holder(descriptor)} has"
+            return f"the lock of {directory}, which {_lock_holder(descriptor)} holds"
 
         if not wait_until(
             lambda: _lock(descriptor) is not False, describe_lock, LOCK_SECONDS, LOCK_POLL

@@ -174,8 +174,8 @@ def _refuse_other_schema(schema: object, where: str) -> None:
         raise ValueError(f"{schema!r} is not a schema number")
     if schema != SCHEMA:
         raise UnknownSchema(
-            f"{where} has schema {schema} and this version reads {SCHEMA}: "
-            "use the version that wrote it, or create it again"
+            f"{where} has schema {schema}, but this version reads {SCHEMA}: use the version that "
+            "wrote it, or create it again"
         )
 
 

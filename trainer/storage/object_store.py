@@ -287,7 +287,7 @@ class ObjectStore:
                     return replace(entry, at="" if at == entry.path else at)
             there = None
         raise StoreError(
-            f"{join(uri, entry.path)} is stored with different content than was sent; try again"
+            f"{join(uri, entry.path)} is stored with other content than was sent; try again"
         )
 
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
@@ -376,7 +376,7 @@ class ObjectStore:
 
     def _message(self, uri: str, trouble: Trouble, error: Exception) -> str:
         if trouble is Trouble.NO_BUCKET:
-            remedy = "create it, or name one that exists"
+            remedy = "create it, or give one that exists"
             return f"there is no bucket {self._home}; {remedy}"
         remedy = self._bucket.remedies.get(trouble, "")
         where = self._home if trouble is Trouble.NO_CREDENTIALS else uri

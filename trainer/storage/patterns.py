@@ -115,7 +115,7 @@ def _path(key: str, text: str) -> str:
         require_uri(key, text)
         return str(local_path(text))
     if "\0" in text:
-        raise ConfigError(f"{key}: a path has no NUL")
+        raise ConfigError(f"{key}: a path must not contain a NUL character")
     try:
         expanded = Path(text).expanduser()
     except RuntimeError:

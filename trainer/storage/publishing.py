@@ -244,7 +244,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
         store.download(join(uri, entry.stored_at), target)
         if checksum(target) != entry.checksum:
             # The file may have been damaged in transit, so try once more.
-            _log.warning("%s: %s was damaged in transfer; downloading it again", uri, entry.path)
+            _log.warning("%s: %s was damaged in transit; downloading it again", uri, entry.path)
             store.download(join(uri, entry.stored_at), target)
     except (FileNotFoundError, NotADirectoryError):
         refuse_difference(uri, entry, None)
@@ -384,8 +384,8 @@ def _entry(directory: Path, path: Path) -> FileEntry:
 
 def _conflict(uri: str, there: Manifest, new: Manifest) -> Conflict:
     return Conflict(
-        f"{uri} is published already, with other content ({_difference(there, new)}): "
-        "delete it first, or publish elsewhere"
+        f"{uri} is already published with different content ({_difference(there, new)}): delete it "
+        "first, or publish elsewhere"
     )
 
 

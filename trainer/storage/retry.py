@@ -86,7 +86,8 @@ class Retry:
                 raise
             raise StoreUnavailable(
                 f"{where} has not been available for {self._seconds:g} s ({describe(error)}); try "
-                f"again when the store answers, and check its endpoint; {VARIABLE} sets the seconds"
+                f"again when the store responds, and check its endpoint; {VARIABLE} sets this time "
+                "limit"
             ) from error
         self._succeeded_at = time.monotonic()
         return result
@@ -104,7 +105,7 @@ class Retry:
         while not future.done():
             left = max(self._seconds_left(), least - time.monotonic())
             if left <= 0:
-                raise TimeoutError("no whole answer came")
+                raise TimeoutError("no complete response arrived")
             wait([future], left)
         try:
             return future.result()

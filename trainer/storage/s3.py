@@ -110,11 +110,11 @@ class S3Bucket:
             ),
             Trouble.EXPIRED: (
                 "renew them (aws sso login, or a new AWS_SESSION_TOKEN), or use a role, which is "
-                "renewed by itself"
+                "renewed automatically"
             ),
             Trouble.NO_TLS: (
-                "write http:// in the endpoint of a store without TLS; name the certificate of its "
-                "authority in AWS_CA_BUNDLE"
+                "write http:// in the endpoint of a store without TLS; set AWS_CA_BUNDLE to the "
+                "certificate of its authority"
             ),
         }
     )
@@ -132,9 +132,7 @@ class S3Bucket:
             answer = self._client.get_object(**self._object_key(key))
             data: bytes = answer["Body"].read()
             if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
-                raise DamagedInTransitError(
-                    f"{key} was received with different content than is stored"
-                )
+                raise DamagedInTransitError(f"{key} was received with other content than is stored")
             return data
 
         return self._retry(whole)
@@ -414,7 +412,7 @@ def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any
     """Raise an error for a success response that no store sends, such as an empty one."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
-        raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")
+        raise DamagedInTransitError(f"the response to {model.name} is not from an object store")
 
 
 def _code(error: boto.ClientError) -> str:

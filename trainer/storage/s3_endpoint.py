@@ -63,7 +63,10 @@ def plain_http_remark(uri: str) -> str:
     url = find_endpoint(locate(uri)).url
     if url == KFP_ENDPOINT or not is_sent_openly(url):
         return ""
-    return f"{url} is plain http: others on the way can read the data and session tokens; use https"
+    return (
+        f"{url} is plain http: others on the network can read the data and session tokens; "
+        "use https"
+    )
 
 
 def kfp_credentials() -> Mapping[str, str]:

@@ -121,13 +121,13 @@ class Trouble(enum.Enum):
     TRANSIENT = "try again"
     ABSENT = "no such object, or no such bucket"
     NO_BUCKET = "no such bucket"
-    EXISTS = "there is an object already"
+    EXISTS = "the object already exists"
     DENIED = "no permission"
     NO_CREDENTIALS = "no credentials, or wrong ones"
     EXPIRED = "credentials that have expired"
     NO_TLS = "no TLS connection"
     OTHER = "another error of the store"
-    FOREIGN = "no error of the store"
+    FOREIGN = "not an error of the store"
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class TooLargeError(ValueError):
 
     def __init__(self, most: int) -> None:
         """Build the message with the limit."""
-        super().__init__(f"it has more than {most >> 20} MiB, which are read at most")
+        super().__init__(f"it has more than {most >> 20} MiB, the maximum that is read")
 
 
 class ChangedError(Exception):
@@ -248,7 +248,9 @@ def list_pages(
             return
         empty = 0 if found else empty + 1
         if token in seen or empty > _EMPTY_PAGES:
-            raise DamagedInTransitError("the listing of the store does not end: it repeats entries")
+            raise DamagedInTransitError(
+                "the listing of the store does not end: entries are repeated"
+            )
         seen.add(token)
 
 

@@ -239,7 +239,7 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
             raise UserError(f"{bare!r}: {name!r} is not an option of a storage URI{hint}")
         if "@" in value:
             raise UserError(
-                f"{bare!r}: a URI must not contain credentials, since logs show it; set "
+                f"{bare!r}: a URI must not contain credentials, because it appears in logs; set "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
     return tuple(found)

@@ -105,8 +105,8 @@ class Stream:
         other = [name for name, value in own.items() if fields.get(name) != value]
         if other:
             log.warning(
-                "%s has no input position for this order of the examples (%s differs): "
-                "starting a new epoch",
+                "%s has no input position for this order of the examples (%s differs): starting "
+                "a new epoch",
                 uri,
                 other[0],
             )

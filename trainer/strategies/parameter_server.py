@@ -214,7 +214,7 @@ class Served(KerasStrategy):
             return directly
 
         def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
-            log.info("looking up each table separately, since the model %s", why)
+            log.info("looking up each table separately, because the model %s", why)
             value, found = directly(batch)
             return value, found
 

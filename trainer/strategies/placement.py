@@ -162,7 +162,7 @@ def build_placed_model(
         model = build_model()
     if more or left:
         differ = f"{more} more" if more else f"{len(left)} fewer"
-        raise ValueError(f"the model has {differ} variables than it has places")
+        raise ValueError(f"the model has {differ} variables than there are placements for it")
     return model
 
 

@@ -310,7 +310,7 @@ def build_own_step(
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)
         if "loss" not in logs:
-            raise ConfigError(f"its train_step returns no loss, but {', '.join(logs) or 'nothing'}")
+            raise ConfigError(f"its train_step returns {', '.join(logs) or 'nothing'}, but no loss")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
     # As in `fit`, AutoGraph does not convert the user's code.
@@ -392,7 +392,7 @@ def find_class(config: Config) -> type[Strategy]:
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     if not issubclass(strategy, KerasStrategy):
-        _refuse_updates(config, f"{name!r} makes its updates itself; make it a KerasStrategy")
+        _refuse_updates(config, f"{name!r} makes its own updates; derive it from KerasStrategy")
     return strategy
 
 
@@ -403,7 +403,7 @@ def require_updates(config: Config, model: keras.Model) -> None:
         _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
-            why = f"{layer.name} (SpectralNormalization) changes weights beside the gradient"
+            why = f"{layer.name} (SpectralNormalization) changes weights outside the update"
             _refuse_updates(config, why, averages=False)
 
 

@@ -93,8 +93,8 @@ def list_towers(devices: Sequence[str]) -> Towers:
     if len(set(counts.values())) > 1:
         found = ", ".join(f"worker-{worker} has {count}" for worker, count in counts.items())
         raise UserError(
-            f"every worker needs the same number of {kind}s, but {found}: set "
-            "CUDA_VISIBLE_DEVICES where you start tasks yourself"
+            f"every worker needs the same number of {kind}s, but {found}: set CUDA_VISIBLE_DEVICES "
+            "if you start tasks yourself"
         )
     return Towers(devices=tuple(f"/device:{kind}:{i}" for i in range(max(counts.values()))))
 

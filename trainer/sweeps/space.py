@@ -40,13 +40,13 @@ _WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
 # Sections in which all trials must be equal, and the reasons.
 _SAME = {
-    "name": "the registry compares models of one name",
+    "name": "the registry compares models that have the same name",
     "data": "trials are compared on the same validation examples",
     "evaluation": "only the best trial is evaluated on the test split",
     "gate": "the gate judges only the best trial",
     "export": "only the best trial is exported",
     "registry": "only the best trial is registered",
-    "storage": "trials share what is published",
+    "storage": "all trials share the published data",
 }
 _SEARCHED_OF_DATA = ("data.partition",)
 
@@ -266,7 +266,7 @@ def _values(assignment: str, text: str) -> list[str]:
     if not any(values):
         raise ConfigError(f"--set {assignment!r} has no value: write section.key=a,b,c")
     if not all(values):
-        raise ConfigError(f"--set {assignment!r}: a value between its commas is empty")
+        raise ConfigError(f"--set {assignment!r}: one of the values between the commas is empty")
     for value in values:
         parse_value(value)
     if len(values) > 1 and any(_RANGE.match(value) for value in values):
@@ -280,10 +280,10 @@ def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistrib
     ends = float(low), float(high)
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
         raise ConfigError(
-            f"--set {assignment!r}: the first number of a range must be below its last"
+            f"--set {assignment!r}: the first number of a range must be below the last"
         )
     if log and ends[0] <= 0:
-        raise ConfigError(f"--set {assignment!r}: a logarithmic range (:log) must begin above zero")
+        raise ConfigError(f"--set {assignment!r}: a logarithmic range (:log) must start above zero")
     if _WHOLE.fullmatch(low) and _WHOLE.fullmatch(high):
         return IntDistribution(int(low), int(high), log=bool(log))
     return FloatDistribution(*ends, log=bool(log))

@@ -231,11 +231,11 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
     if not metric:
         if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
             raise ConfigError(
-                f"{searched[0]} changes the metric that compares trials: choose one by "
+                f"{searched[0]} changes the metric by which trials are compared: choose one with "
                 "--metric, such as --metric accuracy"
             )
         if better:
-            raise ConfigError(f"--better {better}: give the metric by --metric")
+            raise ConfigError(f"--better {better}: also give --metric")
         return Objective()
     name = f"{VALIDATION}{metric.strip().removeprefix(VALIDATION)}"
     _require_same_loss(name, keys)
@@ -250,8 +250,8 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
     searched = [key for key in keys if key.startswith(_OF_LOSS)]
     if metric == VALIDATION_LOSS and searched:
         raise ConfigError(
-            f"{searched[0]} changes the loss that compares trials: choose another metric by "
-            "--metric, such as --metric accuracy"
+            f"{searched[0]} changes the loss by which trials are compared: choose another metric "
+            "with --metric, such as --metric accuracy"
         )
 
 
@@ -262,7 +262,8 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
     if len(found) > 1:
         first, other, *_ = (each.metric.removeprefix(VALIDATION) for each in found)
         raise ConfigError(
-            f"trials are compared by different metrics, {first} and {other}: choose one by --metric"
+            f"trials are compared by different metrics, {first} and {other}: choose one with "
+            "--metric"
         )
     return objective if objective.metric else next(iter(found), _LOSS)
 
@@ -276,8 +277,8 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
     named = [name for name in metrics if name.startswith(VALIDATION) and is_number(metrics[name])]
     measured = sorted(name.removeprefix(VALIDATION) for name in named)
     raise ConfigError(
-        f"training did not measure {objective.metric}: "
-        f"validation has {', '.join(measured) or 'no metric'}; choose one by --metric"
+        f"training did not measure {objective.metric}: validation has "
+        f"{', '.join(measured) or 'no metric'}; choose one with --metric"
     )
 
 
@@ -375,7 +376,7 @@ def to_markdown(sweep: Sweep) -> bytes:
     count, best = len(sweep.trials), sweep.chosen
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:
-        lines[0] += f" The same again: {report.code(sweep.command())}"
+        lines[0] += f" To run it again: {report.code(sweep.command())}"
     lines.append("\n".join(report.table(*make_table(sweep))))
     lines += [report.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
     title = f"# {report.plain(sweep.sweep_id)}"

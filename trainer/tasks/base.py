@@ -207,7 +207,7 @@ def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
     """Raise `SplitError` with the first wrong label, if there is one."""
     found = np.asarray(labels)[wrong]
     if len(found):
-        raise SplitError(f"the label {found[0]}, {why}; correct its builder")
+        raise SplitError(f"the label {found[0]}, {why}; correct the dataset builder")
 
 
 class Task(ABC):
@@ -440,8 +440,8 @@ class Task(ABC):
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
             raise ConfigError(
-                f"its loss takes probabilities, and its last layer gives logits: add a {self.link} "
-                "to it, or compile it with a loss of from_logits=True"
+                "its loss needs probabilities, but its last layer returns logits: add a "
+                f"{self.link} to it, or compile it with a loss of from_logits=True"
             )
         if activation == "softmax" and self.output_shape[-1:] == (1,):
             raise ConfigError(
@@ -449,8 +449,8 @@ class Task(ABC):
             )
         if not self.from_probabilities and activation == self.link:
             raise ConfigError(
-                f"it must return logits; remove the {self.link} from its last layer, or compile "
-                "it with a loss that takes probabilities"
+                f"it must return logits; remove the {self.link} from its last layer, or compile it "
+                "with a loss that needs probabilities"
             )
 
 

@@ -80,7 +80,7 @@ class BinaryClassification(Sigmoid):
         is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
         if target.shape or not is_number or target.num_classes not in {0, TWO}:
             raise ConfigError(
-                f"it takes true or false, 0 or 1, or one of two classes, not {target}"
+                f"it needs true or false, 0 or 1, or one of two classes, not {target}"
             )
         super().__init__(target)
 
@@ -190,9 +190,8 @@ class BinaryClassification(Sigmoid):
         """Require one logit per example; explain how to train a model with two logits."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
-                f"its output has two columns, and {self.name} of {self.target} takes one "
-                f"logit, of {self.labels[1]!r}: end it with Dense(1), or set task.name: "
-                "classification"
+                f"its output has two columns, but {self.name} of {self.target} needs one logit, "
+                f"for {self.labels[1]!r}: end it with Dense(1), or set task.name: classification"
             )
         super().check_output(output, last)
 
@@ -201,8 +200,8 @@ class BinaryClassification(Sigmoid):
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(
-                    f"the label {self.target.name!r} has {len(counts)} values in the dataset, from "
-                    "0 on; set task.name to classification"
+                    f"the label {self.target.name!r} has {len(counts)} values in the dataset, "
+                    "starting at 0; set task.name to classification"
                 )
             missing = [name for name, count in zip(self.labels, counts, strict=False) if not count]
             if sum(counts) and (missing or len(counts) < TWO):

@@ -58,8 +58,8 @@ class Classification(Softmax):
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
-                f"the label {self.target} has values from {low:g} on, and {self.name} counts its "
-                "classes from 0; name them in a ClassLabel, or set task.name to regression"
+                f"the label {self.target} has values starting at {low:g}, but {self.name} counts "
+                "its classes from 0; name them in a ClassLabel, or set task.name to regression"
             )
         trained = self.target.counts.get("train", ())
         for split, counts in self.target.counts.items():
@@ -69,13 +69,13 @@ class Classification(Softmax):
         found = [number for number, count in enumerate(counts) if count]
         if len(found) == 1:
             raise ConfigError(
-                f"all examples of the split {split!r} have one {self.target.name!r}, "
+                f"all examples of the split {split!r} have the same {self.target.name!r}, "
                 f"{self.labels[found[0]]!r}: a model that always predicts it would be perfect there"
             )
         if unknown := [self.labels[number] for number in found if not trained[number]]:
             raise ConfigError(
                 f"the split {split!r} has examples whose {self.target.name!r} is {unknown[0]!r}, "
-                "and the training split has none"
+                "but the training split has none"
             )
 
     def check_labels(self, labels: Any) -> None:

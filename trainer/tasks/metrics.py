@@ -391,7 +391,7 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
     Counts of weighted examples may be far below 1. The function is called for a thousand resamples
-    of up to a thousand classes, and is therefore vectorized.
+    of up to a thousand classes, and therefore vectorized.
     """
     occurs = (support + predicted) > 0
     each = (

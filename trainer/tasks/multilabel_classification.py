@@ -54,7 +54,7 @@ class MultilabelClassification(Sigmoid):
         """Require a vector target with one number or bool per class."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
         if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
-            raise ConfigError(f"it takes a row of 0 and 1, one for each class, not {target}")
+            raise ConfigError(f"it needs a row of 0 and 1, one for each class, not {target}")
         super().__init__(target)
         self._classes = target.shape[0]
         named = tuple(labels) or (target.labels if len(target.labels) == self._classes else ())
@@ -139,6 +139,6 @@ class MultilabelClassification(Sigmoid):
         low, high = (self.target.moments.get(name, 0) for name in ("min", "max"))
         if low < 0 or high > 1:
             raise ConfigError(
-                f"the label {self.target} has values from {low:g} to {high:g}; "
-                f"{self.name} takes 0 and 1"
+                f"the label {self.target} has values from {low:g} to {high:g}; {self.name} needs 0 "
+                "and 1"
             )

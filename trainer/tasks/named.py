@@ -190,7 +190,7 @@ def advise_nearest(kind: str, name: str) -> str:
 def _instantiate(key: str, name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    # A user's class may raise any exception.
+    # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
             f"{key}: {name} cannot be created without arguments: {user_code.format_error(error)}; "

@@ -98,8 +98,8 @@ class Objective:
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
             raise ConfigError(
-                f"task.loss: there are several outputs ({', '.join(task.parts)}); give each its "
-                "loss in task.outputs"
+                f"task.loss: there are several outputs ({', '.join(task.parts)}); set the loss of "
+                "each in task.outputs"
             )
         self._losses = dict.fromkeys(task.parts, ("task.loss", loss)) if loss else {}
         self._named = [(name, "task.metrics", each) for name in task.parts for each in metrics]
@@ -163,7 +163,7 @@ class Objective:
         for term in self._loss.terms:
             if term.part is not None and term.part.positive_by and named.is_by_class(term.loss):
                 raise ConfigError(
-                    f"its loss takes an output for each class, and {term.part.name} of "
+                    f"its loss needs an output for each class, but {term.part.name} of "
                     f"{term.part.target} has one logit: use BinaryCrossentropy(from_logits=True), "
                     "or set task.name: classification"
                 )
@@ -191,7 +191,7 @@ class Objective:
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
         except ConfigError:
             raise
-        # User code may raise any exception.
+        # User code may raise anything.
         except Exception as error:
             hint = named.advise_sparse(each.loss for each in self._loss.terms)
             line = user_code.format_error(error)

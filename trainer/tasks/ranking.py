@@ -140,7 +140,7 @@ class QueryTally(Tally):
         rows = [
             ["all", len(np.unique(self._held[0][0]))],
             ["something was taken", len(values["ndcg"].values)],
-            ["something was taken and something not", len(values["query_auc"].values)],
+            ["some items were taken and some were not", len(values["query_auc"].values)],
         ]
         title = f"Queries, by {self._group}"
         return {

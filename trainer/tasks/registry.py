@@ -59,8 +59,8 @@ def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
         raise ConfigError(f"task.outputs: {name} has one output; set task.name to {MULTI_OUTPUT}")
     if len(dataset.targets) > 1:
         raise ConfigError(
-            f"task.name: {name} takes one label, and there are {', '.join(dataset.targets)}; "
-            f"set task.name to {MULTI_OUTPUT}, or name one of them in data.label"
+            f"task.name: {name} needs one label, but there are {', '.join(dataset.targets)}; set "
+            f"task.name to {MULTI_OUTPUT}, or name one of them in data.label"
         )
     said = OutputConfig(positive=config.positive, args=config.args)
     return {dataset.targets[0]: _Output(name, said, "task")}
@@ -69,7 +69,7 @@ def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for key in ("args", "positive"):
         if getattr(config, key):
-            raise ConfigError(f"task.{key}: each output has its own, in task.outputs")
+            raise ConfigError(f"task.{key}: each output has its own in task.outputs")
     for name in config.outputs:
         if name not in dataset.targets:
             hint = nearest(name, dataset.targets) or f" (one of {', '.join(dataset.targets)})"
@@ -136,7 +136,7 @@ def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
             of = f" of {label!r}" if name == MULTI_OUTPUT else ""
             because = _why_positive(task, target, output.said.positive)
             said.append(f"the positive class{of} is {target.labels[1]!r}, {because}")
-    return "; ".join([f"the task is {name}, since {why}", *said])
+    return "; ".join([f"the task is {name}, because {why}", *said])
 
 
 def _why_positive(task: type[Task], target: Target, said: str) -> str:
@@ -146,7 +146,7 @@ def _why_positive(task: type[Task], target: Target, said: str) -> str:
     if task.positive_by == "order":
         return "the second one"
     if len(counts) != TWO:
-        return "or the other one where that is rarer in training"
+        return "or the other class if that is rarer in training"
     if counts[0] == counts[1]:
         return f"the second one of two with {counts[1]:,} training examples each"
     return f"the rarer one, {counts[1]:,} of {sum(counts):,} training examples"
@@ -166,7 +166,7 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
         return made
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
-    # A user's task may raise any exception.
+    # A user's task may raise anything.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 
@@ -216,15 +216,19 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
             return Choice("binary_classification", f"the label {target} has two classes")
         why = f"the label {target} names a class"
         if target.num_classes == TWO:
-            why += ", of which two were counted; binary_classification has to be set"
+            why += (
+                ", of which preparation counted two; if there are only two, set task.name to "
+                "binary_classification"
+            )
         return Choice("classification", why)
     if kind in {"i", "u"} and (named or _is_per_position(dataset, target)):
-        return Choice("sequence_labelling", f"the label {target} names a class for each place")
+        return Choice("sequence_labelling", f"the label {target} names a class for each position")
     if kind in {"b", "i", "u"} and len(target.shape) == 1:
         why = f"the label {target} marks each of {target.shape[0]} classes"
         return Choice("multilabel_classification", why)
     raise ConfigError(
-        f"task.name: no task built in takes the label {target}; name another feature in data.label"
+        f"task.name: no built-in task supports the label {target}; name another feature in "
+        "data.label"
     )
 
 
@@ -262,8 +266,8 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
     given = config.training.class_weights
     if given and "" not in task.parts:
         raise ConfigError(
-            f"training.class_weights: there are several labels ({', '.join(task.parts)}); give "
-            "those with classes theirs in task.outputs, {label: {class_weights: ...}}"
+            f"training.class_weights: there are several labels ({', '.join(task.parts)}); set "
+            "the weights of each label in task.outputs, {label: {class_weights: ...}}"
         )
     found = {}
     for name, part in task.parts.items():

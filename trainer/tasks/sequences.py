@@ -57,7 +57,7 @@ class SequenceToLabel(Classification):
         shape = tuple(getattr(output, "shape", ()))
         if len(shape) > len((None, *self.output_shape)):
             raise ConfigError(
-                f"its output has a row for each place, {shape}: end the sequence by a pooling "
+                f"its output has a row for each position, {shape}: end the sequence with a pooling "
                 "layer or return_sequences=False, or set task.name to sequence_labelling"
             )
         super().check_output(output, last)
@@ -146,7 +146,7 @@ class SequenceLabelling(Softmax):
     def __init__(self, target: Target) -> None:
         """Require a target with one class number per position."""
         if not target.shape or np.dtype(target.dtype).kind not in "iub":
-            raise ConfigError(f"it takes a whole number for each place, not {target}")
+            raise ConfigError(f"it needs a whole number for each position, not {target}")
         super().__init__(target)
 
     @property
@@ -205,8 +205,8 @@ class SequenceLabelling(Softmax):
         top = int(by_place.sum(axis=0).argmax())
         rows = {
             f"always {self.labels[top]!r}": SURE * (np.arange(self.num_classes) == top),
-            "the most frequent class of each place": SURE * likeliest,
-            "each class as often as it occurs at a place": np.log(shares),
+            "the most frequent class of each position": SURE * likeliest,
+            "each class as often as it occurs at a position": np.log(shares),
         }
         return [
             Constant(answer, np.broadcast_to(row, by_place.shape).reshape(shape))

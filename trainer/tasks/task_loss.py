@@ -150,8 +150,8 @@ def _balance_classes(task: Task, names: Sequence[str]) -> Array | None:
         )
     if lacking := [name for name, count in zip(names, counts, strict=True) if not count]:
         raise ConfigError(
-            f"{BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, for "
-            "which the training split has no example; give a weight for each class"
+            f"{BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, for which "
+            "the training split has no example; give a weight for each class"
         )
     found: Array = (counts.sum() / (len(counts) * counts)).astype(np.float32)
     return found

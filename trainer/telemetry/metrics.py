@@ -47,22 +47,22 @@ from flotilla.trainer.telemetry.task_watch import TaskWatch
 Counts = Mapping[str, int]
 _GAUGES = {
     "global_step": "Updates applied",
-    "global_step_target": "Updates at which training ends",
-    "steps_per_second": "Updates of the last second or so",
-    "loss": "Mean loss of training over the last updates",
+    "global_step_target": "Global step at which training ends",
+    "steps_per_second": "Updates per second, over about the last second",
+    "loss": "Mean training loss over the last updates",
     "learning_rate": "Learning rate of the next update",
-    "remaining_seconds": "Time left at this speed",
-    "training_seconds": "Time in training steps so far, over all attempts",
+    "remaining_seconds": "Estimated time left at the current speed",
+    "training_seconds": "Time spent in training steps so far, over all attempts",
     "epoch": "Passes over the training examples so far",
-    "progress_timestamp_seconds": "When the last update was seen",
-    "attempt_examples": "Examples that the workers took in this attempt",
+    "progress_timestamp_seconds": "Time of the last update",
+    "attempt_examples": "Examples that the workers read in this attempt",
     "strategy_metric": "Further metrics of the strategy by name",
     "validation_metric": "The last validation, by metric",
     "validation_global_step": "Global step of the last validation",
     "checkpoint_global_step": "Global step of the newest published checkpoint",
-    "checkpoint_timestamp_seconds": "When the newest checkpoint was published",
+    "checkpoint_timestamp_seconds": "Time at which the newest checkpoint was published",
     "checkpoint_age_seconds": "Time since the newest checkpoint was published",
-    "tasks_alive": "Tasks that answer, this one included, by role",
+    "tasks_alive": "Tasks that respond, including this one, by role",
     "tasks_expected": "Tasks of the cluster",
 }
 
@@ -127,7 +127,7 @@ class RunMetrics(Collector):
             yield CounterMetricFamily(f"flotilla_{name}", words, counts[kind])
         yield SummaryMetricFamily(
             "flotilla_checkpoint_pause_seconds",
-            "How long training waited for checkpoints",
+            "Time for which training waited for checkpoints",
             count_value=counts[Saved],
             sum_value=self._pause,
         )
@@ -257,4 +257,4 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
             metrics.set_checkpoint(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
         # Only log the error, because the next published checkpoint sets this value anyway.
-        log.warning("the age of the newest checkpoint is not known: %s", error)
+        log.warning("the age of the newest checkpoint is unknown: %s", error)

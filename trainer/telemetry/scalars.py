@@ -103,7 +103,9 @@ class TensorBoardLog:
         try:
             yield
         except tf.errors.OpError as error:
-            log.warning("no more metrics for TensorBoard: %s", error.message.splitlines()[0])
+            log.warning(
+                "metrics for TensorBoard are no longer written: %s", error.message.splitlines()[0]
+            )
             self._is_broken = True
             self._writers.clear()
 

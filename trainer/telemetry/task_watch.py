@@ -120,7 +120,7 @@ class TaskWatch:
             try:
                 self.look()
             except Exception as error:
-                log.warning("the tasks of the cluster are not counted: %s", error)
+                log.warning("the tasks of the cluster cannot be counted: %s", error)
                 return
             self._over.wait(pause)
 

@@ -62,7 +62,7 @@ class Hub:
     def check(self) -> str:
         """Return a line that confirms that the registry answers; raises `UserError` if not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
-        return f"the model registry answers at {mask(self._home)}"
+        return f"the model registry responds at {mask(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
         """Register a promoted version and return its id in the registry; raises `UserError`."""

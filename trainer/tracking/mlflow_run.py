@@ -328,7 +328,7 @@ def health() -> str:
     import requests
 
     if find_spec("mlflow") is None:
-        raise UserError("MLFLOW_TRACKING_URI is set, and the extra mlflow is not installed")
+        raise UserError("MLFLOW_TRACKING_URI is set, but the extra mlflow is not installed")
     address = os.environ[addresses.URI]
     if not address.startswith(("http://", "https://")):
         return f"MLflow writes to {mask(address)}"
@@ -337,7 +337,7 @@ def health() -> str:
     try:
         answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)
     except (requests.RequestException, ValueError) as error:
-        raise UserError(f"{mask(url)} does not answer: {type(error).__name__}") from None
+        raise UserError(f"{mask(url)} does not respond: {type(error).__name__}") from None
     if answer.status_code != requests.codes.ok:
-        raise UserError(f"{mask(url)} answers {answer.status_code}: is it a server of MLflow?")
+        raise UserError(f"{mask(url)} returns status {answer.status_code}: is it an MLflow server?")
     return f"MLflow answers at {mask(address)}"

@@ -48,8 +48,8 @@ def announce(
             words = f"no answer within {seconds:g} s"
         if words:
             log.warning(
-                "%s does not know that version %d of %s was promoted: %s; the promotion holds, and "
-                "the next run or promotion of this model reports it again",
+                "%s does not know that version %d of %s was promoted: %s; the promotion is "
+                "valid, and the next run or promotion of this model reports it again",
                 name,
                 model.version,
                 model.name,

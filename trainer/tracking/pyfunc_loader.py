@@ -85,7 +85,7 @@ class Predictor:
         data = pd.DataFrame(data) if isinstance(data, list) else data
         needed = [each["feature"] for each in self._inputs if not each["length_of"]]
         if absent := [name for name in needed if name not in data]:
-            raise ValueError(f"no column {absent[0]!r}: the model takes {', '.join(needed)}")
+            raise ValueError(f"no column {absent[0]!r}: the model needs {', '.join(needed)}")
         return {name: data[name] for name in features if name in data}
 
     def _answer(self, columns: Mapping[str, Any]) -> pd.DataFrame:

@@ -41,7 +41,7 @@ from flotilla.trainer.tracking.mlflow_run import (
 CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
-    "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
+    "MLFLOW_TRACKING_URI is set, but the package for it is not installed, so nothing is tracked; "
     "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
 )
 # Maximum number of points of a curve, the same as the number of rows of a history.
@@ -192,7 +192,7 @@ class Tracker:
             is_done = not thread.is_alive() and not self._pending
             self._is_over = True
         if not is_done:
-            self._warn(TimeoutError(f"no answer within {seconds:g} s"))
+            self._warn(TimeoutError(f"no response within {seconds:g} s"))
         return is_done
 
     def note(self, more: Pending) -> None:
@@ -243,8 +243,8 @@ class Tracker:
             return
         words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
-            "MLflow at %s does not accept the data of this run (%s); the run continues, and "
-            "sends the missing data later, or the next run sends it",
+            "MLflow at %s does not accept the data of this run (%s); the run continues, and it "
+            "or the next run sends the missing data later",
             self._target.url,
             words,
         )

@@ -50,8 +50,8 @@ class ModelView:
     def __getattr__(self, name: str) -> Any:
         """Reject all other attributes of a Keras model."""
         raise CallbackError(
-            f"{KEY}: a callback uses model.{name}; callbacks have metrics and "
-            "model.stop_training, since a strategy may keep the variables on other tasks"
+            f"{KEY}: a callback uses model.{name}; callbacks can use only metrics and "
+            "model.stop_training, because a strategy may keep the variables on other tasks"
         )
 
 
@@ -117,7 +117,7 @@ def _find_class(name: str) -> type[keras.callbacks.Callback]:
     if unsupported := list(_list_unsupported(found)):
         raise ConfigError(
             f"{KEY}: {name} has {unsupported[0]}, which is never called: batches are trained in "
-            f"graphs of other processes; use {', '.join(CALLED)}"
+            f"graphs in other processes; use {', '.join(CALLED)}"
         )
     return found
 

@@ -134,7 +134,7 @@ def _require_known_lengths(model: keras.Model) -> None:
         if None in given.shape[1:]:
             raise ConfigError(
                 f"training.jit_compile: the input {given.name} varies in length, and XLA compiles "
-                "the step again for each length; set it to false, or give data.shapes a length"
+                "the step again for each length; set it to false, or set a length in data.shapes"
             )
 
 
@@ -150,7 +150,7 @@ def _require_memory(config: Config, model: keras.Model) -> None:
     if size > pods * amount(limit):
         raise ConfigError(
             f"cluster.kubernetes: the variables of model {config.model.name} are {size / 1e9:.3g} "
-            f"GB, and the memory of {pods} {role} is limited to {limit} each; give them more"
+            f"GB, but the memory of {pods} {role} is limited to {limit} each; raise the limit"
         )
 
 
@@ -158,9 +158,9 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
     name, strategy = f"model {config.model.name}", config.training.strategy
     if strategy not in OWN_STEP:
         raise ConfigError(
-            f"{name}: it has a custom train_step, which {' and '.join(OWN_STEP)} run, and not "
-            f"training.strategy {strategy}: each step there is made of parts; write a "
-            "compute_loss instead, which applies under every strategy"
+            f"{name}: it has a custom train_step, which only {' and '.join(OWN_STEP)} can run, not "
+            f"training.strategy {strategy}; write a compute_loss instead, which works under every "
+            "strategy"
         )
     if config.training.jit_compile:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _require_compiler(config: Config, objective: Objective) -> None:
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
-            f"model {config.model.name}: it is compiled with jit_compile=True, and "
+            f"model {config.model.name}: it is compiled with jit_compile=True, but "
             "training.jit_compile is false; set it there, or leave it out of compile"
         )
     if config.training.optimizer.name == OF_MODEL:

@@ -180,7 +180,10 @@ def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | 
     saved = found.fields.get(INPUT_POSITION) if found else None
     if not problem.stream:
         if found and saved:
-            log.warning("not using the input position of %s: data.partition", found.uri)
+            log.warning(
+                "not using the input position of %s, because data.partition is not dynamic",
+                found.uri,
+            )
         return None
     return problem.stream.resume(saved, found.uri) if found else problem.stream
 

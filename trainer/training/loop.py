@@ -414,7 +414,7 @@ class _OuterLoop:
         main = self._early_stopping.main
         if main.name not in metrics and not self._goes_by_loss:
             self._goes_by_loss = True
-            log.info("comparing validations by loss, since they do not measure %s", main.name)
+            log.info("comparing validations by loss, because they do not measure %s", main.name)
         return {f"{VALIDATION}{name}": value for name, value in metrics.items()}
 
     def _note_validation(self, row: dict[str, Any]) -> None:

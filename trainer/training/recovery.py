@@ -88,17 +88,18 @@ class Recovery:
         auto_loses = self._config.cluster.recovery == "auto" and state.living != state.servers
         reasons = {
             "the chief was assigning values": not living,
-            "no other server has variables": not any(each.held for each in living),
+            "no other server holds variables": not any(each.held for each in living),
             # A user who deletes a checkpoint does not want values from later training.
             "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )
             > self._checkpoints.newest_step(),
-            "no living server has the global step": reached < 0,
+            "no running server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
             # Otherwise, the lost server's variables would end with fewer updates than they had.
-            "cluster.recovery is auto, and its values go back further than the steps that "
-            "are left": auto_loses and left < back,
+            "cluster.recovery is auto, and its values would go back more steps than remain": (
+                auto_loses and left < back
+            ),
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 

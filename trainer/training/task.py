@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a task."""
     parser.add_argument("--dataset", required=True, metavar="URI")
     parser.add_argument("--checkpoints", required=True, metavar="URI")
-    flags = parser.add_argument_group("the cluster and this task, where TF_CONFIG is not set")
+    flags = parser.add_argument_group("the cluster and this task, if TF_CONFIG is not set")
     for role in _HOSTS:
         flags.add_argument(f"--{role}_hosts", default="", metavar="HOST:PORT,...")
     flags.add_argument("--job_name", default="", metavar="ROLE")

@@ -100,14 +100,14 @@ def _require_attributes(task: Task) -> None:
     for name, kind in (("name", str), ("main_metric", str), ("directions", Mapping)):
         example = "a mapping from metric to direction" if kind is Mapping else "a text"
         holds = isinstance(getattr(task, name, None), kind)
-        _require(holds, f"its attribute {name} has to be {example}")
+        _require(holds, f"its attribute {name} must be {example}")
     allowed = get_args(Direction)
     for metric, direction in task.directions.items():
         _require(
             direction is None or direction in allowed,
-            f"directions: the direction of {metric!r} is {direction!r}; it has to be "
-            f"{' or '.join(map(repr, allowed))}, or None where neither is better"
-            f"{nearest(str(direction), allowed)}",
+            f"directions: the direction of {metric!r} is {direction!r}; it must be "
+            f"{' or '.join(map(repr, allowed))}, or None if neither is "
+            f"better{nearest(str(direction), allowed)}",
         )
     _require(
         {LOSS: "lower", **task.directions}.get(task.main_metric),
@@ -117,19 +117,19 @@ def _require_attributes(task: Task) -> None:
     shape = call_user_code("output_shape()", lambda: task.output_shape)
     _require(
         isinstance(shape, tuple) and all(isinstance(size, int) for size in shape),
-        f"output_shape is {shape!r}; it has to be a tuple of whole numbers",
+        f"output_shape is {shape!r}; it must be a tuple of whole numbers",
     )
     cost = call_user_code("chance_loss()", task.chance_loss)
     _require(
         isinstance(cost, float | int) and math.isfinite(cost) and cost > 0,
-        f"chance_loss() is {cost!r}; it has to be a number above zero",
+        f"chance_loss() is {cost!r}; it must be a number above zero",
     )
 
 
 def _require_loss(task: Task, whole: Part) -> None:
     loss = call_user_code("loss()", task.loss)
     is_loss = isinstance(loss, keras.losses.Loss)
-    _require(is_loss, f"loss() is a {type(loss).__name__}; it has to be a keras.losses.Loss")
+    _require(is_loss, f"loss() is a {type(loss).__name__}; it must be a keras.losses.Loss")
 
     def call() -> Any:
         labels = task.loss_labels(tf.constant(whole.labels))
@@ -138,14 +138,14 @@ def _require_loss(task: Task, whole: Part) -> None:
     each = call_user_code("loss()", call)
     _require(
         each.shape.rank and each.shape[0] == EXAMPLES,
-        f"its loss gives a value of shape {tuple(each.shape)} for {EXAMPLES} examples: call() "
-        "has to return one for each, which weights of examples count",
+        f"its loss returns a value of shape {tuple(each.shape)} for {EXAMPLES} examples: call() "
+        "must return one value per example, so that example weights apply",
     )
     losses = call_user_code("example_losses()", task.example_losses, whole.labels, whole.outputs)
     _require(
         np.shape(losses) == (EXAMPLES,),
-        f"example_losses() has shape {np.shape(losses)} for {EXAMPLES} examples; it has to "
-        f"be ({EXAMPLES},)",
+        f"example_losses() has shape {np.shape(losses)} for {EXAMPLES} examples; it must be "
+        f"({EXAMPLES},)",
     )
 
 
@@ -154,7 +154,7 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
-        _require(is_metric, f"metrics() has a {kind}; each item has to be a keras.Metric")
+        _require(is_metric, f"metrics() has a {kind}; each item must be a keras.Metric")
     objective = Objective(task)
     at_once, *parts = (
         call_user_code("metrics()", objective.sums, each)
@@ -167,8 +167,8 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
         _require(
             np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
             f"its {'loss' if name == LOSS else f'metric {name!r}'} of {EXAMPLES} examples is "
-            f"{value:g}, and {other:g} where its states over two parts of them are added: "
-            "a state has to be a sum over the examples, a loss the mean",
+            f"{value:g}, and {other:g} if its states over two parts of them are added: a state "
+            "must be a sum over the examples, a loss the mean",
         )
 
 
@@ -184,11 +184,12 @@ def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> Non
 def _require_answers(task: Task, outputs: Array) -> None:
     answers = call_user_code("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
     is_named = isinstance(answers, Mapping) and answers
-    _require(is_named, "answers() has to return tensors by the name of a column")
+    _require(is_named, "answers() must return tensors by column name")
     for name, each in answers.items():
         _require(
             isinstance(each, tf.Tensor) and each.shape[:1] == [EXAMPLES],
-            f"answers(): the first axis of {name!r} has to be that of the outputs, the examples",
+            f"answers(): the first axis of {name!r} must be the first axis of the outputs, the "
+            "examples",
         )
     arrays = {name: each.numpy() for name, each in answers.items()}
     again = call_user_code("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
@@ -198,7 +199,7 @@ def _require_answers(task: Task, outputs: Array) -> None:
     )
     _require(
         before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
-        "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion, "
+        "outputs_of(answers(outputs)) returns other predictions than the outputs, so a champion, "
         "of which only the answers are known, would be evaluated as another model",
     )
 

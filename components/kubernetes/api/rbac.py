@@ -108,9 +108,8 @@ def may_isolate(api: Api, namespace: str) -> bool:
 def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
     """Return the message about missing permissions, with the commands that grant them."""
     return (
-        f"{user} lacks permissions in the namespace {namespace}: "
-        f"{', '.join(map(str, missing))}; no job is launched. Grant it: "
-        f"{format_grant(namespace, user, LAUNCHER)}"
+        f"{user} lacks permissions in the namespace {namespace}: {', '.join(map(str, missing))}; "
+        f"no job is launched. Grant them: {format_grant(namespace, user, LAUNCHER)}"
     )
 
 

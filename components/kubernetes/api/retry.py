@@ -52,7 +52,7 @@ def call_with_retry(
 
     def warn(state: tenacity.RetryCallState) -> None:
         is_silent = isinstance(_error(state), SilentControllerError)
-        what = "the controller does not answer" if is_silent else "the API is unreachable"
+        what = "the controller does not respond" if is_silent else "the API is unreachable"
         log.warning("%s, retrying: %s", what, _error(state))
 
     retrying = tenacity.Retrying(
@@ -91,15 +91,15 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
     if error.is_missing:
         return "correct the namespace: flotilla doctor shows which one is missing"
     if error.code == HTTPStatus.FORBIDDEN and " cannot " in str(error):
-        return "deploy/ holds the permissions that the step's service account needs"
+        return "deploy/ contains the permissions that the step's service account needs"
     return ""
 
 
 def describe_foreign_deletion(job: str) -> str:
     """Return the message for a job that was deleted by someone other than this launcher."""
     return (
-        f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
-        "flotilla run --resume, trains on from its newest checkpoint"
+        f"the job {job} was deleted by someone else, so the run ends; to continue from its newest "
+        "checkpoint, use Retry in the KFP UI or flotilla run --resume"
     )
 
 

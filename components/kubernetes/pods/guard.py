@@ -193,7 +193,7 @@ def watch_as_leader(
     if watched:
         launcher_watch.start(ending, watched)
     look = PeerNames(cluster).look
-    Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
+    Loop(look, LOOK_SECONDS, name="names", failing="task names are not checked").start()
     return watched
 
 

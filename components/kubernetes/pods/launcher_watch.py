@@ -95,7 +95,7 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
     look = partial(_look, guard, api, watched["job"], limit, HeartbeatAge())
     if look():
         pause = limit / READS_PER_LIMIT
-        failing = "the launcher's heartbeat is not read"
+        failing = "the launcher's heartbeat cannot be read"
         Loop(look, pause, name="launcher", failing=failing).start()
 
 

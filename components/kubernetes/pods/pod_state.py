@@ -35,7 +35,7 @@ _ENDED_PHASES = ("Succeeded", "Failed")
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": "evicted",
     "PreemptionByScheduler": "preempted",
-    "DeletionByTaintManager": "deleted for a taint of its node",
+    "DeletionByTaintManager": "deleted because of a taint on its node",
     "DeletionByPodGC": "deleted after the loss of its node",
     "TerminationByKubelet": "evicted",
 }

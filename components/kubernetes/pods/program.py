@@ -50,7 +50,7 @@ _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
 #: The warning at the start of a run without the agent.
 WITHOUT_AGENT = (
-    "program.python is empty: Kubernetes alone restarts the program, and neither its checkpoints "
+    "program.python is empty: only Kubernetes restarts the program, and neither its checkpoints "
     "nor its model are published"
 )
 # Placeholders that have no value without the agent.
@@ -69,8 +69,9 @@ def check(config: Config) -> None:
     if not config.program.python:
         if config.program.after_training == EVALUATE:
             raise ConfigError(
-                "program.after_training: evaluate needs a model, which Flotilla's agent publishes "
-                "with a Python in the image: set program.python, or program.after_training=stop"
+                "program.after_training: evaluate needs a model, which Flotilla's agent "
+                "publishes, using Python in the image: set program.python, or "
+                "program.after_training=stop"
             )
         for text in config.program.command:
             _require_no_agent("command", text)
@@ -196,6 +197,6 @@ def _require_no_agent(name: str, text: str) -> None:
     for each in _OF_AGENT:
         if f"{{{each}}}" in text:
             raise ConfigError(
-                f"program.{name}: {{{each}}} is made by Flotilla's agent, which needs a Python in "
-                "the image: set program.python, or leave the placeholder out"
+                f"program.{name}: {{{each}}} is replaced by Flotilla's agent, which needs Python "
+                "in the image: set program.python, or leave the placeholder out"
             )

@@ -128,6 +128,6 @@ def _instead(client: Client, run: RemoteRun, step: Step) -> str:
     namespace = client.access.namespace or "kubeflow"
     if run.has_ended:
         records = storage.join(run.at, STEPS) if run.at else ""
-        where = f"what the step reported is below {records}" if records else "see `flotilla status`"
+        where = f"the step's records are below {records}" if records else "see `flotilla status`"
         return f"KFP removes pods with their logs an hour after the end; {where}"
-    return f"read it by `kubectl logs -n {namespace} {step.pod or '-'} -c main`"
+    return f"read it with `kubectl logs -n {namespace} {step.pod or '-'} -c main`"

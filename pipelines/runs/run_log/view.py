@@ -272,7 +272,7 @@ def _describe_event(event: Event) -> list[str]:
             again = f" again, for the {event.number}th time" if event.number > 1 else ""
             return [f"run {event.run_id} begins{again}"]
         case events.Interrupted():
-            return ["the run is asked to end"]
+            return ["the run is being cancelled"]
         case events.AttemptBegin() if not event.resumed:
             epochs = f" ({event.epochs:.3g} epochs)" if event.epochs else ""
             return [f"training begins: {event.steps} steps{epochs}"]

@@ -68,7 +68,7 @@ def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, capl
     message = Attempt(suspended(operator=3, queueing=5)).failure()
     assert message.startswith(
         "the job was not admitted after 5 s (cluster.kubernetes.deadlines.queueing): it is "
-        "suspended; Kueue admits it once its queue has room: kubectl get workloads"
+        "suspended until its Kueue queue has capacity: kubectl get workloads"
     )
     assert caplog.messages.count("the job is suspended: it waits for admission") == 1
     kube.wait_until_deleted()
@@ -98,8 +98,8 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     ("reason", "words", "remedy"),
     [
         ("ImagePullBackOff", PULL, "correct --image or cluster.kubernetes.pod.image, or name"),
-        ("CreateContainerConfigError", 'secret "keys" not found', "correct what it names, or"),
-        ("CreateContainerError", "no such file", "correct what it names, or"),
+        ("CreateContainerConfigError", 'secret "keys" not found', "correct what the message names"),
+        ("CreateContainerError", "no such file", "correct what the message names"),
     ],
 )
 def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason, words, remedy):
@@ -270,7 +270,7 @@ class TestStart:
     def test_admission(self, deadlines):
         deadlines.take_up()
         deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
-        assert deadlines.start([])[1].startswith("it is suspended; Kueue admits it once its queue")
+        assert deadlines.start([])[1].startswith("it is suspended until its Kueue queue")
 
     def test_pods_that_are_not_made(self, deadlines):
         pods = [of_state("chief-0", running={})]
@@ -305,7 +305,8 @@ class TestStart:
     def test_the_first_step(self, deadlines):
         pods = [of_state("chief-0", running={}), of_state("worker-0", running={})]
         deadlines.observe(pods)
-        assert deadlines.start(pods) == (2, "all tasks run, and training has made no step yet")
+        said = "all tasks are running, but training has made no step yet"
+        assert deadlines.start(pods) == (2, said)
         assert not deadlines.is_training
         # A Service that belongs to another job may occupy this name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
@@ -334,7 +335,7 @@ def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypa
 
     kube.store.wait(lambda: said(words))
     kube.run_all()
-    kube.store.wait(lambda: said("all tasks run, and training has made no step yet"))
+    kube.store.wait(lambda: said("all tasks are running, but training has made no step yet"))
     kube.finish("chief-0", 0)
     attempt.succeed()
     assert said("", over=True)

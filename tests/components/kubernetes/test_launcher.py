@@ -37,7 +37,7 @@ from tests.planted import SECRETS, found_in, plant
 
 @pytest.mark.parametrize("key", ["in_process", "existing_servers"])
 def test_servers_that_are_not_pods_are_refused(key):
-    with pytest.raises(ConfigError, match=f"cluster.{key}: not with cluster.launcher tfjob"):
+    with pytest.raises(ConfigError, match=f"cluster.{key}: not supported with"):
         launchers.launch(job_of({"cluster": {key: True}}))
 
 
@@ -69,7 +69,7 @@ def test_a_chief_that_ends_with_0_is_believed_by_its_record_alone(kube, tmp_path
         kube.finish("chief-0", 0)
         error = launched.exception(SECONDS)
     assert isinstance(error, UserError)
-    assert str(error).startswith("chief-0 ended with exit code 0 before training was over: ")
+    assert str(error).startswith("chief-0 ended with exit code 0 before training was complete: ")
     kube.wait_until_deleted()
 
 
@@ -297,7 +297,7 @@ def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):
 def test_a_job_that_is_deleted_before_its_first_heartbeat_is_said_to_be(kube):
     kube.faults.add("PATCH .*leases", 404)
     message = Attempt(job_of(settings())).failure()
-    assert "was deleted by someone else, which ends the run; Retry in the KFP UI" in message
+    assert "was deleted by someone else, so the run ends; to continue from its newest" in message
     assert "namespace" not in message
 
 
@@ -375,13 +375,13 @@ def test_without_permission_for_events_everything_else_works(kube):
     kube.run_all()
     kube.finish("worker-0", 137)
     message = attempt.failure()
-    assert "its events may not be read with these permissions" in message
+    assert "these permissions do not allow reading its events" in message
     kube.wait_until_deleted()
 
 
 def test_without_permission_to_watch_the_message_names_the_remedy(kube):
     kube.faults.add("GET .*pods.*watch=", 403)
-    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failure()
+    assert "deploy/ contains the permissions" in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 
@@ -464,7 +464,7 @@ def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
 
 def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
     kube.faults.add("POST .*tfjobs", 403)
-    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failure()
+    assert "deploy/ contains the permissions" in Attempt(job_of(settings())).failure()
 
 
 @pytest.fixture

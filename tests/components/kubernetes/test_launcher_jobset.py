@@ -180,9 +180,7 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
     kube.install_jobset(replicas=0)
     evict(kube, "worker-0")
     kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
-    assert (
-        "the JobSet controller is not running, or refused the pod; see: kubectl get" in caplog.text
-    )
+    assert "the JobSet controller is not running or rejected it; see: kubectl get" in caplog.text
     kube.install_jobset()
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)
@@ -370,7 +368,7 @@ class TestRefused:
         kube.install_jobset("v0.2.0", lacks=["spec.ttlSecondsAfterFinished"])
         message = Attempt(job_of(tree_of())).failure()
         assert 'unknown field "spec.ttlSecondsAfterFinished"' in message
-        assert "the JobSet of this cluster is too old for this field" in message
+        assert "the JobSet version of this cluster is too old for this field" in message
         assert not kube.jobsets()
 
     def test_a_webhook_that_nobody_answers_is_named(self, kube):
@@ -404,7 +402,9 @@ class TestRefused:
             finish(kube, attempt)
             return
         message = Attempt(job_of(tree_of())).failure()
-        assert message.startswith(f"the Service {name} already exists and belongs to no JobSet, so")
+        assert message.startswith(
+            f"the Service {name} already exists and does not belong to a JobSet"
+        )
         assert f"kubectl delete service {name}" in message
         assert not kube.jobsets()
 
@@ -457,7 +457,7 @@ def test_a_job_past_its_deadline_names_the_setting(kube):
     )
     kube.end_deleted()
     message = fail(kube, attempt)
-    assert "was not done after 600 s (cluster.kubernetes.job.active_deadline_seconds)" in message
+    assert "not finished after 600 s (cluster.kubernetes.job.active_deadline_seconds)" in message
 
 
 def test_a_failed_job_says_which_child_failed_it(kube):

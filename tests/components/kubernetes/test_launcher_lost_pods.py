@@ -98,7 +98,7 @@ def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
     [
         ("EvictionByEvictionAPI", "evicted"),
         ("PreemptionByScheduler", "preempted"),
-        ("DeletionByTaintManager", "deleted for a taint of its node"),
+        ("DeletionByTaintManager", "deleted because of a taint on its node"),
         ("SomethingNew", "deleted"),
     ],
 )
@@ -199,7 +199,7 @@ def test_an_exceeded_deadline_is_no_loss(kube):
         job["status"]["startTime"] = "2020-01-01T00:00:00Z"
 
     kube.store.change("tfjobs", NAMESPACE, kube.job()["metadata"]["name"], began_long_ago)
-    assert "was not done after 600 s" in failure(kube, attempt)
+    assert "was not finished after 600 s" in failure(kube, attempt)
     kube.wait_until_deleted()
 
 
@@ -208,7 +208,7 @@ def test_a_job_that_someone_deletes_is_not_made_again(kube, restarts):
     job = kube.job()["metadata"]["name"]
     kube.store.delete("tfjobs", NAMESPACE, job)
     message = failure(kube, attempt)
-    assert message.startswith(f"the job {job} was deleted by someone else, which ends the run")
+    assert message.startswith(f"the job {job} was deleted by someone else, so the run ends")
     assert not restarts()
     kube.wait_until_deleted()
 

@@ -65,7 +65,7 @@ def test_a_worker_that_ends_with_0_during_training_fails_the_job(kube, tmp_path)
     name = kube.pod("worker-0")["metadata"]["name"]
     kube.finish("worker-0", 0)
     assert attempt.failure().startswith(
-        f"worker-0 (pod {name}) ended with exit code 0 before training was over: "
+        f"worker-0 (pod {name}) ended with exit code 0 before training was complete: "
     )
     kube.wait_until_deleted()
 
@@ -172,7 +172,7 @@ def test_an_exceeded_active_deadline_is_reported(kube):
         "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "TFJobFailed", words)
     )
     assert attempt.failure() == (
-        f"the job {job} was not done after 604800 s "
+        f"the job {job} was not finished after 604800 s "
         f"(cluster.kubernetes.job.active_deadline_seconds): {words}"
     )
     kube.wait_until_deleted()
@@ -211,8 +211,8 @@ def test_the_deletion_by_someone_else_is_reported(kube):
     kube.run_all()
     kube.store.delete("tfjobs", NAMESPACE, job)
     assert attempt.failure() == (
-        f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
-        "flotilla run --resume, trains on from its newest checkpoint"
+        f"the job {job} was deleted by someone else, so the run ends; to continue from its newest "
+        "checkpoint, use Retry in the KFP UI or flotilla run --resume"
     )
     kube.wait_until_deleted()
 
@@ -231,7 +231,7 @@ def test_training_without_progress_is_ended(kube):
 def test_training_that_takes_too_long_is_ended(kube):
     attempt = watching_attempt(kube, running=2)
     kube.run_all()
-    assert "not done after 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
+    assert "not finished after 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
     kube.wait_until_deleted()
 
 

@@ -247,7 +247,7 @@ def test_a_refused_run(run):
     run.events(*done("check_gate", uri=uri, metrics={"decision": "refused"}))
     page = run.report("SUCCEEDED")
     assert verdict(page) == "refused"
-    assert "Accuracy is 0.9625; it has to be at least 0.99 (gate.min)." in page.text
+    assert "Accuracy is 0.9625; it must be at least 0.99 (gate.min)." in page.text
 
 
 def test_a_run_that_failed_before_training(run):
@@ -358,7 +358,7 @@ def test_a_damaged_decision_is_left_out(run, caplog, damage):
     assert verdict(page) == "failed"
     assert "export_model: no space" in page.text
     assert page.heads() == ["Test metrics", "Steps and lineage"]
-    assert "left out of the report: " in caplog.text
+    assert "omitted from the report: " in caplog.text
     assert "decision.json" in caplog.text
 
 
@@ -366,7 +366,7 @@ def test_what_was_published_as_no_json_is_left_out(run, caplog):
     run.publish("decision", "decision.json", ["not", "a mapping"])
     run.publish("evaluation", "metrics.json", {"metrics": None})
     assert run.report("FAILED").heads() == []
-    assert "left out of the report: " in caplog.text
+    assert "omitted from the report: " in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
@@ -397,7 +397,7 @@ def test_a_store_that_cannot_be_read_is_left_out(run, caplog):
     run.config(Config().model_dump_json())
     run.root = storage.uri_of(run.folder / "config.json")
     assert verdict(run.report("FAILED")) == "failed"
-    assert "left out of the report: " in caplog.text
+    assert "omitted from the report: " in caplog.text
 
 
 def test_damaged_events_are_left_out(run):

@@ -244,7 +244,7 @@ def test_sigterm_interrupts_the_step(start, emitted):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate()
     assert process.returncode == 130
-    assert err == "flotilla: prepare_data: interrupted before the step was done\n"
+    assert err == "flotilla: prepare_data: interrupted before the step was finished\n"
     assert not out
     assert emitted()[-1].status == "interrupted"
 
@@ -257,7 +257,7 @@ def test_a_library_that_catches_every_exception_does_not_hide_it(start, emitted,
     process.send_signal(number)
     process.communicate()
     assert process.returncode == 130
-    assert emitted()[-1].error == "interrupted before the step was done"
+    assert emitted()[-1].error == "interrupted before the step was finished"
 
 
 def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
@@ -304,7 +304,7 @@ def test_a_request_that_comes_between_two_stages_is_on_record_as_the_end_of_the_
         check=False,
     )  # fmt: skip
     assert ended.returncode == 130
-    assert ended.stderr == "flotilla: prepare_data: interrupted before the step was done\n"
+    assert ended.stderr == "flotilla: prepare_data: interrupted before the step was finished\n"
     ends = [each for each in emitted() if isinstance(each, StepEnd)]
     assert [(each.step, each.status) for each in ends] == [
         ("resolve_config", "done"), ("prepare_data", "interrupted"),
@@ -500,7 +500,7 @@ def test_a_request_to_end_during_the_pause_ends_it(at):
         process.kill()
         process.communicate()
     assert process.returncode == 130
-    assert err.endswith("\nflotilla: train_model: interrupted before the step was done\n")
+    assert err.endswith("\nflotilla: train_model: interrupted before the step was finished\n")
     (found,) = read(at, well=False)
     assert (found.status, found.tries) == ("interrupted", 2)
 

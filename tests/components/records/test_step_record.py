@@ -539,7 +539,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.verdict == "failed"
     # A step that was cancelled while the store was unavailable leaves the same records.
-    said = "train_model: it began and recorded no end: it was stopped with the run, or its"
+    said = "train_model: it started but recorded no end: it was stopped with the run, its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text
     assert "KFP says: OOMKilled \\(exit code 137\\)" in summary
@@ -552,7 +552,7 @@ def test_a_state_that_kfp_lost_count_of_does_not_hide_a_killed_pod(pod, pods):
     process.communicate()
     page, _ = pods.finished("RUNNING")
     assert page.verdict == "failed"
-    assert "train_model: it began and recorded no end" in page.text
+    assert "train_model: it started but recorded no end" in page.text
 
 
 def test_a_pod_that_is_asked_to_end_says_so(pod, pods):
@@ -562,7 +562,7 @@ def test_a_pod_that_is_asked_to_end_says_so(pod, pods):
     assert process.returncode == 130
     page, summary = pods.finished("CANCELED")
     assert page.verdict == "interrupted"
-    assert "train\\_model: interrupted before the step was done" in summary
+    assert "train\\_model: interrupted before the step was finished" in summary
 
 
 def test_a_pod_that_was_killed_between_two_stages_is_said_to_be(pods):

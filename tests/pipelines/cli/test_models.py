@@ -106,7 +106,7 @@ def test_what_is_no_checkpoint_is_one_line(tmp_path, capsys):
     folder.mkdir()
     storage.publish(folder, storage.uri_of(tmp_path / "m"), kind="model", fields={})
     code, _, err = show(capsys, storage.uri_of(tmp_path / "m"))
-    assert (code, "of kind 'model' and not a checkpoint" in err) == (1, True)
+    assert (code, "is a model, not a checkpoint" in err) == (1, True)
     code, _, err = show(capsys, "nope", "--workdir", str(tmp_path / "runs"))
     assert (code, "no run 'nope' below" in err) == (2, True)
 

@@ -193,7 +193,7 @@ def test_an_expired_token(kube, of_job):
     kube.faults.add("", 401)
     report = of_job()
     assert report.failed() == ["Kubernetes API"]
-    assert "does not know the caller, or no longer" in report["Kubernetes API"]["message"]
+    assert "does not accept the credentials" in report["Kubernetes API"]["message"]
     assert report["Kubernetes API"]["remedy"] == "kubectl auth whoami"
     assert {report.states()[name] for name in OF_THE_CLUSTER} == {"skipped"}
     assert report["quota"]["message"] == "it needs Kubernetes API"
@@ -222,7 +222,7 @@ def test_an_api_that_is_not_there(kube, of_job):
 def test_something_else_at_its_address(kube, of_job):
     kube.faults.add("/version", 404)
     report = of_job()
-    assert "is no Kubernetes API" in report["Kubernetes API"]["message"]
+    assert "is not a Kubernetes API" in report["Kubernetes API"]["message"]
 
 
 @pytest.mark.slow
@@ -350,7 +350,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
     instance.closed[EXPERIMENTS] = 403
     report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
     assert report.failed() == ["KFP instance"]
-    assert "does not permit it: give --namespace" in of(report)["message"]
+    assert "but denies the request: give --namespace" in of(report)["message"]
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
@@ -400,7 +400,7 @@ def test_an_endpoint_that_is_none(doctor):
 
 def test_without_an_instance_the_option_is_named(doctor):
     assert of(doctor())["state"] == "skipped"
-    assert "give --endpoint" in of(doctor())["message"]
+    assert "add --endpoint" in of(doctor())["message"]
 
 
 AWAY = "http://127.0.0.1:1"
@@ -419,7 +419,7 @@ def test_trackers_are_checked_only_where_they_are_named(doctor, monkeypatch):
     assert found["MLflow"]["state"] == "warn"
     assert found.code == 0
     message = found["MLflow"]["message"]
-    assert f"{AWAY}/health does not answer: ConnectionError" in message
+    assert f"{AWAY}/health does not respond: ConnectionError" in message
     assert message.endswith("a run continues without it")
 
 
@@ -427,7 +427,7 @@ def test_a_registry_that_answers_and_one_that_is_away():
     with hub_server.serving() as (address, store):
         found = _answers(Hub(address).check)
         assert found.state == "ok"
-        assert f"the model registry answers at {address}" in found.message
+        assert f"the model registry responds at {address}" in found.message
         store.fault = lambda _verb, _path: (401, {"message": "who are you"})
         found = _answers(Hub(address).check)
         assert (found.state, "401 who are you" in found.message) == ("warn", True)
@@ -435,7 +435,7 @@ def test_a_registry_that_answers_and_one_that_is_away():
             patch.setenv(addresses.URI, address)
             found = _answers(mlflow_run.health)
     assert found.state == "warn"
-    assert "answers 401: is it a server of MLflow?" in found.message
+    assert "returns status 401: is it an MLflow server?" in found.message
     assert _answers(Hub(AWAY).check).state == "warn"
 
 

@@ -28,7 +28,7 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     report = of_auto()
     assert (report.code, report.failed()) == (0, [])
     found = report["engine"]
-    said = "auto takes jobset: the cluster serves JobSets"
+    said = "auto selects jobset: the cluster serves JobSets"
     assert (found["state"], found["message"]) == ("ok", said)
     assert report["JobSet CRD"]["state"] == report["JobSet controller"]["state"] == "ok"
     assert "TFJob CRD" not in report.states()
@@ -36,13 +36,13 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     jobset.faults.add("GET .*/apis/jobset", 403)
     # Without permission to check for JobSet, it is used anyway; the launcher reports what is
     # missing.
-    assert of_auto()["engine"]["message"].startswith("auto takes jobset: ")
+    assert of_auto()["engine"]["message"].startswith("auto selects jobset: ")
 
 
 @pytest.mark.usefixtures("kube")
 def test_auto_takes_tfjob_where_it_is_alone(of_auto):
     report = of_auto()
-    said = "auto takes tfjob: the cluster serves TFJobs, and no JobSets"
+    said = "auto selects tfjob: the cluster serves TFJobs, and no JobSets"
     assert (report["engine"]["message"], report.failed()) == (said, [])
     assert report["TFJob CRD"]["state"] == report["training operator"]["state"] == "ok"
 
@@ -75,8 +75,8 @@ def test_a_setting_that_the_engine_does_not_have(jobset, of_auto):
     assert jobset.jobsets() == []
     report = of_auto("cluster.kubernetes.job.scheduling={gang: true}")
     assert report.failed() == ["engine"]
-    assert "auto takes jobset: the cluster serves JobSets; " in report["engine"]["message"]
-    assert "cluster.kubernetes.job.scheduling: not with" in report["engine"]["message"]
+    assert "auto selects jobset: the cluster serves JobSets; " in report["engine"]["message"]
+    assert "cluster.kubernetes.job.scheduling: not supported with" in report["engine"]["message"]
     assert report["engine"]["remedy"] == "flotilla doctor --set cluster.launcher=tfjob"
 
 
@@ -85,7 +85,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     report = of_auto()
     assert (report.code, kube.server.requests) == (0, [])
     found = report["engine"]
-    said = "trains on this machine, since neither a pod nor KUBECONFIG names a cluster; in the pods"
+    said = "because this is not a pod and KUBECONFIG is not set; in the pods"
     assert (found["state"], said in found["message"]) == ("ok", True)
     said = "auto is local here; --kubernetes checks it anyway"
     assert report["Kubernetes API"]["message"] == said
@@ -93,7 +93,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     assert report["storage"]["state"] == "ok"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
     report = of_auto(options=("--kubernetes",))
-    said = "auto takes tfjob: the cluster serves TFJobs, and no JobSets; a run that is started here"
+    said = "auto selects tfjob: the cluster serves TFJobs, and no JobSets; a run started here"
     assert report["engine"]["message"].startswith(said)
     assert report["TFJob CRD"]["state"] == "ok"
 
@@ -106,7 +106,7 @@ def test_the_launcher_names_the_oldest_version_that_the_doctor_accepts():
 def test_a_local_run_has_the_engine_examined_that_auto_takes(doctor):
     report = doctor(options=("--kubernetes",))
     assert report["engine"]["message"] == (
-        "cluster.launcher is local; auto takes jobset: the cluster serves JobSets"
+        "cluster.launcher is local; auto selects jobset: the cluster serves JobSets"
     )
     assert report["JobSet CRD"]["state"] == "ok"
 
@@ -117,14 +117,15 @@ def test_a_local_run_has_the_engine_examined_that_auto_takes(doctor):
         (
             "tfjob",
             (
-                "tfjobs.kubeflow.org/v1 is not served: the training operator is not installed",
+                "tfjobs.kubeflow.org/v1 is not served: the training operator is missing or",
                 "overlays/standalone?ref=v1.9.4'",
             ),
         ),
         (
             "jobset",
             (
-                "jobsets.jobset.x-k8s.io/v1alpha2 is not served: the JobSet controller is not",
+                "jobsets.jobset.x-k8s.io/v1alpha2 is not served: the JobSet controller is "
+                "missing or",
                 "/v0.12.0/manifests.yaml",
             ),
         ),
@@ -172,7 +173,7 @@ def test_a_kind_whose_operator_is_gone(kube, of_job):
 def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
     kube.faults.add("/deployments", 403)
     found = of_job()["training operator"]
-    assert (found["state"], "it is unknown whether one runs" in found["message"]) == ("warn", True)
+    assert (found["state"], "cannot check whether it runs" in found["message"]) == ("warn", True)
     assert found["remedy"].startswith("kubectl get deployments --all-namespaces --selector")
 
 
@@ -222,7 +223,7 @@ def test_a_version_that_is_too_old(jobset, of_jobset):
     assert report.code == 0
     found = report["JobSet controller"]
     assert (found["state"], found["message"]) == (
-        "warn", f"the deployment {CONTROLLER} in {PLACE} is ready; JobSet has to be 0.9 or later",
+        "warn", f"the deployment {CONTROLLER} in {PLACE} is ready; JobSet must be 0.9 or later",
     )  # fmt: skip
 
 
@@ -254,7 +255,7 @@ def test_the_namespace_of_the_instance_is_the_one_that_is_looked_at(team, of_job
 
 
 def test_that_of_the_context_is_reported_to_be_that(kube, of_job):
-    said = f"{NAMESPACE}, to which the context leads; --namespace names another"
+    said = f"{NAMESPACE}, the namespace of the context; --namespace selects another"
     assert of_job()["namespace"]["message"] == said
     assert looked_into(kube) == {NAMESPACE}
     named = of_job(options=("--namespace", NAMESPACE))
@@ -271,7 +272,7 @@ def test_a_job_of_another_namespace_is_launched_from_that_of_the_steps(team, of_
     assert report.failed() == []
     assert report["namespace"]["message"] == "jobs"
     found = report["permissions of that account"]["message"]
-    assert found.startswith("system:serviceaccount:team:pipeline-runner may do in jobs all")
+    assert found.startswith("system:serviceaccount:team:pipeline-runner has all permissions")
 
 
 @pytest.mark.parametrize("name", ["Team", "a/b", "a b", "-a", "a" * 64, "../nodes"])
@@ -315,8 +316,8 @@ def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part
     [
         ("2.17.0", "ok", "it"),
         ("v2.17.0", "ok", "it"),
-        ("2.18.1", "ok", "it; not run with this version, but with 2.17.0"),
-        ("2.5.0", "warn", "it; Kubeflow Pipelines has to be 2.17 or later"),
+        ("2.18.1", "ok", "it; Flotilla was not tested with this version, only with: 2.17.0"),
+        ("2.5.0", "warn", "it; Kubeflow Pipelines must be 2.17 or later"),
         ("dev", "ok", "it"),
     ],
 )
@@ -338,9 +339,9 @@ def test_the_version_of_the_cluster_is_judged(kube, of_job):
     report = of_job(options=("--namespace", NAMESPACE))
     assert report.code == 0
     assert report["training operator"]["state"] == "warn"
-    assert "training operator has to be 1.9 or later" in report["training operator"]["message"]
+    assert "training operator must be 1.9 or later" in report["training operator"]["message"]
     assert "v1.31.4" in report["Kubernetes API"]["message"]
-    assert "but with 1.33" in report["Kubernetes API"]["message"]
+    assert "not tested with this version, only with: 1.33" in report["Kubernetes API"]["message"]
 
 
 def test_a_cluster_without_native_sidecars_runs_no_program(kube, of_job):

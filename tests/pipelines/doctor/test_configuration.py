@@ -31,7 +31,7 @@ def home(tmp_path, monkeypatch):
 def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
     found = fits(parse_config({}), seconds=0.05)
     assert found.state == "warn"
-    assert found.message == "not known: the trial of the model: no answer after 0.05 s"
+    assert found.message == "not known: the dry run of the model: no response after 0.05 s"
     assert content(home) == {"tmp"}
 
 
@@ -42,21 +42,21 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "mlp"}},
             "ok",
-            "mlp takes image (uint8 [8, 8, 1]) of digits for classification of "
-            "label (int64 [] of 10 classes): 7510 parameters; the task is classification, since "
-            "the label 'label' (one int64 of 10 classes) names a class",
+            "mlp uses image (uint8 [8, 8, 1]) of digits for classification of "
+            "label (int64 [] of 10 classes): 7510 parameters; the task is classification, "
+            "because the label 'label' (one int64 of 10 classes) names a class",
         ),
         (
             {"model": {"name": "two_tower"}},
             "fail",
-            "model two_tower: takes 2 classes, the dataset has 10; set data.types: {label: "
+            "model two_tower: needs 2 classes, but the dataset has 10; set data.types: {label: "
             "float} if it is a rating",
         ),
         (
             {"data": {"dataset": "digitz"}},
             "fail",
-            "data.dataset: there is no dataset 'digitz' in TFDS; did you mean 'digits'?; a "
-            "builder of your own is package.module:Builder",
+            "data.dataset: there is no dataset 'digitz' in TFDS; did you mean 'digits'?; "
+            "name your own builder as package.module:Builder",
         ),
         (
             {"model": {"name": "blocks:table"}},

@@ -74,8 +74,9 @@ def test_a_file_that_is_not_there(doctor):
 @pytest.mark.parametrize(
     ("setting", "said", "remedy"),
     [
-        ("cluster.in_process=true", "cluster.in_process: not with", "cluster.in_process=false"),
-        ("cluster.existing_servers=true", "cluster.existing_servers: not with",
+        ("cluster.in_process=true", "cluster.in_process: not supported",
+         "cluster.in_process=false"),
+        ("cluster.existing_servers=true", "cluster.existing_servers: not supported",
          "cluster.existing_servers=false"),
         ("storage.root=file:///data", "chief do not share", "storage.root=gs://BUCKET"),
     ],
@@ -127,8 +128,8 @@ def test_files_that_are_not_here_may_be_where_the_steps_run(
     found = report["configuration"]
     assert (found["state"], found["message"]) == (
         "warn",
-        "data.manual_dir: /no/such folder is not on this machine; for the steps of an instance it "
-        "has to be in the image or a volume",
+        "data.manual_dir: /no/such folder is not on this machine; for steps on an instance, it "
+        "must be in the image or in a volume",
     )
     assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"
     assert "configuration" not in report.failed()
@@ -141,7 +142,7 @@ def test_files_that_are_here_are_no_matter_anywhere(doctor, tmp_path):
 @pytest.mark.usefixtures("kube")
 def test_what_is_wrong_is_said_before_what_may_be(of_job):
     report = of_job("data.manual_dir=/no/such", "cluster.in_process=true")
-    assert report["configuration"]["message"].startswith("cluster.in_process: not with")
+    assert report["configuration"]["message"].startswith("cluster.in_process: not supported with")
     assert "configuration" in report.failed()
 
 

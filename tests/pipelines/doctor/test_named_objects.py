@@ -83,7 +83,7 @@ def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data,
 def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
     report = of_job(KFP_ROOT)
     assert report[STORE]["state"] == "warn"
-    assert report[STORE]["message"].startswith(f"{KFP_SECRET} is not there: a role")
+    assert report[STORE]["message"].startswith(f"{KFP_SECRET} is not there: the store must")
     assert STORE not in report.failed()
 
 
@@ -148,7 +148,7 @@ def test_a_queue_of_kueue(of_job, kube, there):
     there("localqueues", "gpus")
     assert of_job(queue).failed() == []
     report = of_job("cluster.kubernetes.job.suspend=true")
-    assert "without a queue of Kueue" in report["configuration"]["message"]
+    assert "without a Kueue queue" in report["configuration"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
     found = report["image"]
     assert (report.failed(), found["state"]) == ([], "warn")
     assert found["message"] == (
-        "no image is given, and that of the upload is unknown here: pass it by --image; "
-        f"without an upload it is {IMAGE}, which is in no registry, unless "
+        "no image is given, and the image of the upload is unknown here: pass it with --image; "
+        f"without an upload, {IMAGE} is used, which is not in a registry, unless "
         "cluster.kubernetes.pod.image names another"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
@@ -233,7 +233,7 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
 @pytest.mark.usefixtures("kube")
 def test_the_default_is_named_where_it_is_given(doctor):
     report = doctor(JOB, options=("--image", IMAGE))
-    said = f"{IMAGE} names no registry: every node must already have it"
+    said = f"{IMAGE} has no registry in its name: every node must already have it"
     assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
     assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
     assert doctor(options=("--image", IMAGE))["image"]["message"] == said
@@ -261,7 +261,8 @@ def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
     report = of_job(options=("--image", "flotilla:1"))
     found = report["image"]
     assert found["state"] == "warn"
-    assert found["message"] == "flotilla:1 names no registry: every node must already have it"
+    said = "flotilla:1 has no registry in its name: every node must already have it"
+    assert found["message"] == said
     assert found["remedy"].endswith("&& flotilla doctor --image HOST/NAME:TAG")
 
 

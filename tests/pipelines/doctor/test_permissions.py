@@ -40,7 +40,7 @@ def test_an_operator_whose_webhook_nobody_answers(kube, of_job):
     kube.server.control.is_webhook_silent = True
     report = of_job()
     assert report.failed() == ["admission"]
-    assert "the training operator does not answer" in report["admission"]["message"]
+    assert "the training operator does not respond" in report["admission"]["message"]
 
 
 def test_who_may_not_make_pods_gets_a_warning(kube, of_job):
@@ -48,7 +48,7 @@ def test_who_may_not_make_pods_gets_a_warning(kube, of_job):
     report = of_job()
     found = report["admission"]
     assert (report.code, found["state"]) == (0, "warn")
-    assert f"whether {NAMESPACE} admits a ps pod is not known: pods is" in found["message"]
+    assert f"cannot determine whether {NAMESPACE} admits a ps pod: pods is" in found["message"]
     assert found["remedy"] == f"kubectl auth can-i create pods --namespace {NAMESPACE}"
 
 
@@ -56,7 +56,7 @@ def test_a_jobset_whose_controller_is_away(jobset, of_jobset):
     jobset.install_jobset(replicas=0)
     report = of_jobset()
     assert report.failed() == ["JobSet controller", "admission"]
-    said = "the JobSet controller does not answer, so that no job can be created: "
+    said = "the JobSet controller does not respond, so no job can be created: "
     assert report["admission"]["message"].startswith(said)
     assert "mjobset.kb.io" in report["admission"]["message"]
     assert report["admission"]["remedy"] == (
@@ -70,7 +70,7 @@ def test_a_kind_that_is_too_old_for_a_field(jobset, of_jobset):
     report = of_jobset()
     assert report.failed() == ["admission"]
     found = report["admission"]
-    said = "the JobSet of this cluster is too old: install 0.12.0, or leave the setting out"
+    said = "the JobSet of this cluster is too old: install 0.12.0, or remove the setting"
     assert found["message"].startswith(said)
     assert "spec.network.publishNotReadyAddresses" in found["message"]
     assert found["remedy"].endswith("/v0.12.0/manifests.yaml")

@@ -97,7 +97,7 @@ def test_a_quota_for_some_pods_is_left_out(of_job, quota):
     quota({"pods": "1"}, scopes=["BestEffort"])
     found = of_job()["quota"]
     assert (found["state"], found["message"]) == (
-        "warn", "the quotas team count some pods only, and were left out",
+        "warn", "the quotas team apply only to some pods and are ignored",
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def test_nodes_with_too_few_gpus_each(of_job, node):
         node(name, nvidia_com__gpu="1")
     found = of_job(GPU)["GPUs of the cluster"]
     assert found["state"] == "fail"
-    assert "2 worker pods ask for 2 nvidia.com/gpu each" in found["message"]
+    assert "2 worker pods request 2 nvidia.com/gpu each" in found["message"]
     assert "have room for 0 (1 on one node at most)" in found["message"]
 
 
@@ -140,7 +140,7 @@ def test_too_few_gpus_in_all(of_job, node):
 def test_only_nodes_that_take_the_pods_count(of_job, node, effect):
     taint = {"key": "team", "value": "b", "effect": effect}
     node("a", nvidia_com__gpu="8", taints=[taint])
-    assert "the 0 nodes that take them" in of_job(GPU)["GPUs of the cluster"]["message"]
+    assert "the 0 nodes that accept them" in of_job(GPU)["GPUs of the cluster"]["message"]
     tolerates = "cluster.kubernetes.worker.tolerations=[{key: team, value: b}]"
     assert of_job(GPU, tolerates)["GPUs of the cluster"]["state"] == "ok"
     other = "cluster.kubernetes.worker.tolerations=[{key: team, value: c}]"

@@ -69,7 +69,7 @@ def test_what_may_not_be_deleted_is_named(doctor, store):
     report = doctor(f"storage.root={store.root}")
     [key] = store.keys(store.bucket)
     probe = f"{store.scheme}://{store.bucket}/{key}"
-    assert f"{probe} could not be removed, remove it" in of(report)["message"]
+    assert f"{probe} could not be removed: remove it" in of(report)["message"]
 
 
 def test_an_unreachable_store(doctor, store, monkeypatch):

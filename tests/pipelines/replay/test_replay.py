@@ -65,7 +65,7 @@ class TestArguments:
         assert config.cluster.gpus_per_worker == 0
         assert remarks == [
             "training runs as processes of this machine, not as a job of Kubernetes",
-            "no GPU is here, of 2 for each worker",
+            "this machine has no GPU, but the run used 2 for each worker",
             "4 workers run here, of 8",
             "2 parameter servers run here, of 5",
         ]
@@ -128,7 +128,7 @@ class TestArguments:
         whole = step_of(values, "prepare_data", artifacts=artifacts, version="0.9").given
         replays.require_arguments(whole)
         del values["steps"]
-        line = r"also takes steps, and the run was made by 0\.9: replay it with the version"
+        line = r"also needs steps, but the run was made by 0\.9: replay it with the version"
         with pytest.raises(UserError, match=line):
             replays.require_arguments(whole)
 
@@ -186,12 +186,12 @@ class TestLookedUp:
         published(tmp_path, at, "model", files, version=3, saved_model="serving/model/3")
         registry.promote(root, "model", 3, after=0, by="me")
         (said,) = self.looked_up(root, tmp_path / "own")
-        assert said == "the champion is version 3, the present one"
+        assert said == "the champion is version 3, the current one, perhaps not the run's"
         found = registry.champion(storage.uri_of(tmp_path / "own"), "model")
         assert storage.read_file(found.uri, "a.json") == b"3"
         storage.write_bytes(storage.join(at, "a.json"), b"4")
         (said,) = self.looked_up(root, tmp_path / "another")
-        assert said.startswith("the champion is not compared with: ")
+        assert said.startswith("the champion cannot be compared with: ")
 
     def test_the_listing_of_the_files_is_copied(self, root, tmp_path):
         uri = storage.join(root, "listings", "0" * 32)

@@ -70,8 +70,8 @@ def test_what_is_no_step_of_the_run(root, find):
     )
     assert "no step 'finish'" in refused(find, "finish", settings=settings)
     assert refused(find, "export_model", settings=settings) == (
-        f"export_model never began in the run {RUN}; the steps that did: resolve_config (done), "
-        "prepare_data (done), validate_data (done)"
+        f"export_model was never started in the run {RUN}; the steps that were: resolve_config "
+        "(done), prepare_data (done), validate_data (done)"
     )
     assert refused(find, run=f"{RUN}1", settings=settings) == (
         f"no run '{RUN}1' below {root}; did you mean '{RUN}'?"
@@ -99,7 +99,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     with pytest.raises(UserError) as caught:
         replay.require_arguments(find(settings=settings).given)
     assert re.fullmatch(
-        r"prepare_data of Flotilla \S+ also takes batch_size, epochs, gpus and 12 more, and "
+        r"prepare_data of Flotilla \S+ also needs batch_size, epochs, gpus and 12 more, but "
         r"the run was made by 0\.1: replay it with the version of the run",
         str(caught.value),
     )
@@ -156,9 +156,11 @@ def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path)
     assert (found("nightly").run_id, found(run_id).run_id) == (run_id, run_id)
     with pytest.raises(UserError, match=r"has no run 'weekly'; see `flotilla runs`"):
         found("weekly")
-    with pytest.raises(UserError, match=r"answered 404 .* check --endpoint and the name or id"):
+    with pytest.raises(UserError, match=r"answered 404 .* check the name or id and --endpoint"):
         found(run_id[:-4] + "0000")
-    with pytest.raises(UserError, match=r"export_model never began in the run [0-9a-f-]{36}; the"):
+    with pytest.raises(
+        UserError, match=r"export_model was never started in the run [0-9a-f-]{36};"
+    ):
         found("nightly", "export_model")
     instance.store.workflows[run_id].nodes.clear()
     with pytest.raises(UserError, match=r"is unknown: add --set storage.root=URI"):

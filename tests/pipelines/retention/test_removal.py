@@ -96,7 +96,7 @@ def test_500_runs_and_50_versions(root, capsys):
     # The training data of all champions is still known.
     assert len(trained.read_champion_data(uri, "digits").spans) == 49
     assert not swept(root, keep_versions=10)
-    assert "left-overs removed" in err
+    assert "leftover files removed" in err
 
 
 def test_the_reference_of_the_gate_and_its_chain_stay(root):
@@ -331,7 +331,7 @@ def test_a_rollback_past_what_was_removed_is_one_line(root):
     uri = storage.uri_of(root)
     swept(root, keep_runs="", keep_versions=1)
     assert registry.rollback(uri, "digits", by="a person").version == 5
-    with pytest.raises(UserError, match="no version 4 any more, the champion before version 5"):
+    with pytest.raises(UserError, match="no longer has version 4, the champion before version 5"):
         registry.rollback(uri, "digits", by="a person")
 
 
@@ -397,7 +397,9 @@ def test_a_damaged_manifest_keeps_its_run_and_says_so(root, capsys):
     assert any("step-00000100" in each and "damaged" in each for each in found["kept"])
     # The run may need any of these items.
     assert found["planned"] == []
-    assert any("2 damaged records do not show what they need" in each for each in found["kept"])
+    assert any(
+        "2 damaged records do not show which items they need" in each for each in found["kept"]
+    )
     storage.delete(storage.uri_of(root / "digits-0001"))
     _, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--dry-run")
     assert "digits-0002" in {storage.name_of(each["uri"]) for each in found["planned"]}
@@ -485,7 +487,7 @@ def test_expired_locks_are_removed_and_named(empty_root, capsys, tmp_path):
     assert json.loads(out.splitlines()[-1])["removed"] == [place]
     assert err.splitlines() == [
         f"removed {place}",
-        f"1 left-overs removed below {empty_root}",
+        f"1 leftover files removed below {empty_root}",
     ]
     assert holders(expired) == {}
     assert [each.run for each in holders(held).values()] == ["digits-2"]
@@ -649,7 +651,7 @@ def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):
     note.write_text("{")
     plan = make_plan(read(storage.uri_of(tmp_path), Path()), policy("30d", None), datetime.now(UTC))
     assert not plan.going
-    assert "nightly.json is damaged; as long as it is there, all code stays" in plan.remarks[0]
+    assert "nightly.json is damaged; until it is removed, all code is kept" in plan.remarks[0]
     note.write_text(json.dumps({"bundles": []}))
     assert swept_bundles(tmp_path) == [f"code/{DIGESTS[0]}"]
 

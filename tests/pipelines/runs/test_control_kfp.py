@@ -113,7 +113,7 @@ def test_a_run_that_never_began_has_no_steps(instance, remote, started):
     answer = remote("status", started, "--json")
     assert (answer.json["status"], answer.json["message"]) == (
         "failed",
-        "KFP gives no reason for the failure; where the run publishes is not known",
+        "KFP gives no reason for the failure; the storage root of the run is unknown",
     )
 
 
@@ -177,7 +177,7 @@ def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]
     records = f"{workflow.root}/{started}/steps"
     assert f'pods "{gone}" not found' in line
-    assert line.endswith(f"what the step reported is below {records}")
+    assert line.endswith(f"the step's records are below {records}")
 
 
 def test_a_log_that_is_not_there_yet_has_a_command(instance, remote, started, workflow):
@@ -186,7 +186,7 @@ def test_a_log_that_is_not_there_yet_has_a_command(instance, remote, started, wo
     answer = remote("logs", started)
     pod = workflow.pod("train_model")
     assert (answer.code, answer.out) == (1, "")
-    assert f"read it by `kubectl logs -n kubeflow {pod} -c main`" in answer.err.splitlines()[-1]
+    assert f"read it with `kubectl logs -n kubeflow {pod} -c main`" in answer.err.splitlines()[-1]
 
 
 def test_logs_a_day_later_are_those_of_the_archive(instance, remote, started, workflow):
@@ -209,8 +209,7 @@ def test_without_an_archive_it_is_one_line_where_the_record_is(instance, remote,
     records = f"{workflow.root}/{started}/steps"
     assert answer.err.splitlines()[-1] == (
         f"flotilla: {instance.url} returns no log of the run {started}; KFP removes pods with "
-        f"their "
-        f"logs an hour after the end; what the step reported is below {records}"
+        f"their logs an hour after the end; the step's records are below {records}"
     )
 
 
@@ -293,7 +292,9 @@ def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):
     monkeypatch.setattr(links, "open_page", lambda uri: not opened.append(uri))
     answer = remote("open", started)
     assert (answer.code, answer.out, opened) == (1, "", [])
-    assert f"no link: {instance.url} is the API alone; name the user interface by" in answer.err
+    assert (
+        f"no link: {instance.url} serves only the API; give the user interface with" in answer.err
+    )
     page = f"https://ui.example.com/#/runs/details/{started}"
     answer = remote("open", started, "--ui", "https://ui.example.com", "--json")
     assert (answer.code, answer.json["artifacts"], opened) == (0, {"run": page}, [page])

@@ -41,12 +41,12 @@ def in_one_line(answer, *words):
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, "fix what it names"),
+        (400, "fix what the message names"),
         (401, "renew the token or cookies"),
-        (403, "does not permit it: give --namespace"),
-        (404, "check --endpoint"),
-        (405, "this is no KFP API"),
-        (409, "look, then retry"),
+        (403, "but denies the request: give --namespace"),
+        (404, "check the name or id and --endpoint"),
+        (405, "this is not a KFP API"),
+        (409, "check it, and try again"),
         (413, "too large"),
         (418, "check --endpoint"),
         (429, "try again later"),
@@ -71,7 +71,7 @@ def test_every_command_reports_a_refusal_in_one_line(instance, remote, words):
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
 def test_every_command_reports_a_login_page(instance, remote, words):
     instance.faults.add(".", 200, body=b"<!doctype html><html>Sign in</html>")
-    in_one_line(remote(*words), "text/html where JSON is expected, such as a login page")
+    in_one_line(remote(*words), "text/html instead of JSON, such as a login page")
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_every_command_reports_a_login_page(instance, remote, words):
     [
         (
             "https://login.example.com/auth?state=1",
-            "sends elsewhere, to https://login.example.com:",
+            "redirects to https://login.example.com:",
         ),
-        ("/dex/auth?client=x", "it sends to /dex/auth, such as a login"),
+        ("/dex/auth?client=x", "it redirects to /dex/auth, such as a login"),
     ],
 )
 def test_a_redirect_is_not_followed(instance, remote, location, words):
@@ -125,7 +125,7 @@ def test_what_is_read_is_asked_again_what_writes_is_not(instance, remote):
 
 def test_a_connection_that_breaks(instance, remote):
     instance.faults.add(".", 0)
-    in_one_line(remote("runs"), "broke the connection at GET /apis/v2beta1/runs")
+    in_one_line(remote("runs"), "closed the connection during GET /apis/v2beta1/runs")
 
 
 def test_nothing_listens_there(remote, monkeypatch, port):
@@ -138,7 +138,7 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    in_one_line(remote("runs", "--endpoint", "https://nowhere.invalid"), "is not known")
+    in_one_line(remote("runs", "--endpoint", "https://nowhere.invalid"), "is unknown")
     assert not outside_attempts
 
 
@@ -165,7 +165,7 @@ def test_all_tries_together_stay_below_thirty_seconds():
 def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
     monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
     instance.faults.add(".", -2)
-    in_one_line(remote(*words), "does not finish")
+    in_one_line(remote(*words), "does not complete")
 
 
 def certificate(folder):
@@ -190,10 +190,10 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     )
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    in_one_line(remote("runs"), "is not trusted", "name its CA by --ca-file")
+    in_one_line(remote("runs"), "is not trusted", "give its CA with --ca-file")
     in_one_line(remote("runs", "--ca-file", other), "is not trusted")
     assert remote("runs", "--ca-file", made).code == 0
-    (tmp_path / "no.pem").write_text("no certificate")
+    (tmp_path / "no.pem").write_text("no PEM certificate")
     in_one_line(remote("runs", "--ca-file", tmp_path / "no.pem"), "no.pem")
 
 
@@ -398,7 +398,7 @@ def test_a_version_that_is_deleted_meanwhile(instance, remote, uploaded, monkeyp
     del uploaded
     gone(monkeypatch, instance, "create_run", "versions")
     refusals_in_one_line(
-        remote("submit"), "answered 500", "not found", "check --endpoint and the name or id"
+        remote("submit"), "answered 500", "not found", "check the name or id and --endpoint"
     )
 
 
@@ -457,7 +457,10 @@ def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, u
     made = remote("submit", "--json")
     run_id = made.json["run_id"]
     assert (made.code, made.json["artifacts"]) == (0, {})
-    assert f"no link: {instance.url} is the API alone; name the user interface by --ui" in made.err
+    assert (
+        f"no link: {instance.url} serves only the API; give the user interface with --ui"
+        in made.err
+    )
     assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err
     assert "/#/" not in made.err
 

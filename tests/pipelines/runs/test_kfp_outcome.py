@@ -228,10 +228,10 @@ def inside(instance, monkeypatch):
 @pytest.mark.parametrize(
     ("play", "code", "status", "message"),
     [
-        (BLESSED, 1, "unknown", "the run is done, but what the registry decided cannot be read: "),
+        (BLESSED, 1, "unknown", "the run is finished, but what the registry decided cannot be"),
         (GATE_REFUSED, 3, "refused", "the gate refused the model; "),
         (UNCHANGED, 1, "unknown",
-         "the run is done, but why the run has not trained cannot be read: "),
+         "the run is finished, but why the run did not train cannot be read: "),
         (failed("train_model", NAN), 1, "failed",
          "train_model: its pod failed (main: Error (exit code 1)); "),
     ],
@@ -362,8 +362,8 @@ def test_a_service_account_that_is_not_there(waited):
     answer = waited([refused, over("FAILED")])
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
-        f"the run: KFP's own driver of it failed ({NOBODY}): create this service account, or name "
-        "one that is there by --service-account"
+        f"the run: its KFP driver failed ({NOBODY}): create this service account, or give an "
+        "existing one with --service-account"
     )
 
 
@@ -382,9 +382,9 @@ def test_a_driver_that_failed_is_its_step_with_the_end_of_its_log(
     assert (answer.code, answer.json["status"]) == (1, "failed")
     more = "; F0102 main.go:9] KFP driver: driver.Container(run=1) failed: no such bucket"
     assert answer.json["message"] == (
-        "train_model: KFP's own driver of it failed (main: Error (exit code 1)"
-        f"{more if has_logs else ''}): check the service account, the pipeline root and its keys, "
-        "and the settings of the pods, such as --cpu of `flotilla upload`"
+        "train_model: its KFP driver failed (main: Error (exit code "
+        f"1){more if has_logs else ''}): check the service account, the pipeline root and its "
+        "keys, and the settings of the pods, such as --cpu of `flotilla upload`"
     )
 
 
@@ -393,9 +393,9 @@ def test_a_run_that_kfp_calls_running_for_ever(instance, remote):
     instance.store.play = [driver_failed]
     answer = remote("submit", "--wait", "--json")
     assert (answer.code, answer.json["status"]) == (1, "failed")
-    assert answer.json["message"].startswith("train_model: KFP's own driver of it failed (")
+    assert answer.json["message"].startswith("train_model: its KFP driver failed (")
     assert (
-        "no pod of the run has begun since then; the run is left as it is, cancel it: "
+        "no pod of the run has started since then; the run continues; to cancel it: "
         in (answer.json["message"])
     )
 
@@ -700,7 +700,7 @@ def test_a_driver_of_the_run_is_no_step():
         pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key"
     )
     assert line.startswith(
-        "the run: KFP's own driver of it failed (main: Error (exit code 1); bad key): check the"
+        "the run: its KFP driver failed (main: Error (exit code 1); bad key): check the"
     )
 
 

@@ -116,7 +116,7 @@ def test_before_the_start_is_known(instance, calling):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON)
     assert process.returncode == 130
-    assert "whether the run was started is not known: see `flotilla runs`" in err
+    assert "it is unknown whether the run was started: see `flotilla runs`" in err
 
 
 @pytest.mark.slow

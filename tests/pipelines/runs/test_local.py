@@ -53,7 +53,7 @@ class TestLayingOut:
     def test_pods_share_its_root(self, workdir, launcher):
         cluster = {"launcher": launcher}
         options = {"pipeline": "run", "config": {"cluster": cluster}, "workdir": workdir}
-        with pytest.raises(ConfigError, match=r"which the pods of .*chief do not share; name a"):
+        with pytest.raises(ConfigError, match=r"that the pods of .*chief do not share; set it"):
             local.start(local.RunOptions(**options))
         assert not workdir.exists()
         local.start(local.RunOptions(**{**options, "pipeline": "prepare"}))

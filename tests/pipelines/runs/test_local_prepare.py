@@ -136,7 +136,7 @@ def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     trained.end(root, "first", "promoted")
     again = call("run", workdir, str(path), cwd=tmp_path)
     assert (again.code, again.answer["status"]) == (0, "unchanged"), again.err
-    assert again.answer["message"].endswith("training.when_unchanged=train trains again")
+    assert again.answer["message"].endswith("to train again, set training.when_unchanged=train")
     assert again.statuses() == {"resolve_config": "done", "finish": "done"}
     assert not (again.folder / "cluster").exists()
     page = (again.folder / "report.html").read_text()

@@ -120,7 +120,8 @@ def test_a_run_that_has_ended(flotilla):
 
 
 @pytest.mark.parametrize(
-    ("is_over", "message"), [(False, "the job is suspended, and queues for its room"), (True, "")]
+    ("is_over", "message"),
+    [(False, "the job is suspended and waits in the queue for capacity"), (True, "")],
 )
 @pytest.mark.usefixtures("going")
 def test_a_run_whose_job_is_suspended_is_queueing(flotilla, folder, is_over, message):

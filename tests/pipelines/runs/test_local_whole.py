@@ -234,7 +234,7 @@ class TestRefused:
         assert decision["decision"] == "refused"
         # The model may also have been worse than the champion.
         assert decision["reasons"][0].startswith("Accuracy is 0.")
-        assert "; it has to be at least 0.999 (gate.min)" in refused.answer["message"]
+        assert "; it must be at least 0.999 (gate.min)" in refused.answer["message"]
         assert refused.answer["headline"] == decision["headline"]
         said = [decision["headline"], *(f"- {each}" for each in decision["reasons"])]
         lines = refused.err.splitlines()
@@ -249,7 +249,7 @@ class TestRefused:
     def test_there_is_a_report_all_the_same(self, refused):
         page = Page((refused.folder / "report.html").read_text(encoding="utf-8"))
         assert page.verdict == "refused"
-        assert "it has to be at least 0.999" in page.text
+        assert "it must be at least 0.999" in page.text
 
     def test_it_has_an_id_of_its_own(self, blessed, refused):
         assert refused.answer["run_id"] != blessed.answer["run_id"]

@@ -39,10 +39,7 @@ def test_a_schedule_as_it_is_by_default(instance, remote):
     assert made["runtime_config"]["parameters"]["steps"] == 9
     assert answer.json["schedule"]["id"] == made["recurring_run_id"]
     assert answer.json["schedule"]["next"].endswith("T02:30:00Z")
-    assert (
-        "02:30:00 UTC; the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE"
-        in answer.err
-    )
+    assert "02:30:00 UTC; the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE" in answer.err
 
 
 def test_the_same_again_changes_nothing(instance, remote):
@@ -98,7 +95,7 @@ def test_one_that_was_disabled_is_enabled(instance, remote):
     made = the_schedule(instance)
     instance.store.enable(made["recurring_run_id"], False)
     answer = remote(*NIGHTLY)
-    assert "was disabled, and is enabled again" in answer.err
+    assert "was disabled and is now enabled again" in answer.err
     assert the_schedule(instance)["status"] == "ENABLED"
     assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
 

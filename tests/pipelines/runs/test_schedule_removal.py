@@ -91,7 +91,7 @@ def test_a_run_whose_workflow_is_gone_is_not_waited_for(instance, remote, fire):
     instance.store.workflows[run].collect()
     answer = remote("unschedule", "digits", "--cancel")
     assert (answer.code, instance.store.recurring) == (0, {})
-    assert f"run {run} is not waited for: its Workflow was deleted" in answer.err
+    assert f"not waiting for run {run}: its Workflow was deleted" in answer.err
 
 
 def test_one_that_is_ending_already_is_not_cancelled_twice(instance, remote, fire, looks):
@@ -107,7 +107,7 @@ def test_now_says_what_may_be_lost(instance, remote, fire):
     run = fire()
     answer = remote("unschedule", "digits", "--now")
     assert (answer.code, instance.store.recurring) == (0, {})
-    assert f"run {run} is active, and before KFP 2.16 it goes with its schedule" in answer.err
+    assert f"run {run} is active. An instance before KFP 2.16 deletes it" in answer.err
     assert not instance.store.workflows[run].is_gone
     assert "running" in remote("status", run).out
     answer = remote("unschedule", "digits", "--now", "--cancel")
@@ -167,7 +167,7 @@ def test_an_instance_that_is_away_during_the_wait(instance, remote, fire, looks)
     ]
     answer = remote("unschedule", "digits")
     assert answer.code == 0, answer.err
-    assert answer.err.count("no news") == 1
+    assert answer.err.count("the state of the run cannot be read") == 1
     assert not instance.store.recurring
 
 
@@ -204,9 +204,8 @@ def test_one_that_is_replaced_stays_while_its_run_is_active(instance, remote, fi
     [old] = instance.store.recurring
     answer = remote("schedule", "--cron", "0 4 * * *", "--json")
     assert (answer.code, answer.json["schedule"]["removed"]) == (0, 0)
-    assert (
-        f"the schedule of before ({old}) is disabled, and stays while its run {run}" in answer.err
-    )
+    assert f"the previous schedule ({old}) is disabled but not removed, because" in answer.err
+    assert f"its run {run} is active and would be deleted too" in answer.err
     modes = [each["mode"] for each in instance.store.recurring.values()]
     assert modes == ["DISABLE", "ENABLE"]
     assert not instance.store.workflows[run].is_gone
@@ -221,7 +220,7 @@ def test_back_to_the_one_of_before_enables_it_again(instance, remote, fire):
     fire()
     [old] = instance.store.recurring
     assert remote("schedule", "--cron", "0 4 * * *").code == 0
-    assert "was disabled, and is enabled again" in remote(*NIGHTLY).err
+    assert "was disabled and is now enabled again" in remote(*NIGHTLY).err
     assert list(instance.store.recurring) == [old]
 
 

@@ -168,7 +168,7 @@ def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
     instance.store.play.insert(0, away)
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    assert answer.err.count("no news of the run") == 1
+    assert answer.err.count("the state of the run cannot be read") == 1
 
 
 def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
@@ -192,7 +192,7 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     instance.faults.add("POST .*/runs$", 0, late=True)
     answer = remote("submit")
     assert answer.code == 1
-    assert "whether the run was started is not known, see `flotilla runs`" in answer.err
+    assert "it is unknown whether the run was started: see `flotilla runs`" in answer.err
     # Write requests are never repeated.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1
@@ -289,14 +289,16 @@ def test_where_no_place_is_known_it_is_refused(instance, remote, folder):
     answer = remote("submit", "--code", folder)
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-    assert "set storage.root or --pipeline-root to a URI that both sides reach" in answer.err
+    assert (
+        "set storage.root or --pipeline-root to a URI that this machine and the steps" in answer.err
+    )
     assert not instance.store.runs
 
 
 def test_a_folder_of_this_machine_is_no_place_for_it(instance, remote, folder):
     answer = remote("submit", "--code", folder, "--set", "storage.root=file:///r")
     assert answer.code == 2
-    assert "file:///r is a folder of this machine" in answer.err
+    assert "file:///r is a folder on this machine" in answer.err
     assert not instance.store.runs
 
 

@@ -54,7 +54,8 @@ def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_
     assert answer.json["version"]["name"] == names(instance)[0]
     assert answer.json["artifacts"] == {}
     assert (
-        f"no link: {instance.url} is the API alone; name the user interface by --ui" in answer.err
+        f"no link: {instance.url} serves only the API; give the user interface with --ui"
+        in answer.err
     )
     assert "uploaded: flotilla-training version" in answer.err
 
@@ -163,8 +164,8 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, False)
     [line] = [line for line in answer.err.splitlines() if "newest" in line]
     assert line == (
-        f"it is not the newest: `submit` and `schedule` take {newer}, or this one by "
-        f"--version {older}"
+        f"it is not the newest: `submit` and `schedule` use {newer}, or this version "
+        f"with --version {older}"
     )
     # The submitted version must be the one in the printed line.
     remote("submit")
@@ -185,7 +186,7 @@ def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote
     first = remote("upload", "--json").json["version"]["name"]
     answer = remote("upload", "--image", MINE, "--json")
     assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (True, False)
-    assert f"take {first}, or this one" in answer.err
+    assert f"use {first}, or this version" in answer.err
 
 
 def test_what_is_uploaded_stays_when_the_last_look_fails(instance, remote):
@@ -357,12 +358,12 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
 @MARKS
 def test_a_schedule_of_the_newest_says_that_it_is_of_others(instance, remote, add, mark, origin):
     quiet = remote("schedule", "--every", "6h", "--latest", "--name", "first")
-    assert "the version that is newest at its start" in quiet.err
+    assert "the version that is newest when it starts" in quiet.err
     assert "flotilla: " not in quiet.err
     add("by-hand", mark)
     answer = remote("schedule", "--every", "6h", "--latest", "--json")
     assert answer.json["schedule"]["version"]["name"] == "by-hand"
-    assert "flotilla: warning: now that is by-hand, which " in answer.err
+    assert "flotilla: warning: the newest version is now by-hand, which " in answer.err
     assert origin in answer.err
     *_, made = instance.store.recurring.values()
     assert "pipeline_version_id" not in made["pipeline_version_reference"]

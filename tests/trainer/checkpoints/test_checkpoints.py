@@ -246,7 +246,7 @@ def test_an_error_of_this_machine_is_no_reason_to_begin_anew(folder):
     folder.with_name("scratch").write_text("in the way")
     with refusal() as caught:
         of(folder).newest()
-    assert "there is a file where a folder is needed" in str(caught.value)
+    assert "there is a file where a folder is expected" in str(caught.value)
     assert names(folder) == ["step-00000010"]
 
 
@@ -320,7 +320,7 @@ def test_no_attempt_resumes_with_other_data(tmp_path):
     variables = {"global_step": tf.Variable(10, dtype=tf.int64)}
     checkpoints("aa").save(variables, io_device=None, fields={})
     assert checkpoints("aa").newest().global_step == 10
-    with pytest.raises(UserError, match="step-00000010 was trained on different data") as caught:
+    with pytest.raises(UserError, match="step-00000010 was trained on other data") as caught:
         checkpoints("bb").newest()
     assert len(str(caught.value).splitlines()) == 1
 
@@ -461,7 +461,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     source.mkdir()
     uri = storage.uri_of(tmp_path / "data")
     storage.publish(source, uri, kind="dataset")
-    with pytest.raises(UserError, match=f"{uri} is of kind 'dataset' and not a checkpoint"):
+    with pytest.raises(UserError, match=f"{uri} is a dataset, not a checkpoint"):
         restore_model(uri, model_of(), tmp_path / "scratch")
     with pytest.raises(UserError, match="is not published"):
         restore_model(storage.uri_of(tmp_path / "absent"), model_of(), tmp_path / "scratch")

@@ -212,7 +212,7 @@ class TestSelectedCheckpoint:
     def test_the_last_that_was_not_validated_is_better_than_none(self, run):
         found = select_checkpoint(run({10: 0.3, 20: None}, damaged=[10]), "best")
         assert found.global_step == 20
-        assert found.why == "the last: none that was validated is whole"
+        assert found.why == "the last: no validated checkpoint is intact"
 
     @pytest.mark.parametrize("choice", ["best", "last"])
     def test_without_a_whole_one_it_is_refused(self, run, choice):

@@ -111,7 +111,7 @@ def test_one_damaged_line_hides_no_other_and_ends_no_training(uri, caplog, damag
 
 def test_a_file_in_the_place_of_the_folder_is_said_in_one_line(uri):
     storage.local_path(uri).write_text("in the way")
-    with pytest.raises(UserError, match="there is a file where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is expected"):
         History(uri, start=0).add(row(10))
 
 

@@ -113,7 +113,7 @@ def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
     changed, _ = publish(folder, 20, base=base, metrics={"validation_loss": 0.1})
     run = Checkpoints(storage.uri_of(folder), keep=3, scratch=tmp_path / "scratch")
     assert run.newest().uri == whole
-    line = f"{changed} has only the rows that changed since another checkpoint, as versions before"
+    line = f"{changed} contains only the rows that changed since another checkpoint (written by"
     assert line in caplog.text
     with pytest.raises(UserError, match=r"use a complete checkpoint$"):
         select_checkpoint(run.uri, "last")

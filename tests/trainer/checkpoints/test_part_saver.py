@@ -341,7 +341,11 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
     [
         (tf.errors.UnknownError, errno.EIO, "look for errors of that disk"),
         (tf.errors.AbortedError, errno.ESTALE, "mount it again there"),
-        (tf.errors.DeadlineExceededError, errno.ETIMEDOUT, "check whether its file system answers"),
+        (
+            tf.errors.DeadlineExceededError,
+            errno.ETIMEDOUT,
+            "check whether its file system responds",
+        ),
         (tf.errors.FailedPreconditionError, errno.EBUSY, "free some space there"),
     ],
 )

@@ -86,7 +86,7 @@ def test_only_parts_are_removed(tmp_path, prefix):
     server = waiting(tmp_path)
     (tmp_path / "x").mkdir()
     reply = answered(server, tmp_path, "a", Request(action="discard", prefix=prefix))
-    assert reply.error == f"ps-0: {prefix!r} is not part of a checkpoint: it is not removed"
+    assert reply.error == f"ps-0: {prefix!r} is not part of a checkpoint, so it is not removed"
     assert (tmp_path / "x").is_dir()
 
 

@@ -241,7 +241,7 @@ def test_logs_that_cannot_be_uploaded_end_no_training(of, uri, monkeypatch, capl
             save(kept, step)
     assert steps(uri) == [1, 2, 3]
     said = [each for each in caplog.messages if "no more room for logs" in each]
-    assert said == ["the logs for TensorBoard are not uploaded: no more room for logs"]
+    assert said == ["the TensorBoard logs cannot be uploaded: no more room for logs"]
 
 
 def test_logs_go_with_a_checkpoint(of, uri):

@@ -114,11 +114,11 @@ def test_something_else_than_a_checkpoint(run, tmp_path):
     uri = storage.uri_of(tmp_path / "dataset")
     storage.publish(source, uri, kind="dataset")
     line = refused(run, uri)
-    assert line == f"training.warm_start: {uri} is of kind 'dataset' and not a checkpoint"
+    assert line == f"training.warm_start: {uri} is a dataset, not a checkpoint"
 
 
 def test_the_word_champion_is_for_the_pipeline(run):
-    with pytest.raises(ConfigError, match="the pipeline resolves the champion"):
+    with pytest.raises(ConfigError, match="only a pipeline resolves the champion"):
         run.train(steps=20, warm_start="champion")
 
 
@@ -284,7 +284,7 @@ def test_another_shape_names_the_glob_that_leaves_it(begin, checkpoint):
         begin(net_parts(classes=5), {"from": checkpoint, "include": ["*"]})
     assert str(caught.value) == (
         f"training.warm_start: out/kernel is [4, 2] in {checkpoint} and [4, 5] in this model: add "
-        "'out/kernel' to training.warm_start.exclude, or name weights that fit"
+        "'out/kernel' to training.warm_start.exclude, or give weights that match"
     )
 
 

@@ -64,7 +64,7 @@ def test_an_error_is_one_line(called, how, kind, said):
 
 
 def test_nobody_waits_for_ever(called):
-    with pytest.raises(child_process.ChildLostError, match=r"no answer after 0\.01 s"):
+    with pytest.raises(child_process.ChildLostError, match=r"no response after 0\.01 s"):
         called("wait", seconds=0.01)
 
 

@@ -88,7 +88,8 @@ def test_without_a_record_the_line_names_task_and_place(tmp_path):
     job = job_of(tmp_path)
     publish(job, STEPS)
     assert refused(job).startswith(
-        f"chief-0 ended with exit code 0 before training was over: {job.checkpoints} has no record"
+        f"chief-0 ended with exit code 0 before training was complete: {job.checkpoints} has no "
+        "record"
     )
 
 

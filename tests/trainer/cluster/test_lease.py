@@ -98,9 +98,9 @@ def test_a_second_job_reads_who_holds_it_and_until_when(uri, clock):
     clock.time = 1_800_000_000.0
     clock.acquire("digits-1")
     assert refused(lambda: clock.acquire("digits-2")) == (
-        f"run digits-1 (process {os.getpid()} on {os.uname().nodename}) writes to {uri} since "
-        "2027-01-15 08:00:00 UTC, and holds its lease until 2027-01-15 08:02:00 UTC at least: wait "
-        "for its end, or stop it; if it is dead already, try again after that time"
+        f"run digits-1 (process {os.getpid()} on {os.uname().nodename}) has been writing to {uri} "
+        "since 2027-01-15 08:00:00 UTC and holds its lease at least until 2027-01-15 08:02:00 "
+        "UTC: wait until it ends, or stop it; if it is already dead, try again after that time"
     )
 
 
@@ -251,7 +251,7 @@ def test_an_unreadable_lease_blocks_nobody(uri, clock, place, damage, caplog):
     place.put(storage.join(uri, ".lock", "000004.json"), damage)
     clock.acquire("digits-2").check()
     assert list(leases(place, uri)) == ["000005.json"]
-    assert f"the lease of {uri} cannot be read; it is taken over" in caplog.text
+    assert f"taking over the lease of {uri}, which cannot be read" in caplog.text
 
 
 def test_a_damaged_own_lease_is_written_again(uri, clock, place):
@@ -481,7 +481,7 @@ def test_an_unavailable_store_loses_no_lease(here, monkeypatch, caplog):
         monkeypatch.setattr(storage, "write_bytes", away)
         assert tried.wait(60)
         mine.require()
-    assert "the lease is not renewed: cannot write" in caplog.text
+    assert "the lease cannot be renewed: cannot write" in caplog.text
 
 
 def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
@@ -515,7 +515,7 @@ def test_all_tasks_that_a_process_starts_are_of_one_job():
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(UserError, match="there is a file where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is expected"):
         Lease(storage.uri_of(tmp_path / "checkpoints"), "digits-1").acquire()
 
 

@@ -58,7 +58,7 @@ def test_exit_code_0_before_the_end_fails_the_run(job, leader, others, named):
         supervise(job, leader, **others)
     log = job.workdir / str(named) / "log.txt"
     assert str(caught.value).startswith(
-        f"{named} (log {log}) ended with exit code 0 before training was over: "
+        f"{named} (log {log}) ended with exit code 0 before training was complete: "
     )
 
 

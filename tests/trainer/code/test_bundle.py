@@ -100,11 +100,12 @@ def test_names_that_come_second_are_remarked(folder, root):
     (folder / "key.pem").touch()
     secret, *named = bundle.publish(folder, root).remarks
     assert secret.startswith(
-        "--code leaves out key.pem: their names look like secrets; a line !NAME of"
+        "--code leaves out key.pem, whose names look like secrets; to include one, add a line "
+        "!NAME to"
     )
     assert len(named) == 3
-    assert "flotilla is not found by a run: flotilla is a name of Flotilla itself" in named[0]
-    assert "json.py is not found by a run: json is a name of Python itself" in named[1]
+    assert "a run does not find flotilla: flotilla is a module of Flotilla itself" in named[0]
+    assert "a run does not find json.py: json is a module of Python itself" in named[1]
     assert "yaml.py has the name of an installed package" in named[2]
 
 
@@ -261,5 +262,5 @@ def test_a_folder_that_others_may_write_to_is_not_used(made, scratch):
 
 def test_a_module_that_is_not_in_it_is_not_sought_elsewhere(made):
     bundle.enter(made)
-    with pytest.raises(ConfigError, match=r"it has to be in the folder of --code or on PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"it must be in the folder of --code or on PYTHONPATH"):
         user_code.import_named("model.name", "unheard_of")

@@ -92,7 +92,7 @@ def test_a_folder_that_is_none_is_refused(folder, tmp_path):
     assert "it is a file; give its folder" in refusal(folder / "blocks.py")
     assert "not the name of a folder" in refusal(tmp_path / "a\0b")
     (tmp_path / "empty").mkdir()
-    assert "there is no module (*.py) in it; give the folder" in refusal(tmp_path / "empty")
+    assert "it contains no module (*.py); give the folder" in refusal(tmp_path / "empty")
 
 
 def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
@@ -112,7 +112,7 @@ def test_too_much_is_refused_by_its_largest_files(folder):
         with (folder / name).open("wb") as file:
             file.truncate(size)
     line = refusal(folder)
-    assert "11.5 MB are more than the 10.5 MB of a bundle" in line
+    assert "11.5 MB are more than a bundle may have (10.5 MB)" in line
     assert "the largest files: weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
 
 
@@ -121,7 +121,9 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
     (folder / "many").mkdir()
     for number in range(9):
         (folder / "many" / f"{number}.txt").touch()
-    assert "more than 5 files are not code (most are below many" in refusal(folder)
+    assert "more than 5 files are too many for a code folder (most are below many" in refusal(
+        folder
+    )
 
 
 def test_an_ignore_file_that_is_no_text_is_refused(folder):

@@ -20,13 +20,13 @@ from flotilla.trainer.runtime.errors import ConfigError
         ({"job": {"annotations": {"flotilla/heartbeat": "x"}}}, "flotilla/heartbeat is set by"),
         ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
         ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
-        ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is both in env and"),
+        ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is in both env and"),
         (
             {"ps": {"resources": {"limits": {"cpu": -1}}}},
             "limits.cpu: -1 is not allowed",
         ),
         ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
-        ({"ps": {"resources": {"limits": {"cpu": "4g"}}}}, "limits.cpu: '4g' is not a quantity"),
+        ({"ps": {"resources": {"limits": {"cpu": "4g"}}}}, "limits.cpu: '4g' is not a Kubernetes"),
         ({"pod": {"shared_memory": "2"}}, "pod.shared_memory: '2' is less than 1Mi"),
         ({"pod": {"image": "Not_An_Image"}}, "pod.image: 'Not_An_Image' is not the name of an"),
         (

@@ -82,7 +82,7 @@ def test_they_differ_from_the_form():
         ("image", "now --image IMAGE"),
         ("batch_size", "now --set training.batch_size=..."),
         ("name", "now --set name=..."),
-        ("nothing", "removed; set a key of the configuration by --set SECTION.KEY=VALUE"),
+        ("nothing", "removed; set a key of the configuration with --set SECTION.KEY=VALUE"),
     ],
 )
 def test_each_has_a_spelling_of_now(name, said):

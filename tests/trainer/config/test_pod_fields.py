@@ -20,7 +20,7 @@ def test_what_is_none():
         "", "abc", "1 Gi", "16GB", "16gi", "4g", "-1", "1,5", "1.5.2", ".", "Gi", "1e", "1m1",
         "1Gi ", "٣", "one", "1000K",
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a quantity"):
+        with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a Kubernetes"):
             pod_fields.quantity(text)
 
 
@@ -69,11 +69,11 @@ def test_labels_of_a_node():
     [
         ({"pool": 1}, 'pool: 1 is not a text: write it in quotes, as "1"'),
         ({"pool": True}, "pool: True is not a text"),
-        ({"pool": "a b"}, "pool: 'a b' is not the value of a label"),
-        ({"a b": "x"}, "'a b' is not the key of a label"),
-        ({"": "x"}, "'' is not the key of a label"),
-        ({"/pool": "x"}, "'/pool' is not the key of a label"),
-        ({"pool": "x" * 64}, "is not the value of a label"),
+        ({"pool": "a b"}, "pool: 'a b' is not a valid label value"),
+        ({"a b": "x"}, "'a b' is not a valid label key"),
+        ({"": "x"}, "'' is not a valid label key"),
+        ({"/pool": "x"}, "'/pool' is not a valid label key"),
+        ({"pool": "x" * 64}, "is not a valid label value"),
     ],
 )
 def test_labels_that_no_node_can_have(tree, words):
@@ -101,13 +101,13 @@ def test_a_toleration(tree):
     [
         ("spot", "'spot' is not a toleration"),
         ({"keys": "a"}, "'keys' is not a field of a toleration; did you mean 'key'?"),
-        ({"key": "a", "operator": "exists"}, "operator: 'exists' is not known to Kubernetes; did"),
-        ({"key": "a", "effect": "Never"}, "effect: 'Never' is not known to Kubernetes"),
+        ({"key": "a", "operator": "exists"}, "operator: 'exists' is unknown to Kubernetes; did"),
+        ({"key": "a", "effect": "Never"}, "effect: 'Never' is unknown to Kubernetes"),
         ({"key": "a", "operator": "Exists", "value": "b"}, "has no value: leave it out"),
         ({"value": "b"}, "without a key needs the operator Exists"),
         ({"key": "a", "value": True}, "value: True is not a text"),
-        ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not the key of a taint"),
-        ({"key": "a", "value": "b c"}, "value: 'b c' is not the value of a taint"),
+        ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not a valid taint key"),
+        ({"key": "a", "value": "b c"}, "value: 'b c' is not a valid taint value"),
         ({"key": "a", "effect": "NoExecute", "tolerationSeconds": 1.5}, "is not a whole number"),
         ({"key": "a", "effect": "NoExecute", "tolerationSeconds": True}, "is not a whole number"),
         ({"key": "a", "tolerationSeconds": 30}, "needs the effect NoExecute"),

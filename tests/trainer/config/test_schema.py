@@ -50,7 +50,7 @@ BAD = [
     ("name=a/b", "name: 'a/b' is not allowed"),
     (f"name={'a' * 51}", "is not allowed"),
     ("name=a.", "name: 'a.' is not allowed"),
-    ("data.dataset=''", "data: neither dataset nor source is set; name a dataset of TFDS"),
+    ("data.dataset=''", "data: neither dataset nor source is set; give a TFDS dataset"),
     ("data.shards=0", "data.shards: 0 is not allowed: input should be greater than or equal to 1"),
     ("data.shards=100001", "less than or equal to 100000"),
     ("data.validation=-0.1", "data.validation: -0.1 is not allowed"),
@@ -208,7 +208,7 @@ def test_no_key_is_accepted_and_then_ignored():
 
 def test_memory_of_a_gpu_is_limited_in_one_way():
     assert refused("cluster.gpu_memory_fraction=0.5", "cluster.gpu_memory_mb=512") == (
-        "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is set as well; set one of them"
+        "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of them"
     )
 
 
@@ -224,7 +224,7 @@ def test_nccl_is_refused_where_workers_have_no_gpus():
 def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggregates():
     wanted = "training.replicas_to_aggregate=3"
     assert refused("training.strategy=sync_parameter_server", wanted) == (
-        "training.replicas_to_aggregate: 2 workers cannot give 3 gradients; "
+        "training.replicas_to_aggregate: 2 workers cannot send 3 gradients; "
         "set it to 2 or less (0: one of each worker)"
     )
     assert load_config(None, [wanted]).training.replicas_to_aggregate == 3
@@ -255,11 +255,11 @@ def test_shards_are_counted_only_where_workers_part_them(enough):
     [
         (
             "training.strategy=mine.steps:Own",
-            "data.partition: dynamic is for the strategies single,",
+            "data.partition: dynamic works only with the strategies single,",
         ),
         (
             "data.disk=1GB",
-            "data.disk: with data.partition dynamic a worker may be assigned any example",
+            "data.disk: with data.partition: dynamic, a worker may be assigned any example",
         ),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
         ("training.strategy=single", "single has no servers"),
         (
             "cluster.in_process=true",
-            "it cannot be combined with cluster.in_process, which starts servers; leave one of "
+            "cannot be combined with cluster.in_process, which starts servers; leave one of "
             "them out",
         ),
     ],

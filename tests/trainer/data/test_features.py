@@ -95,7 +95,7 @@ def test_a_name_with_a_slash_is_no_nesting(tmp_path):
 def test_a_variable_shape_where_it_does_not_matter_is_left_out(selected, caplog):
     caplog.set_level(logging.INFO)
     assert set(selected("VariableExtra").specs) == {"x", "number", "label"}
-    assert "VariableExtra: left out picture" in caplog.text
+    assert "VariableExtra: ignoring picture" in caplog.text
 
 
 RICH = {
@@ -177,12 +177,12 @@ def test_supervised_keys_may_name_several_labels(selected):
         (
             {"label": "price", "inputs": ("price", "sold")},
             "data.inputs: 'price' of made is also its label; set data.label to another feature, or "
-            "remove it from one of them",
+            "remove it from one of the two",
         ),
         (
             {"weight": "sold"},
             "data.weight: 'sold' of made is also its label; set data.label to another feature, or "
-            "remove it from one of them",
+            "remove it from one of the two",
         ),
         (
             {"weight": "shop"},
@@ -285,5 +285,5 @@ def test_features_without_names_are_refused(tmp_path):
         def _info(self):
             return tfds.core.DatasetInfo(builder=self, features=tfds.features.Sequence(np.int32))
 
-    with pytest.raises(UserError, match="made gives Sequence instead of named features"):
+    with pytest.raises(UserError, match="made has Sequence instead of named features"):
         select(DataConfig(dataset="made"), Made(data_dir=tmp_path).info)

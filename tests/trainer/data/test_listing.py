@@ -164,13 +164,13 @@ def test_a_damaged_listing_is_one_line(data):
 
 
 def test_spans_are_asked_for_where_there_are_some(folder):
-    with pytest.raises(UserError, match=r"data\.spans: 3, and no file of data\.source has a span"):
+    with pytest.raises(UserError, match=r"data\.spans: 3, but no file of data\.source has a span"):
         select_spans(listed(folder("a.csv")), "3", {})
 
 
 def test_two_spellings_of_a_span_are_one_line(folder):
     at = folder("s-9/a.csv", "s-09/a.csv")
-    with pytest.raises(UserError, match=r"are the same span 9: write spans in one way") as error:
+    with pytest.raises(UserError, match=r"are the same span 9: write all") as error:
         listed(at / "s-{SPAN}")
     assert "\n" not in str(error.value)
     at = folder("d/20261123.csv", "d/2026-11-23.csv")
@@ -204,7 +204,7 @@ def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):
     assert kept["here"].digest == kept["there"].digest
     assert list_spans(root, kept["here"].digest) == kept["here"].spans
     assert list_spans(root, "0" * 32) == {}
-    with pytest.raises(UserError, match=r"data\.version: no listing 0{32} is kept below"):
+    with pytest.raises(UserError, match=r"data\.version: there is no listing 0{32} below"):
         read_listing(root, "0" * 32)
     with pytest.raises(UserError, match=r"data\.version: '1\.0' is not the digest of a listing"):
         read_listing(root, "1.0")

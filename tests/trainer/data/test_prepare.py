@@ -329,7 +329,7 @@ def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
     [
         ({"validation": 0.0}, "data.validation: 0, and data.splits has no test"),
         ({"shards": 500}, "data.shards: 500 shards for"),
-        ({"splits": {"test": 1e-9}}, r"data.splits: no example of data.source: .* is for test"),
+        ({"splits": {"test": 1e-9}}, r"data.splits: data.source: .* has no example for the test"),
     ],
 )
 def test_splits_that_cannot_be(tmp_path: Path, keys: dict[str, object], line: str) -> None:

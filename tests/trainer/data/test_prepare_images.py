@@ -176,7 +176,7 @@ def test_an_image_that_is_torn_names_its_split(prepared):
 
 
 def test_a_size_of_its_own_is_stored_decoded(prepared):
-    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no image of bytes"):
+    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no encoded image"):
         prepared("VariableImage", image=SIZE, shapes={"picture": (2, 2, 3)})
 
 

@@ -86,8 +86,8 @@ def test_what_is_asked_for_is_taken(ragged):
 
 def test_what_is_set_stays_in_the_example(ragged):
     expected = (
-        r"\{sound: \[5\], words: \[64\]\} or other sizes; 'tags' is taken as a set of classes, "
-        "with a length as one class at each position$"
+        r"\{sound: \[5\], words: \[64\]\} or other sizes; 'tags' is read as a set of classes; if "
+        "you set a length, it is read as one class at each position$"
     )
     with pytest.raises(ConfigError, match=expected):
         ragged(inputs=("sound", "words"), label="tags", shapes={"sound": (5,)})
@@ -102,11 +102,11 @@ def test_what_is_set_stays_in_the_example(ragged):
         ),
         (
             {"picture": (8, 8)},
-            "data.shapes: picture: [8, 8] does not suit uint8 of shape (None, None, 3); it may be "
+            "data.shapes: picture: [8, 8] does not match uint8 of shape (None, None, 3); it can be "
             "[64, 64, 3]",
         ),
-        ({"picture": (8, 8, 1)}, "data.shapes: picture: [8, 8, 1] does not suit uint8 of shape "),
-        ({"sound": (5, 5)}, "data.shapes: sound: [5, 5] does not suit int64 of shape (None,); "),
+        ({"picture": (8, 8, 1)}, "data.shapes: picture: [8, 8, 1] does not match uint8 of shape "),
+        ({"sound": (5, 5)}, "data.shapes: sound: [5, 5] does not match int64 of shape (None,); "),
     ],
 )
 def test_a_shape_that_does_not_suit_is_refused(ragged, shapes, message):

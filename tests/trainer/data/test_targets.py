@@ -91,8 +91,8 @@ def test_roles_are_in_the_manifest(prepared):
         ),
         (
             {"times": -2},
-            "data.weight: the split 'train' of {name} has an example that weighs -2.0 ('times'); a "
-            "weight is zero or more",
+            "data.weight: the split 'train' of {name} has an example with the weight -2.0 "
+            "('times'); a weight must be at least 0",
         ),
         (
             {"times": np.nan},
@@ -117,8 +117,8 @@ def test_classes_of_which_nothing_is_learnt_are_said():
     target = Target("y", spec)
     target.add("train", np.array([0, 0, 0, 1]))
     assert list(target.notes()) == [
-        "the label 'y' has one example of 'b': correct the spelling, put classes together, or give "
-        "it more examples"
+        "the label 'y' has only one example of 'b': correct the spelling, merge classes, or add "
+        "examples"
     ]
     target.add("test", np.array([0, 1, 2, 2]))
     (note,) = target.notes()

@@ -101,7 +101,7 @@ def test_a_feature_that_decides_a_class_is_named(name, rows):
 
 def test_the_threshold_is_said():
     (said,) = found(with_label(by_threshold(40, lambda rng, rows: rng.integers(18, 90, rows))))
-    assert "'days' decides 'label' ('refund' up to 39, 'kept' from 40)" in said.says
+    assert "'days' determines 'label' ('refund' up to 39, 'kept' from 40)" in said.says
 
 
 def test_a_feature_that_decided_the_label_before_is_no_news():

@@ -32,7 +32,7 @@ def test_whole_numbers_that_became_floats_may_have_gaps():
     old, new = made(id=np.arange(100)), made(id=np.arange(100.0))
     (found,) = structure.features(question(new, old))
     assert found.rule == "type"
-    assert "(whole numbers are floats where some are missing)" in found.says
+    assert "(whole numbers with missing values are read as floats)" in found.says
     (found,) = structure.features(question(old, new))
     assert "missing" not in found.says
 

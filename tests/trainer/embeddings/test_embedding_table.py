@@ -329,7 +329,7 @@ def test_a_table_without_a_row_is_exported_with_a_warning(caplog, min_count, why
     trained(layer, [1, 2])
     with caplog.at_level(logging.WARNING):
         layer.shrink()
-    assert f"table {layer.name} has no rows, so every id gets the shared row: {why}" in caplog.text
+    assert f"table {layer.name} has no rows, so all ids share one row: {why}" in caplog.text
     assert known(layer, [1, 2]) == [False, False]
 
 
@@ -370,14 +370,14 @@ def test_what_it_does_not_take_is_refused(arguments, words):
 def test_ids_of_another_type_are_refused():
     with pytest.raises(ValueError, match="whole numbers of up to 64 bits, not float32; whole numb"):
         table()(tf.constant([1.0]))
-    with pytest.raises(ValueError, match="have to be texts, not int64"):
+    with pytest.raises(ValueError, match="must be texts, not int64"):
         EmbeddingTable(4, 2, keys="string")(keras.Input((), dtype="int64"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "arguments", "words"),
     [
-        ("float32", {"capacity": 4}, "missing or beyond 64 bits: fill them, or read texts (data.t"),
+        ("float32", {"capacity": 4}, "missing or beyond 64 bits: fill them, or read them as texts"),
         ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
         ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),
@@ -413,5 +413,5 @@ def test_a_table_that_no_memory_has_room_for_is_one_line():
     config = ModelConfig(name="two_tower", args={"tables": tables, "dimension": 2**14})
     with pytest.raises(ConfigError) as caught:
         registry.build(config, spec, 0)
-    words = "this process (CPU) has no memory for a tensor of type float and shape"
+    words = "this process (CPU) has too little memory for a tensor of type float and shape"
     assert str(caught.value).startswith(f"model two_tower: {words} [{2**39 + 1}, 16384]: make")

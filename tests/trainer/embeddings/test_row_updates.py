@@ -273,7 +273,7 @@ def test_an_average_moves_with_all_rows():
         ({"optimizer": {"name": "rmsprop"}}, "RMSprop has no lazy form"),
         ({"ema": 0.9}, "training.ema averages all rows"),
         ({"pulled": True}, "training.pull_every or jit_compile pulls them whole"),
-        ({"regularizer": "l2"}, "a regularizer or a constraint is on them"),
+        ({"regularizer": "l2"}, "they have a regularizer or a constraint"),
     ],
 )
 def test_a_line_says_what_large_tables_cost(settings, words, monkeypatch):
@@ -286,8 +286,8 @@ def test_a_line_says_what_large_tables_cost(settings, words, monkeypatch):
     line = whole_tables(model, optimizer, training, pulled=pulled)
     assert bool(line) is bool(words)
     if words:
-        assert line.endswith(f"a step): {words}") or f": {words}, as Adam" in line
-        assert "whole/embeddings; 48 numbers in all" in line
+        assert line.endswith(f"per step): {words}") or f": {words}, unlike Adam" in line
+        assert "whole/embeddings; 48 values in total" in line
         assert "\n" not in line
 
 

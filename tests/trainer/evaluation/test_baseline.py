@@ -88,7 +88,7 @@ def test_what_fails_is_skipped(monkeypatch):
     endless = noisy(0.5)
     endless[3] = np.inf
     (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=endless))
-    assert found["skipped"] == "it gives no finite numbers for 1 examples"
+    assert found["skipped"] == "it returns non-finite numbers for 1 examples"
 
     def fails(*_):
         raise MemoryError("no\nmemory")

@@ -90,13 +90,13 @@ def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     other = dataclasses.replace(run, dataset=dataset, checkpoint=checkpoint)
     output, text, decision = measured(other, champion, tmp_path)
-    assert text["champion"]["incomparable"] == "it knows 10 classes, and this model 11"
+    assert text["champion"]["incomparable"] == "it knows 10 classes, but this model 11"
     assert not decision.blessed
     assert not predictions(output, "champion_output").exists()
 
 
 def test_what_is_no_model_can_be_no_champion(run, tmp_path):
-    with pytest.raises(UserError, match="is a dataset and not a model: it cannot be the champion"):
+    with pytest.raises(UserError, match="is a dataset, not a model: it cannot be the champion"):
         measured(run, run.dataset, tmp_path)
 
 
@@ -122,7 +122,9 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
     text = "\n".join("1023456789")
     copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
     output, text, decision = measured(run, copy, tmp_path)
-    assert text["champion"]["incomparable"] == "its class 0 is '1', and that of this model '0'"
+    assert (
+        text["champion"]["incomparable"] == "its class 0 is '1', but the class of this model is '0'"
+    )
     assert not decision.blessed
     assert not predictions(output, "champion_output").exists()
 
@@ -130,9 +132,12 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"owns": None}, "it has the outputs income, city, and this model income, city, owns"),
-        ({"city": ["0", "1"]}, "it knows 2 classes of city, and this model 3"),
-        ({"city": ["a", "1", "2"]}, "its class 0 of city is 'a', and that of this model '0'"),
+        ({"owns": None}, "it has the outputs income, city, but this model income, city, owns"),
+        ({"city": ["0", "1"]}, "it knows 2 classes of city, but this model 3"),
+        (
+            {"city": ["a", "1", "2"]},
+            "its class 0 of city is 'a', but the class of this model is '0'",
+        ),
     ],
 )
 def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
@@ -159,7 +164,9 @@ def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tm
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     task = tasks.make_objective(run.config, spec).task
     found = load_champion(uri, task, spec, tmp_path)
-    assert found.incomparable.startswith("its input 'image' has other classes than that of this")
+    assert found.incomparable.startswith(
+        "its input 'image' has other classes than the input of this"
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])
@@ -174,7 +181,7 @@ def test_a_champion_with_a_wrong_signature_is_named(run, champion, tmp_path, wro
 def test_a_champion_without_finite_answers_is_not_compared(run, champion, tmp_path):
     copy = served(champion, tmp_path, value=float("nan"))
     _, text, decision = measured(run, copy, tmp_path)
-    assert text["champion"]["incomparable"] == "it gives no finite numbers for 97 of 97 examples"
+    assert text["champion"]["incomparable"] == "it returns non-finite numbers for 97 of 97 examples"
     assert not decision.blessed
 
 

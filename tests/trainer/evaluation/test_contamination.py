@@ -151,7 +151,7 @@ def test_other_deliveries_are_named_with_what_the_champion_reached_there(tmp_pat
     (remark,), own = said(now, champion(tmp_path, before))
     counts = [(drawn(each) == 2).sum() for each in (old, new)]
     assert remark == (
-        f"The champion was judged on other test examples in its own run of {own['date']} "
+        f"The champion was evaluated on other test examples in its own run of {own['date']} "
         f"({counts[0]} of 2026-03-01 to 2026-03-02) than here ({counts[1]} of 2026-03-03): AUC 0.9 "
         "there, 0.8 here"
     )

@@ -176,8 +176,8 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, monkeypatch):
     )
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     assert _refusal(run, tmp_path, checkpoint=checkpoint) == (
-        f"the model of {checkpoint} gives no finite numbers for 97 of 97 test examples: training "
-        "has diverged; train again with a lower training.optimizer.learning_rate"
+        f"the model of {checkpoint} returns non-finite numbers for 97 of 97 test examples, so "
+        "training has diverged; train again with a lower training.optimizer.learning_rate"
     )
 
 
@@ -201,7 +201,9 @@ def test_examples_that_are_missing_are_noticed(run, tmp_path):
     claimed = 98
     dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), claimed=claimed)
     message = _refusal(run, tmp_path, dataset=dataset)
-    assert message.startswith(f"{dataset} gave 97 test examples and its manifest says {claimed};")
+    assert message.startswith(
+        f"{dataset} returned 97 test examples, but its manifest says {claimed};"
+    )
 
 
 def test_labels_outside_of_the_classes_are_refused(run, tmp_path):

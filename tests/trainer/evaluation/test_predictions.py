@@ -151,26 +151,26 @@ def refusal(task, model, tmp_path, labels, **given):
 @pytest.mark.parametrize(
     ("task", "labels", "wanted"),
     [
-        (THREE, np.array([0, 1, 3]), "the label 3, outside of 0 to 2; correct its builder"),
+        (THREE, np.array([0, 1, 3]), "the label 3, outside of 0 to 2; correct the dataset builder"),
         (
             BinaryClassification(target([0, 1])),
             np.array([0, 1, 2]),
-            "the label 2, which is neither 0 nor 1; correct its builder",
+            "the label 2, which is neither 0 nor 1; correct the dataset builder",
         ),
         (
             MultilabelClassification(target([[0, 1], [1, 0]])),
             np.array([[0, 1], [1, 1], [-1, 0]]),
-            "the label -1, which is neither 0 nor 1; correct its builder",
+            "the label -1, which is neither 0 nor 1; correct the dataset builder",
         ),
         (
             NUMBER,
             np.array([0.5, 1.0, np.nan]),
-            "the label nan, which is not a finite number; correct its builder",
+            "the label nan, which is not a finite number; correct the dataset builder",
         ),
         (
             SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2)),
             np.array([[0, 1], [-1, -1], [0, 2]]),
-            "the label 2, outside of 0 to 1; correct its builder",
+            "the label 2, outside of 0 to 1; correct the dataset builder",
         ),
     ],
 )
@@ -187,7 +187,8 @@ def both():
 def test_of_several_outputs_the_one_with_the_label_is_named(tmp_path):
     labels = {"kind": np.array([0, 1]), "size": np.array([0.0, np.inf])}
     assert refusal(BOTH, both(), tmp_path, labels) == (
-        "for the output 'size' the label inf, which is not a finite number; correct its builder"
+        "for the output 'size' the label inf, which is not a finite number; correct the dataset "
+        "builder"
     )
 
 
@@ -199,7 +200,7 @@ def test_an_example_of_which_one_output_is_no_number_is_counted(tmp_path):
 
 def test_examples_that_all_weigh_nothing_are_refused(tmp_path):
     text = refusal(THREE, model_of(3), tmp_path, np.array([0, 1, 2]), weights=[0, 0, 0])
-    assert text == "no example that weighs anything: 'w' of each is 0"
+    assert text == "only examples of weight 0: 'w' is 0 for all of them"
     found = predicted(THREE, model_of(3), tmp_path, np.array([0, 1, 2]), weights=[0, 0, 1])
     assert found.own.count == 3
 

@@ -142,7 +142,7 @@ def test_the_other_class_may_be_positive(run, measured, tmp_path):
     _, found = other.evaluation(other.checkpoint(-1.0))
     assert (found["positive"], found["labels"]) == ("stays", ["leaves", "stays"])
     assert found["metrics"]["auc"] == pytest.approx(measured[1]["metrics"]["auc"], abs=1e-6)
-    with pytest.raises(UserError, match=r"was trained for the positive class 'leaves', and now"):
+    with pytest.raises(UserError, match=r"was trained for the positive class 'leaves', but now"):
         other.evaluation(run.checkpoint())
 
 
@@ -204,5 +204,5 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
 def test_a_checkpoint_of_before_with_two_logits_says_what_to_set(run, tmp_path):
     before = replace(run, root=tmp_path, config=with_task(run, name="classification"))
     checkpoint = publish_checkpoint(tmp_path / "checkpoints", before.built()[2])
-    with pytest.raises(UserError, match=r"two classes share one logit now: set task\.name"):
+    with pytest.raises(UserError, match=r"two classes now share one logit: set task\.name"):
         run.evaluation(checkpoint)

@@ -258,7 +258,7 @@ def test_numbers_that_are_not_finite_for_some_examples_end_the_evaluation(tmp_pa
     kernel[(shares > 0) & (shares < 0.4)] = 3e38
     run.model.variables[0].assign(kernel)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)
-    with pytest.raises(UserError, match=r"no finite numbers for [1-9]\d? of 97 test examples"):
+    with pytest.raises(UserError, match=r"non-finite numbers for [1-9]\d? of 97 test examples"):
         evaluate(
             run.config, run.dataset, checkpoint, storage.uri_of(tmp_path / "evaluation"), tmp_path
         )

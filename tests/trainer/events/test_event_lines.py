@@ -71,8 +71,8 @@ def test_what_both_show_and_what_neither_does():
     )
     of_snapshots = AttemptBegin(global_step=9, steps=20, resumed=True, checkpoint=5)
     assert format_event(of_snapshots) == (
-        "training resumes from global step 9, with what is on the servers; the newest checkpoint "
-        "is of 5"
+        "training resumes from global step 9, with the state of the servers; the newest checkpoint "
+        "is from step 5"
     )
     assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""
 
@@ -84,15 +84,15 @@ def test_what_both_show_and_what_neither_does():
             ("ps-1",),
             "partial",
             400,
-            "ps-1 lost at global step 510: partial recovery: its variables alone go 110 steps back "
-            "to 400; the others stay",
+            "ps-1 lost at global step 510: partial recovery: only its variables go 110 steps back "
+            "to 400; the others are kept",
         ),
         (
             ("ps-0", "ps-2"),
             "partial",
             400,
-            "ps-0, ps-2 lost at global step 510: partial recovery: their variables alone go 110 "
-            "steps back to 400; the others stay",
+            "ps-0, ps-2 lost at global step 510: partial recovery: only their variables go 110 "
+            "steps back to 400; the others are kept",
         ),
         (
             ("ps-0",),

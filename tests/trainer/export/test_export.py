@@ -165,7 +165,7 @@ def test_a_blessing_of_another_checkpoint_does_not_count(run, blessed, tmp_path)
 
 def test_something_else_in_the_place_of_a_decision(run, tmp_path):
     assert small_run.refused_export(run, run.checkpoint, tmp_path) == (
-        f"{run.checkpoint} is a checkpoint and not a decision: pass the decision of the gate"
+        f"{run.checkpoint} is a checkpoint, not a decision: pass the decision of the gate"
     )
 
 

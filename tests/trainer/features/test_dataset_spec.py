@@ -79,13 +79,13 @@ def test_a_split_that_is_not_there(split, hint):
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(UserError, match="it is a checkpoint and not a dataset"):
+    with pytest.raises(UserError, match="it is a checkpoint, not a dataset"):
         DatasetSpec.from_manifest(Manifest("checkpoint", (), {}))
 
 
 def test_another_schema_is_refused():
     for schema in (SCHEMA + 1, None, "1"):
-        with pytest.raises(UserError, match=f"schema {schema} and this version reads {SCHEMA}"):
+        with pytest.raises(UserError, match=f"schema {schema}, but this version reads {SCHEMA}"):
             read(dataset_schema=schema)
 
 
@@ -122,8 +122,8 @@ def test_an_evaluation_is_sliced_by_the_label_first_and_once():
         ),
         (
             {"evaluation": {"slices": ["image"]}},
-            "evaluation.slices: 'image' is more than one value an example of the dataset (one of "
-            "digit, writer)",
+            "evaluation.slices: 'image' has more than one value per example of the dataset (one "
+            "of digit, writer)",
         ),
         (
             {"gate": {"min": {"accuracy@writer=a": 0.5}}},

@@ -198,7 +198,7 @@ def test_unknown_module():
         registry.build(ModelConfig(name="no_such_package:model"), SPEC, 0)
     assert str(caught.value) == (
         "model no_such_package:model: cannot import no_such_package: ModuleNotFoundError: "
-        f"No module named 'no_such_package'; it has to be in {os.getcwd()} or on PYTHONPATH"
+        f"No module named 'no_such_package'; it must be in {os.getcwd()} or on PYTHONPATH"
     )
 
 
@@ -221,7 +221,7 @@ def test_module_that_ends_the_process_while_it_is_imported(tmp_path, monkeypatch
 
 
 def test_module_that_one_of_pythons_own_hides():
-    with pytest.raises(ConfigError, match="json is a name of Python itself; rename yours"):
+    with pytest.raises(ConfigError, match="json is a module of Python itself; rename yours"):
         registry.build(ModelConfig(name="json:model"), SPEC, 0)
 
 
@@ -239,7 +239,7 @@ def test_unknown_function_names_the_nearest(own):
 
 
 def test_something_that_cannot_be_called(own):
-    assert "NOT_A_FUNCTION has the type int and is not a function" in _refusal(
+    assert "NOT_A_FUNCTION has the type int, so it is not a function" in _refusal(
         own, "NOT_A_FUNCTION"
     )
 
@@ -293,14 +293,14 @@ def test_output_that_is_not_float(own):
 
 
 def test_several_outputs(own):
-    assert "its output is a list, and the task has one output; return" in _refusal(
+    assert "its output is a list, but the task has one output; return" in _refusal(
         own, "two_outputs"
     )
 
 
 def test_model_for_another_input(own):
     message = _refusal(own, "wrong_input")
-    assert "it does not take the dataset's input of shape (4,) and type float32" in message
+    assert "it does not accept the dataset's input of shape (4,) and type float32" in message
 
 
 def test_two_variables_of_one_name(own):
@@ -387,8 +387,8 @@ def test_a_layer_in_a_model_in_the_model():
         ("hidden", "'hidden' matches no variable; did you mean 'hidden/bias'?"),
         (
             "norm/moving_*",
-            "'norm/moving_*' fits only norm/moving_mean, state that no gradient trains; to keep "
-            "it unchanged, freeze its whole layer: 'norm/*'",
+            "'norm/moving_*' matches only norm/moving_mean, state that is not trained by "
+            "gradients; to keep it unchanged, freeze its whole layer: 'norm/*'",
         ),
     ],
 )

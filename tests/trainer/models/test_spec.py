@@ -105,7 +105,7 @@ def test_numbers_are_normalized(name, values, expected):
         (lambda spec: spec.statistics("zzz"), r"no feature 'zzz' \(it has age, same, city, grade"),
         (lambda spec: spec.vocabulary("age"), "'age' is a number, not a text"),
         (lambda spec: spec.words("grade", 3), "'grade' is a class, not a text"),
-        (lambda spec: spec.normalization("city"), "'city' is a text, and has no mean"),
+        (lambda spec: spec.normalization("city"), "'city' is a text, which has no mean"),
         (lambda spec: spec.vocabulary("city", most=-1), "most: -1 is not allowed"),
     ],
 )

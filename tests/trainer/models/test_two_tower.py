@@ -92,31 +92,32 @@ def test_unknown_ids_may_share_a_row():
     [
         (
             InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(2,)),
-            "takes 2 input features, the dataset has one, uint8 of shape (8, 8, 1); set "
+            "needs 2 input features, but the dataset has one, uint8 of shape (8, 8, 1); set "
             "data.inputs: [USER, ITEM]",
         ),
         (
             InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, output_shape=(10,)),
-            "takes 2 classes, the dataset has 10",
+            "needs 2 classes, but the dataset has 10",
         ),
         (
             InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, output_shape=(2,)),
-            "takes one whole number as 'user'; the dataset has item (int64 of shape ()), "
+            "needs one whole number as 'user', but the dataset has item (int64 of shape ()), "
             "user (int64 of shape (2,))",
         ),
         (
             InputSpec(
                 shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, output_shape=(2,)
             ),
-            "takes one whole number as 'item'; the dataset has item (string of shape ()), "
+            "needs one whole number as 'item', but the dataset has item (string of shape ()), "
             "user (int64 of shape ())",
         ),
         (
             InputSpec(
                 shape=PAIRS.shape, dtype={"item": "int64", "user": "float32"}, output_shape=(2,)
             ),
-            "takes one whole number as 'user'; the dataset has item (int64 of shape ()), user "
-            "(float32 of shape ()); whole numbers are floats where some are missing: fill them",
+            "needs one whole number as 'user', but the dataset has item (int64 of shape ()), "
+            "user (float32 of shape ()); whole numbers with missing values are read as floats: "
+            "fill them",
         ),
     ],
 )
@@ -240,7 +241,7 @@ def test_ids_that_are_texts_have_a_row_each():
     spec = of_training(
         "string", user={**text, "counts": {"u1": 5, "u2": 4}}, item={**text, "counts": {"a": 9}}
     )
-    with pytest.raises(ConfigError, match=r"'item' has about 2 values, and .* keeps 1 of"):
+    with pytest.raises(ConfigError, match=r"'item' has about 2 values, but .* keeps 1 of"):
         build(spec)
     text = {"kind": "text", "distinct": 1, "counts": {"a": 9}}
     model = build(of_training("string", user=text, item=text))

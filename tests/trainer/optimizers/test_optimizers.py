@@ -446,7 +446,7 @@ def test_every_name_has_its_arguments():
             "must increase and start at 1 or more",
         ),
         ("piecewise", {"boundaries": [9], "factors": [1, 1, 1]}, "one more factor than boundaries"),
-        ("piecewise", {"boundaries": [9], "factors": [1, -1]}, "have to be 0 or more"),
+        ("piecewise", {"boundaries": [9], "factors": [1, -1]}, "must be 0 or more"),
     ],
 )
 def test_arguments_are_refused_by_name_in_one_line(name, args, said):

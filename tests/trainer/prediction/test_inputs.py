@@ -148,9 +148,9 @@ def test_what_is_wrong_with_a_split_is_one_line(digits, tmp_path):
         of_split(model, output, split="tests")
     with pytest.raises(ConfigError, match="--columns: 'image' is not a single value"):
         of_split(model, output, columns=("image",))
-    with pytest.raises(UserError, match="is a model and not a dataset"):
+    with pytest.raises(UserError, match="is a model, not a dataset"):
         of_split(model, output, model)
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist: give another"):
         of_split(model, output, storage.uri_of(tmp_path / "absent"))
     other = made_model.sums(tmp_path / "m")
     with pytest.raises(UserError, match="has no feature 'age'"):

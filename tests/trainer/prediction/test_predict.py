@@ -109,7 +109,7 @@ def test_each_form_becomes_each_form(model, tmp_path, name, write, output):
 def test_columns_that_the_model_does_not_take_are_named_once(model, tmp_path):
     paths = [write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv")]
     _, notes = asked(model, paths, tmp_path / "out.jsonl")
-    assert notes == ["not read, as the model does not take it: id"]
+    assert notes == ["not read, because the model does not use them: id"]
     found = read(tmp_path / "out.jsonl")
     assert [(row["file"], row["row"]) for row in found] == [
         (name, row) for name in ("a.csv", "b.csv") for row in (1, 2, 3, 4)
@@ -140,7 +140,7 @@ def test_a_missing_number_is_what_it_was_in_training(model, tmp_path):
     summary, notes = asked(model, [path], tmp_path / "out.jsonl", columns=("id",))
     assert [row["prediction"] for row in read(tmp_path / "out.jsonl")] == [None, 5.5]
     assert summary.unsound == 1
-    assert notes == ["1 of 2 rows have an answer that is not finite"]
+    assert notes == ["1 of 2 rows have a prediction that is not finite"]
 
 
 def bad_csv(path):
@@ -172,7 +172,7 @@ def test_bad_rows_are_left_out_on_request_and_counted(model, tmp_path):
         (5, 1011.0),
     ]
     assert (summary.rows, summary.skipped) == (2, 3)
-    assert "3 rows left out" in notes[-1]
+    assert "3 rows were skipped" in notes[-1]
     assert "in.csv, row 3: 'age' is not of type float ('old')" in notes[-1]
 
 
@@ -254,7 +254,7 @@ def test_a_damaged_model_is_refused_before_it_is_asked(tmp_path):
         asked(model, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
     other = storage.uri_of(tmp_path / "other")
     storage.publish(tmp_path / "m-source", other, kind="checkpoint")
-    with pytest.raises(UserError, match="is a checkpoint and not a model"):
+    with pytest.raises(UserError, match="is a checkpoint, not a model"):
         asked(other, [tmp_path / "in.csv"], tmp_path / "out.csv")
 
 

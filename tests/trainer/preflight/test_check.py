@@ -47,9 +47,9 @@ def test_the_model_is_tried_once_the_source_is_right(tmp_path, tried):
         ({"types": {"aged": "int"}}, "data.types: there is no column 'aged' in "),
         ({"splits": {"column": "part"}}, "data.splits.column: there is no column 'part' in "),
         ({"splits": {"group": "user"}}, "data.splits.group: there is no column 'user' in "),
-        ({"spans": "all"}, "data.spans: all, and no file of data.source has a span"),
+        ({"spans": "all"}, "data.spans: all, but no file of data.source has a span"),
         ({"label": "town", "inputs": ["town"]}, "data.inputs: 'town' of .* is also its label"),
-        ({"drop": ["age", "town"]}, r"data.inputs: .* has no remaining column to predict from"),
+        ({"drop": ["age", "town"]}, r"data.inputs: .* has no column left to predict from"),
         ({"format": "parquet"}, "is not a valid Parquet file"),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_program_is_looked_for_and_not_tried(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = {"command": ["python", "train.py"]}
     assert check(parse_config({"program": program})).notes == (
-        "not tried: python train.py trains its own model",
+        "the model is not checked, because python train.py trains its own",
     )
     with pytest.raises(ConfigError, match=r"program\.command: there is no program no-such"):
         check(parse_config({"program": {"command": ["no-such"]}}))

@@ -45,7 +45,7 @@ def test_what_is_written_gives_the_same_configuration():
     [
         ("Left us (24).csv", ["has_left"], "did you mean 'has left'?"),
         ("Left us (24).csv", [], "perhaps 'has left' (one of client id, score: new, has left)"),
-        ("one.csv", ["y"], "'y' of one.csv has one value only ('b') in all 3 rows"),
+        ("one.csv", ["y"], "'y' of one.csv has only one value ('b') in all 3 rows"),
         ("head.csv", ["y"], "has no row"),
         ("empty.csv", ["y"], "is empty"),
         ("odd.xyz", ["y"], "set data.format to one of"),

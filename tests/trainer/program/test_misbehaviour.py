@@ -36,7 +36,7 @@ os.symlink("/etc/hostname", folder + "saved_model.pb")
 EVALUATE = {"after_training": "evaluate"}
 ASK = "import argparse; argparse.ArgumentParser().parse_args()"
 REFUSED = {
-    "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* has nothing in it"),
+    "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* is empty"),
     "forks": (FORKS, EVALUATE, "left no model"),
     "needs a package": ("import no_such_package", {}, "No module named 'no_such_package'"),
     "wrong flag": (ASK, {}, "exit code 2.*unrecognized arguments: 3"),
@@ -46,8 +46,8 @@ REFUSED = {
     "no words": ("", {"command": ["/"]}, "cannot start /: Permission denied"),
     "a file over its limit": (FULL, {}, "File too large"),
     "a port that is taken": (BUSY, {}, "Address already in use"),
-    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* has no whole one in it"),
-    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* has no whole one in it"),
+    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* has no complete model"),
+    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* has no complete model in it"),
 }  # fmt: skip
 CORRUPT = """
 import os, sys

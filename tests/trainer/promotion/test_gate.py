@@ -57,8 +57,8 @@ def test_a_good_model_is_blessed(tmp_path: Path) -> None:
         "decision": "blessed",
         "headline": "digits: accuracy 0.9531; blessed",
         "reasons": [
-            "Accuracy is 0.9531; it has to be at least 0.95 (gate.min).",
-            "Loss is 0.21; it has to be at most 0.5 (gate.max).",
+            "Accuracy is 0.9531; it must be at least 0.95 (gate.min).",
+            "Loss is 0.21; it must be at most 0.5 (gate.max).",
         ],
         "notes": [],
         "measured": {"metric": "accuracy", "value": 0.953125, "interval": None, "better": "higher",
@@ -87,8 +87,8 @@ def test_a_refusal_says_why_and_only_why(tmp_path: Path) -> None:
     decision = gate.check(config, evaluated(tmp_path, MEASURED), output)
     assert not decision.blessed
     expected = (
-        "Accuracy is 0.9531; it has to be at least 0.999 (gate.min).",
-        "Loss is 0.21; it has to be at most 0.1 (gate.max).",
+        "Accuracy is 0.9531; it must be at least 0.999 (gate.min).",
+        "Loss is 0.21; it must be at most 0.1 (gate.max).",
     )
     assert decision.reasons == expected
     tree = decided(output)
@@ -120,7 +120,7 @@ def test_what_is_not_a_number_never_passes(tmp_path: Path, value: Any, bound: st
     assert not decision.blessed
     [reason] = decision.reasons
     side = "least" if bound == "min" else "most"
-    assert reason == (f"Loss is not a finite number; it has to be at {side} 0.5 (gate.{bound}).")
+    assert reason == (f"Loss is not a finite number; it must be at {side} 0.5 (gate.{bound}).")
     [rule] = decided(output)["rules"]
     assert rule["value"] is None
     assert rule["passed"] is False
@@ -202,7 +202,7 @@ def test_no_evaluation_there(tmp_path: Path) -> None:
 
 def test_something_else_than_an_evaluation(tmp_path: Path) -> None:
     uri = evaluated(tmp_path, MEASURED, kind="dataset")
-    with pytest.raises(UserError, match="is a dataset and not an evaluation"):
+    with pytest.raises(UserError, match="is a dataset, not an evaluation"):
         gate.check(Config(), uri, "file:///x")
 
 
@@ -224,7 +224,7 @@ def test_a_damaged_evaluation_is_not_believed(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     output = storage.uri_of(tmp_path / "file" / "d")
-    with pytest.raises(UserError, match="there is a file where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is expected"):
         gate.check(Config(), evaluated(tmp_path, MEASURED), output)
 
 
@@ -289,7 +289,7 @@ def test_one_part_of_a_slice(tmp_path: Path) -> None:
     assert decision.blessed
     assert [rule.metric for rule in decision.rules] == ["accuracy@label=0", "accuracy@label=a=b"]
     assert decided(decision.uri)["reasons"][0] == (
-        "Accuracy where label is 0 is 0.99; it has to be at least 0.9 (gate.min)."
+        "Accuracy where label is 0 is 0.99; it must be at least 0.9 (gate.min)."
     )
 
 
@@ -299,7 +299,7 @@ def test_every_part_of_a_slice_has_its_rule(tmp_path: Path) -> None:
     assert [(rule.metric, rule.passed) for rule in decision.rules] == [
         ("loss@label=0", True), ("loss@label=a=b", False),
     ]  # fmt: skip
-    assert decision.reasons == ("Loss where label is a=b is 2; it has to be at most 1 (gate.max).",)
+    assert decision.reasons == ("Loss where label is a=b is 2; it must be at most 1 (gate.max).",)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("@label", "'@label' has no metric: write it as accuracy, or accuracy@label"),
+        ("@label", "'@label' names no metric: write accuracy or accuracy@label"),
         ("my metric", "'my metric' has no metric"),
         ("accuracy@", "'accuracy@' has no slice: write accuracy@feature=value"),
         ("accuracy@=3", "'accuracy@=3' has no slice"),
@@ -372,9 +372,9 @@ def test_a_constant_that_is_not_beaten_is_named_and_so_are_the_examples_that_it_
 ) -> None:
     decision = check(tmp_path, {"min": {"accuracy": 0.5}}, constant=over_constant(-0.01))
     [reason] = decision.reasons
-    assert "that of a constant (always 'a') 0.9" in reason
-    assert "has to be higher (gate.constant)" in reason
-    assert reason.endswith("360 test examples are too few to be sure; about 1,200 would do.")
+    assert "0.9 for a constant (always 'a')" in reason
+    assert "must be higher (gate.constant)" in reason
+    assert reason.endswith("360 test examples are too few to be sure; about 1,200 would be enough.")
 
 
 def test_a_constant_that_is_reported_only_refuses_nothing_and_is_a_note(tmp_path: Path) -> None:
@@ -441,9 +441,9 @@ def test_seven_of_360_examples_are_a_loss_that_the_default_does_not_pass(tmp_pat
 def test_a_refusal_names_both_metrics_and_how_many_examples_it_takes(tmp_path: Path) -> None:
     few = champion(4, 4, both=92)
     [reason] = check(tmp_path, {"champion": {"margin": 0.02}}, champion=few).reasons
-    assert reason.startswith("Accuracy is 0.9531, that of the champion 0.953")
-    assert " lower, and only 0.020 is allowed (gate.champion.margin). " in reason
-    assert reason.endswith("100 test examples are too few to be sure; about 2,200 would do.")
+    assert reason.startswith("Accuracy is 0.9531, and 0.953 for the champion")
+    assert " lower, but only 0.020 is allowed (gate.champion.margin). " in reason
+    assert reason.endswith("100 test examples are too few to be sure; about 2,200 would be enough.")
     other = tmp_path / "other"
     other.mkdir()
     [reason] = check(other, {"champion": {"margin": 0.02}}, champion=champion(0, 40)).reasons
@@ -471,8 +471,8 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("constant", "words"),
     [
-        ({"metrics": {"accuracy": None}}, "No constant has accuracy, so that a margin of 5%"),
-        ({"metrics": {"accuracy": 0.96}}, "The champion gains nothing over a constant, so that 5%"),
+        ({"metrics": {"accuracy": None}}, "No constant prediction has accuracy, so a margin of 5%"),
+        ({"metrics": {"accuracy": 0.96}}, "The champion is not better than a constant, so 5%"),
     ],
 )
 def test_a_share_of_no_gain_is_nothing(
@@ -552,8 +552,8 @@ def test_a_margin_is_a_number_or_a_share(margin: Any) -> None:
 
 
 def test_a_champion_that_cannot_be_asked_refuses(tmp_path: Path) -> None:
-    other = {"uri": CHAMPION, "incomparable": "it knows 9 classes, and this model 10"}
+    other = {"uri": CHAMPION, "incomparable": "it knows 9 classes, but this model 10"}
     decision = check(tmp_path, {}, champion=other)
     assert not decision.blessed
     [reason] = decision.reasons
-    assert "it knows 9 classes, and this model 10; give this model another name" in reason
+    assert "it knows 9 classes, but this model 10; give this model another name" in reason

@@ -154,13 +154,13 @@ def test_small_losses_do_not_add_up_over_many_promotions(run: Run) -> None:
     assert run.compared == [first.uri], "of which the one before was not better for sure"
     [rule] = rules_of(made)
     assert rule["found"] == {"metric": "accuracy", "own": 0.9, "opponent": "version 1"}
-    assert rule["note"] == "no gain was proved since version 1"
+    assert rule["note"] == "no gain has been proved since version 1"
     run.worse = True
     champion = run.champion()
     assert champion
     assert champion.number == 3
     reason = refused(run.register(run.exported(4, champion=champion.uri)))
-    assert reason.startswith("Accuracy may be up to 0.50 lower than that of version 1, and only")
+    assert reason.startswith("Accuracy may be up to 0.50 lower than for version 1, but only")
 
 
 def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
@@ -219,7 +219,7 @@ def test_a_champion_that_changed_meanwhile_is_compared_with(run: Run, worse: boo
     assert champion
     assert champion.number == (1 if worse else 2)
     if worse:
-        assert made.reasons[0].startswith("Accuracy may be up to 0.50 lower than that of the cham")
+        assert made.reasons[0].startswith("Accuracy may be up to 0.50 lower than for the cham")
         assert len(registry.versions(run.root, "digits")) == 1, "what is refused is not registered"
 
 
@@ -269,7 +269,7 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Ru
         ({"labels": None}, "labels.txt has 0 lines for 10 labels"),
         (
             {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
-            "difference of the exported keras from the checkpoint is 1; it has to be at most 0.5",
+            "difference of the exported keras from the checkpoint is 1; it must be at most 0.5",
         ),
     ],
 )
@@ -324,8 +324,8 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         (
             {"num_labels": 2, "labels": ["no", "yes"]},
             {**BINARY, "positive": "yes"},
-            "the task changed since {uri}, which answers an output for each class; set task.name: "
-            "classification, or give this model another name",
+            "the task changed since {uri}, which now has one output for each class; set "
+            "task.name: classification, or give this model another name",
         ),
         (
             {"task": "multi_output", "kinds": {"a": "classification"}},
@@ -334,7 +334,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
                 "kinds": {"a": "binary_classification"},
                 "positive": {"a": "yes"},
             },
-            "the task of 'a' changed since {uri}, which answers an output for each class; set "
+            "the task of 'a' changed since {uri}, which now has one output for each class; set "
             "task.outputs.a.name: classification, or give this model another name",
         ),
     ],
@@ -363,7 +363,7 @@ def test_limits(run: Run) -> None:
     assert "the model in megabytes is 2; it" in refused(run.register(model, max_megabytes=1.5))
     reasons = run.register(model, max_megabytes=9, max_milliseconds=2).reasons
     assert reasons == (
-        "The time of one example in milliseconds is 2.5; it has to be at most 2 "
+        "The time of one example in milliseconds is 2.5; it must be at most 2 "
         "(registry.max_milliseconds).",
     )
     assert run.register(model).promoted
@@ -383,7 +383,7 @@ def test_a_truncated_export_is_found(run: Run) -> None:
 def test_something_else_at_its_place_is_named(run: Run) -> None:
     model = run.exported(1)
     storage.publish(run.folder / "empty-1", f"{model}-registration-0", kind="other")
-    with pytest.raises(UserError, match="is a other and not a registration"):
+    with pytest.raises(UserError, match="is a other, not a registration"):
         run.register(model)
 
 

@@ -135,7 +135,7 @@ def test_the_second_one_learns_who_was_first(root: str, tmp_path: Path) -> None:
     with pytest.raises(registry.PromotionLostError) as error:
         promote(root, 1, after=0, by="run y")
     assert str(error.value) == (
-        "digits: promotion 1 was made by run x (version 2) meanwhile; nothing was promoted"
+        "digits: promotion 1 was made by run x (version 2) in the meantime; nothing was promoted"
     )
     assert champion(root) == 2
 

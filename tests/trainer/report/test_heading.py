@@ -48,7 +48,7 @@ def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
         "Failed in train_model", "digits: failed in train_model", "train_model: my_model: 0",
         "Where in your code",
         "/home/me/my_model.py:6", "in", "build", 'return layers(spec, "<script>")',
-        "What to do next", "See it fail on this machine, in a debugger:",
+        "What to do next", "Reproduce the failure on this machine, in a debugger:",
         "flotilla replay --workdir '/my runs' digits-1 train_model --pdb",
     ]  # fmt: skip
     assert words[13] == "flotilla run --workdir '/my runs' --resume digits-1"

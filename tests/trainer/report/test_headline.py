@@ -28,7 +28,7 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
     [
         (
             {"version": 2, "verdict": "promoted", "measured": CHURN, "rules": [BEATS, NOT_WORSE]},
-            "churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted",
+            "churn v2: average precision 0.41, +0.03 against the champion, constant 0.03; promoted",
         ),
         (
             {"version": 1, "verdict": "promoted", "measured": {**CHURN, "champion": None},
@@ -54,11 +54,11 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
         (
             {"verdict": "blessed", "measured": {
                 "metric": "auc", "value": 0.96401, "champion": 0.96325, "constant": 0.5}},
-            "churn: AUC 0.9640, +0.0008 on the champion, constant 0.5000; blessed",
+            "churn: AUC 0.9640, +0.0008 against the champion, constant 0.5000; blessed",
         ),
         (
             {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4}},
-            "churn: average precision 0.41, +0.01 on the champion, constant 0.03; blessed",
+            "churn: average precision 0.41, +0.01 against the champion, constant 0.03; blessed",
         ),
         (
             {"verdict": "blessed", "measured": {**CHURN, "champion": 0.4124}},
@@ -147,7 +147,7 @@ def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: s
     [note] = headline.make_notes(evaluation, [])
     assert note == (
         f"No bound is set: the gate blesses any model. Set one, such as {proposed}, which this "
-        "model keeps to."
+        "model meets."
     )
     assert not headline.make_notes(evaluation, [BOUND])
 

@@ -69,8 +69,8 @@ def test_the_verdict_comes_first_with_its_reasons() -> None:
         "digits-20260102-ab12: refused",
         "Refused: accuracy is below 0.999, and 1 more",
         "digits: refused: accuracy is below 0.999, and 1 more",
-        "Accuracy is 0.972; it has to be at least 0.999 (gate.min).",
-        "AUC is not a finite number; it has to be at least 0.5 (gate.min).",
+        "Accuracy is 0.972; it must be at least 0.999 (gate.min).",
+        "AUC is not a finite number; it must be at least 0.5 (gate.min).",
         "What to do next",
     ]
 
@@ -114,13 +114,13 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
     page = Page(report.render(facts))
     assert page.words[1:4] == [
         "Promoted, no bound set",
-        "churn v2: AUC 0.910, +0.010 on the champion, constant 0.500; promoted, no bound set",
+        "churn v2: AUC 0.910, +0.010 against the champion, constant 0.500; promoted, no bound set",
         EVIL,
     ]
     assert ("class", "verdict blessed noted") in page.attributes
     tile = page.words.index("AUC")
     assert page.words[tile : tile + 5] == [
-        "AUC", "0.910", "+0.010 on the champion", "constant 0.500", "0.880 to 0.940",
+        "AUC", "0.910", "+0.010 against the champion", "constant 0.500", "0.880 to 0.940",
     ]  # fmt: skip
     head = page.words.index("Metric")
     assert page.words[head : head + 12] == [
@@ -128,7 +128,8 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
         "Loss", "0.3000", "-", "0.4000", "0.2500", "AUC",
     ]  # fmt: skip
     for words in [
-        "Positive class: churned, from a probability of 0.31, chosen on 1000 validation examples.",
+        "Positive class: churned, at a probability of 0.31 or more, chosen on 1000 validation "
+        "examples.",
         "Constant: always 0.03.", "Linear (scikit-learn, 20 of 80 rows, 2.0 s).",
         "In its own run it was judged on 57 test examples, 2026-03-03: AUC 0.93.",
         "too few examples", "features, findings, splits",
@@ -238,7 +239,7 @@ def test_a_history_without_metrics_draws_nothing() -> None:
 def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
     value = math.nextafter(0.95, 0)
     rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
-    assert "Accuracy is 0.9499999999999998; it has to be at least 0.95" in report.render(
+    assert "Accuracy is 0.9499999999999998; it must be at least 0.95" in report.render(
         {"verdict": "refused", "rules": [rule]}
     )
 
@@ -275,7 +276,7 @@ def test_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path: Path) -> N
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"cannot write .*there is a file where a folder is needed"):
+    with pytest.raises(UserError, match=r"cannot write .*a file where a folder is expected"):
         report.write(FACTS, tmp_path / "file" / "report.html")
 
 

@@ -33,7 +33,7 @@ def test_a_blessed_run():
     assert text.endswith("\n\nThe whole report: `gs://b/report.html`\n")
     rows = rows_of(text)
     assert ["Accuracy", "0.9712"] in rows
-    asked = "Accuracy is 0.97; it has to be at least 0.95 \\(gate.min\\)."
+    asked = "Accuracy is 0.97; it must be at least 0.95 \\(gate.min\\)."
     assert [asked, "kept"] in rows
     assert ["train\\_model", "done", "12 s"] in rows
     # Unknown values have no row.
@@ -49,7 +49,7 @@ def test_a_broken_rule_and_a_refusal_of_the_registry_are_named():
     assert "**run: refused**" in text
     assert "- megabytes 9 is above 1" in text
     text = text_of({"verdict": "refused", "rules": [broken]})
-    assert "- Accuracy is 0.9; it has to be at most 0.95 \\(gate.max\\)." in text
+    assert "- Accuracy is 0.9; it must be at most 0.95 \\(gate.max\\)." in text
     assert rows_of(text)[-1][1] == "broken"
 
 

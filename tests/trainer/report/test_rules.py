@@ -18,40 +18,40 @@ ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ({**RULE, "value": 0.9639}, "Accuracy is 0.9639; it has to be at least 0.95 (gate.min)."),
+        ({**RULE, "value": 0.9639}, "Accuracy is 0.9639; it must be at least 0.95 (gate.min)."),
         (
             {**RULE, "metric": "macro_auc@label=7", "value": 0.5},
-            "Macro AUC where label is 7 is 0.5; it has to be at least 0.95 (gate.min).",
+            "Macro AUC where label is 7 is 0.5; it must be at least 0.95 (gate.min).",
         ),
         (
             {**RULE, "value": None},
-            "Accuracy is not a finite number; it has to be at least 0.95 (gate.min).",
+            "Accuracy is not a finite number; it must be at least 0.95 (gate.min).",
         ),
         (
             {**RULE, "value": 0.9499999999999999},
-            "Accuracy is 0.9499999999999998; it has to be at least 0.95 (gate.min).",
+            "Accuracy is 0.9499999999999998; it must be at least 0.95 (gate.min).",
         ),
         (
             {**MARGINAL, "value": -0.0504, "found": {**BOTH, "needed": 2200}},
-            "Accuracy is 0.9531, that of the champion 0.9575; it may be up to 0.050 lower, and "
+            "Accuracy is 0.9531, and 0.9575 for the champion; it may be up to 0.050 lower, but "
             "only 0.020 is allowed (gate.champion.margin). 360 test examples are too few to be "
-            "sure; about 2,200 would do.",
+            "sure; about 2,200 would be enough.",
         ),
         (
             {**MARGINAL, "value": -0.0104, "passed": True, "found": {**BOTH, "needed": 0}},
-            "Accuracy is 0.9531, that of the champion 0.9575; it may be up to 0.010 lower, and "
+            "Accuracy is 0.9531, and 0.9575 for the champion; it may be up to 0.010 lower, and "
             "0.020 is allowed (gate.champion.margin).",
         ),
         (
             {**MARGINAL, "value": 0.02, "threshold": 0.01},
-            "Accuracy is at least 0.020 higher than that of the champion, and has to be at least "
+            "Accuracy is at least 0.020 higher than for the champion, and must be at least "
             "0.010 higher (gate.champion.margin).",
         ),
         (
             {**MARGINAL, "metric": "mean_absolute_error_difference", "bound": "max",
              "value": 3.14, "threshold": 1.0, "found": ERROR},
-            "Mean absolute error is 46.93, that of the champion 44.10; it may be up to 3.1 higher, "
-            "and only 1.0 is allowed (gate.champion.margin).",
+            "Mean absolute error is 46.93, and 44.10 for the champion; it may be up to 3.1 higher, "
+            "but only 1.0 is allowed (gate.champion.margin).",
         ),
         (
             {**MARGINAL, "value": None, "threshold": 0.01},
@@ -59,43 +59,43 @@ ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
             "(gate.champion.margin).",
         ),
         (
-            {**MARGINAL, "value": -0.01, "note": "no gain was proved since version 3",
+            {**MARGINAL, "value": -0.01, "note": "no gain has been proved since version 3",
              "found": {**BOTH, "opponent": "version 3"}},
-            "Accuracy is 0.9531, that of version 3 0.9575; it may be up to 0.010 lower, and 0.020 "
-            "is allowed (gate.champion.margin). No gain was proved since version 3.",
+            "Accuracy is 0.9531, and 0.9575 for version 3; it may be up to 0.010 lower, and 0.020 "
+            "is allowed (gate.champion.margin). No gain has been proved since version 3.",
         ),
         (
             {"metric": "average_precision_over_constant", "key": CONSTANT, "bound": "min",
              "threshold": 0, "value": -0.004,
              "found": {"metric": "average_precision", "own": 0.0312, "other": 0.03,
                        "answer": "0.03 for 'yes'", "examples": 360, "needed": 2000}},
-            "Average precision is 0.03120, that of a constant (0.03 for 'yes') 0.03000; it may be "
-            "up to 0.0040 lower, and has to be higher (gate.constant). 360 test examples are too "
-            "few to be sure; about 2,000 would do.",
+            "Average precision is 0.03120, and 0.03000 for a constant (0.03 for 'yes'); it may be "
+            "up to 0.0040 lower, and must be higher (gate.constant). 360 test examples are too "
+            "few to be sure; about 2,000 would be enough.",
         ),
         (
             {"metric": "recall_difference@label=churned", "key": CLASS_MARGIN, "bound": "min",
              "threshold": -0.32, "value": -0.62,
              "found": {"metric": "recall", "label": "churned", "own": 0.1, "other": 0.65}},
-            "Recall of the class churned is 0.1000, that of the champion 0.6500; it may be up to "
-            "0.62 lower, and only 0.32 is allowed (gate.champion.class_margin).",
+            "Recall of the class churned is 0.1000, and 0.6500 for the champion; it may be up to "
+            "0.62 lower, but only 0.32 is allowed (gate.champion.class_margin).",
         ),
         ({"metric": "labelled", "value": 1, "threshold": 1, "bound": "min", "passed": True},
-         "There are as many labels as the model has outputs."),
+         "The number of labels equals the number of outputs."),
         (
-            {"metric": "comparable", "value": 0, "note": "it takes x, and this model y"},
-            "The champion cannot be compared with this model: it takes x, and this model y.",
+            {"metric": "comparable", "value": 0, "note": "it uses x, but this model y"},
+            "The champion cannot be compared with this model: it uses x, but this model y.",
         ),
         (
             {"metric": "difference of tflite", "value": 0.065, "threshold": 0.01, "bound": "max",
              "key": "its tolerance"},
-            "The largest difference of the exported tflite from the checkpoint is 0.065; it has "
-            "to be at most 0.01 (its tolerance).",
+            "The largest difference of the exported tflite from the checkpoint is 0.065; it "
+            "must be at most 0.01 (its tolerance).",
         ),
         (
             {"metric": "megabytes", "value": 12.34567, "threshold": 9.0, "bound": "max",
              "key": "registry.max_megabytes"},
-            "The size of the model in megabytes is 12.35; it has to be at most 9 "
+            "The size of the model in megabytes is 12.35; it must be at most 9 "
             "(registry.max_megabytes).",
         ),
     ],
@@ -106,7 +106,7 @@ def test_rules_are_sentences(rule: dict[str, Any], text: str) -> None:
 
 def test_a_rule_says_what_the_examples_leave_open() -> None:
     text = rules.sentence({**RULE, "value": 0.97777}, {"accuracy": [0.9567, 0.9886]})
-    assert text.startswith("Accuracy is 0.978, between 0.957 and 0.989 at 95 %; it has to be")
+    assert text.startswith("Accuracy is 0.978, between 0.957 and 0.989 at 95 %; it must be")
 
 
 _ANY = st.none() | st.floats() | st.text() | st.integers()
@@ -141,7 +141,7 @@ def test_whatever_a_rule_holds_it_is_a_sentence(
         ({"metric": "auc_over_constant", "key": CONSTANT}, "it does not beat a constant"),
         ({"metric": "comparable"}, "the champion cannot be compared with this model"),
         ({"metric": "recall", "key": CLASS_MARGIN, "found": {"label": "a"}},
-         "it may find less of the class a"),
+         "it may find fewer examples of the class a"),
     ],
 )  # fmt: skip
 def test_a_refusal_has_a_short_reason(rule: dict[str, Any], text: str) -> None:

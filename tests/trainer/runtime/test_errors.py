@@ -31,6 +31,6 @@ def test_a_task_without_memory_is_named_with_what_it_lacks_room_for(task, where)
     line = errors.describe_out_of_memory(
         ValueError(f"{{{{node x}}}} {said} by allocator cpu"), "a/rows"
     )
-    words = "has no memory for a/rows of type float and shape [9, 16]: make tables smaller"
+    words = "has too little memory for a/rows of type float and shape [9, 16]: make tables smaller"
     assert line.startswith(f"{where} (CPU) {words}")
     assert not errors.describe_out_of_memory(ValueError("Received message larger than max"))

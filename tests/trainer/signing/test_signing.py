@@ -117,7 +117,7 @@ def plant(folder, path):
 
 
 def refused(look):
-    with pytest.raises(storage.Corrupt, match="which its manifest does not name") as it:
+    with pytest.raises(storage.Corrupt, match="which its manifest does not list") as it:
         look()
     assert "\n" not in str(it.value)
 
@@ -150,7 +150,7 @@ def test_what_a_manifest_does_not_name_is_neither_promoted_nor_used(
     if signed:
         finding = signatures(root, "digits")
         assert finding.state == "fail"
-        assert "does not name" in finding.message
+        assert "does not list" in finding.message
 
 
 def test_a_link_to_another_version_is_one(tmp_path):

@@ -33,7 +33,7 @@ def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(
     monkeypatch.setenv(retry.VARIABLE, "0.1")
     monkeypatch.setattr(retry, "LEAST_SECONDS", 0.05)
     free, asked = threading.Event(), retry.Retry()
-    with pytest.raises(StoreUnavailable, match=r"for 0\.1 s \(no whole answer came\)"):
+    with pytest.raises(StoreUnavailable, match=r"for 0\.1 s \(no complete response arrived\)"):
         asked.call("s3://b", lambda: asked.within_deadline(free.wait), transient)
     free.set()
 

@@ -368,7 +368,7 @@ def test_a_publication_does_without(
 
 def test_what_is_there_is_not_replaced(make: Make, uri_unconditional: str, tmp_path: Path) -> None:
     storage.publish(make("one", files={"a": b"1"}), uri_unconditional, kind="x")
-    with pytest.raises(storage.Conflict, match="published already, with other content"):
+    with pytest.raises(storage.Conflict, match="already published with different content"):
         storage.publish(make("other", files={"a": b"2"}), uri_unconditional, kind="x")
     assert fetched(uri_unconditional, tmp_path) == {"a": b"1"}
 
@@ -553,7 +553,7 @@ def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path
         with pytest.raises(UserError) as error:
             action()
         assert str(error.value).endswith(
-            f"there is no bucket {scheme}://no-such-bucket; create it, or name one that exists"
+            f"there is no bucket {scheme}://no-such-bucket; create it, or give one that exists"
         )
 
 

@@ -102,7 +102,7 @@ def test_other_content_is_a_conflict(make: Make, place: Place, uri: str) -> None
         with pytest.raises(storage.Conflict) as error:
             storage.publish(make(f"other {reason}", files), uri, kind=kind, fields=fields)
         assert str(error.value) == (
-            f"{uri} is published already, with other content ({reason}): "
+            f"{uri} is already published with different content ({reason}): "
             "delete it first, or publish elsewhere"
         )
     assert storage.verify(uri) == first
@@ -261,7 +261,7 @@ def test_folders_and_files_in_each_others_place(make: Make, root: str) -> None:
         storage.verify(uri)
     (path_of(uri) / "b.txt").unlink()
     (path_of(uri) / "b.txt").mkdir()
-    with pytest.raises(UserError, match="there is a folder where a file is needed"):
+    with pytest.raises(UserError, match="there is a folder where a file is expected"):
         storage.verify(uri)
 
 
@@ -363,7 +363,7 @@ def test_published_passes_over_what_it_cannot_read_and_says_so(
         assert [uri for uri, _ in storage.list_published(root)] == [storage.join(root, "c")]
     assert sorted(record.getMessage().split(" (")[0] for record in caplog.records) == [
         f"skipped: {storage.join(root, 'a')}: MANIFEST.json is damaged",
-        f"skipped: {storage.join(root, 'b')}: MANIFEST.json has schema 2 and this version "
+        f"skipped: {storage.join(root, 'b')}: MANIFEST.json has schema 2, but this version "
         "reads 1: use the version that wrote it, or create it again",
     ]
 

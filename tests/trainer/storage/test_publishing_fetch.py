@@ -154,7 +154,7 @@ def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(
 
 @pytest.mark.parametrize(
     ("in_the_way", "reason"),
-    [("a", "Not a directory"), ("parent", "there is a file where a folder is needed")],
+    [("a", "Not a directory"), ("parent", "there is a file where a folder is expected")],
 )
 def test_a_file_in_the_way(
     uri_published: str, tmp_path: Path, in_the_way: str, reason: str
@@ -169,7 +169,7 @@ def test_a_file_in_the_way(
 
 def test_a_folder_in_a_files_place(uri_published: str, tmp_path: Path) -> None:
     (tmp_path / "a" / "b.txt" / "mine").mkdir(parents=True)
-    with pytest.raises(UserError, match="there is a folder where a file is needed"):
+    with pytest.raises(UserError, match="there is a folder where a file is expected"):
         storage.fetch(uri_published, tmp_path / "a")
     assert left_over(tmp_path) == []
 

@@ -83,7 +83,7 @@ def test_a_disk_that_fails_while_publishing(
     assert str(error.value).startswith(f"cannot publish {source} to {uri}: ")
     if number != errno.EIO:
         assert str(error.value).endswith(
-            "free some space, or set storage.root to a place with more"
+            "free some space, or set storage.root to a location with more"
         )
     assert not storage.is_published(uri)
     assert content(path_of(root)) == {}
@@ -178,7 +178,7 @@ def test_a_source_that_vanishes_is_reported(
 def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ...]) -> None:
     path_of(root).write_bytes(b"mine")
     uri = storage.join(root, *below)
-    remedy = "there is a file where a folder is needed; move it away"
+    remedy = "there is a file where a folder is expected; move it away"
     with pytest.raises(UserError, match=f"cannot publish .*{remedy}"):
         storage.publish(make(), uri, kind="x")
     if below:
@@ -190,7 +190,7 @@ def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ..
 def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
     uri = storage.join(root, "a")
     storage.publish(make(), uri, kind="x")
-    remedy = "there is a folder where a file is needed; move it away"
+    remedy = "there is a folder where a file is expected; move it away"
     with pytest.raises(UserError, match=f"cannot write .*{remedy}"):
         storage.write_bytes(uri, b"")
     with pytest.raises(UserError, match=f"cannot read .*{remedy}"):

@@ -335,7 +335,7 @@ def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
         return keras.Sequential([keras.Input((), dtype="int64"), table])
 
     monkeypatch.setattr(placement, "server_device", lambda _index: "/device:CPU:0")
-    words = r"\(CPU\) has no memory for \S+/users/embeddings of type float and shape \[\d+, 16\]"
+    words = r"\(CPU\) has too little memory for \S+/users/embeddings of type float and shape \["
     with pytest.raises(ConfigError, match=words):
         placement.build_placed_model(
             build, placement.choose_places(build, lambda _model: None, 1, {})

@@ -229,5 +229,5 @@ def test_workers_with_different_numbers_of_gpus_are_one_line():
         list_towers(names(w0={"CPU": 1, "GPU": 2}, w1={"CPU": 1}))
     assert str(caught.value) == (
         "every worker needs the same number of GPUs, but worker-0 has 2, worker-1 has 0: set "
-        "CUDA_VISIBLE_DEVICES where you start tasks yourself"
+        "CUDA_VISIBLE_DEVICES if you start tasks yourself"
     )

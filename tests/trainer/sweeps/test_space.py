@@ -71,7 +71,7 @@ WRONG = [
     (["training.steps=1,2", "training.steps=3,4"], "give it once"),
     (["training.steps=3", "training.steps=1,2"], "keep one"),
     (["model.args.a=1", "model.args={a: 2},{a: 3}"], "keep one"),
-    ([f"{RATE}=0.1..0.01"], "must be below its last"),
+    ([f"{RATE}=0.1..0.01"], "must be below the last"),
     ([f"{RATE}=0..0.01:log"], "above zero"),
     ([f"{RATE}=0.1..0.2,0.3"], "cannot be combined"),
     (["training.lerning=1,2"], "no such key"),

@@ -130,8 +130,8 @@ def test_classes_weigh_in_the_loss_of_their_own_output():
         (
             {},
             {"class_weights": "balanced"},
-            "training.class_weights: there are several labels (income, city, owns); give those "
-            "with classes theirs in task.outputs, {label: {class_weights: ...}}",
+            "training.class_weights: there are several labels (income, city, owns); set the "
+            "weights of each label in task.outputs, {label: {class_weights: ...}}",
         ),
     ],
 )
@@ -206,12 +206,12 @@ def test_answers_give_the_outputs_back():
             "task.outputs: there is no label 'incme'; did you mean 'income'?",
         ),
         ({"outputs": {"owns": {"args": {"no": 1}}}}, "task.outputs.owns.args: binary_classif"),
-        ({"name": "regression", "outputs": {}}, "task.name: regression takes one label, and there"),
+        ({"name": "regression", "outputs": {}}, "task.name: regression needs one label, but there"),
         ({"name": "regression"}, "task.outputs: regression has one output; set task.name to multi"),
-        ({"args": {"standardize": True}}, "task.args: each output has its own, in task.outputs"),
+        ({"args": {"standardize": True}}, "task.args: each output has its own in task.outputs"),
         (
             {"outputs": {"city": {"name": "binary_classification"}}},
-            "task.outputs.city binary_classification: it takes true or false",
+            "task.outputs.city binary_classification: it needs true or false",
         ),
     ],
 )

@@ -171,7 +171,9 @@ def test_probabilities_without_a_loss_for_them_are_refused(model):
 
 
 def test_logits_for_a_loss_of_probabilities_are_refused():
-    with pytest.raises(ConfigError, match=r"its loss takes probabilities, and its last layer give"):
+    with pytest.raises(
+        ConfigError, match=r"its loss needs probabilities, but its last layer return"
+    ):
         accepted(net(None, loss="sparse_categorical_crossentropy"))
 
 
@@ -542,10 +544,10 @@ def test_a_class_that_does_not_exist_is_refused(given, message):
         (
             2,
             None,
-            "its output has two columns, and binary_classification of 'y' (one int64) takes ",
+            "its output has two columns, but binary_classification of 'y' (one int64) needs ",
         ),
         (2, None, "end it with Dense(1), or set task.name: classification"),
-        (1, LOGITS(from_logits=True), "its loss takes an output for each class, and binary_class"),
+        (1, LOGITS(from_logits=True), "its loss needs an output for each class, but binary_class"),
         (1, "categorical_crossentropy", "or set task.name: classification"),
     ],
 )

@@ -45,7 +45,7 @@ CHOICES = {
 def test_the_task_is_chosen_by_what_the_label_is(name):
     found = dataset(**CHOICES[name])
     assert registry.create(TaskConfig(), found).name == name
-    assert registry.describe_task(TaskConfig(), found).startswith(f"the task is {name}, since")
+    assert registry.describe_task(TaskConfig(), found).startswith(f"the task is {name}, because")
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -142,16 +142,16 @@ def test_the_task_and_why_a_class_is_positive_are_one_line():
         config = TaskConfig(**config)
         return registry.describe_task(config, registry.set_positive(config, found))
 
-    begin = "the task is binary_classification, since the label 'label' (one int64 of 2 classes)"
+    begin = "the task is binary_classification, because the label 'label' (one int64 of 2 classes)"
     assert said(two(("no", "yes"))) == (
         f"{begin} has two classes; the positive class is 'no', the rarer one, 40 of 100 training "
         "examples"
     )
     assert said(two(("no", "yes")), positive="yes").endswith("is 'yes', as task.positive says")
-    assert "or the other one where that is rarer" in said(two(counts={}))
+    assert "or the other class if that is rarer" in said(two(counts={}))
     assert "the second one of two with 5 training" in said(two(counts={"train": [5, 5]}))
     assert said(two(), name="ranking").endswith("the positive class is '1', the second one")
-    assert "binary_classification has to be set" in said(two(classes=0))
+    assert "set task.name to binary_classification" in said(two(classes=0))
 
 
 def test_what_is_taken_is_the_second_class_however_rare_it_is():
@@ -199,7 +199,7 @@ def test_a_positive_class_that_there_is_not_is_refused(config, words):
 @pytest.mark.parametrize(
     ("config", "target", "words"),
     [
-        ({}, feature("string"), "no task built in takes the label 'label' (one string)"),
+        ({}, feature("string"), "no built-in task supports the label 'label' (one string)"),
         (
             {"name": "classification"},
             feature("float32"),
@@ -223,7 +223,9 @@ def test_a_task_that_does_not_fit_is_refused_by_name(config, target, words):
 def test_numbers_below_zero_are_no_classes():
     label = {"targets": ("label",), "target_moments": {"label": {"min": -1.0, "max": 1.0}}}
     found = SimpleNamespace(**{**vars(dataset(label=feature())), **label})
-    with pytest.raises(ConfigError, match="has values from -1 on, and classification counts its"):
+    with pytest.raises(
+        ConfigError, match="has values starting at -1, but classification counts its"
+    ):
         registry.create(TaskConfig(), found)
 
 
@@ -232,12 +234,12 @@ def test_numbers_below_zero_are_no_classes():
     [
         (
             {"train": [4, 4, 0], "test": [0, 3]},
-            "task classification: all examples of the split 'test' have one 'label', '1': a model "
-            "that always predicts it would be perfect there",
+            "task classification: all examples of the split 'test' have the same 'label', '1': a "
+            "model that always predicts it would be perfect there",
         ),
         (
             {"train": [4, 4, 0], "test": [1, 1, 2]},
-            "task classification: the split 'test' has examples whose 'label' is '2', and the "
+            "task classification: the split 'test' has examples whose 'label' is '2', but the "
             "training split has none",
         ),
     ],

@@ -291,4 +291,4 @@ def test_a_server_that_is_away_is_one_warning_and_the_promotion_holds(monkeypatc
     assert [line.partition(" does not know")[0] for line in lines] == [
         "MLflow", "the model registry",
     ]  # fmt: skip
-    assert all("; the promotion holds, and the next run" in line for line in lines)
+    assert all("; the promotion is valid, and the next run" in line for line in lines)

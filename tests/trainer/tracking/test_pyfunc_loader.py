@@ -132,7 +132,7 @@ def test_a_value_that_does_not_fit_is_named(load, one, value, words):
 def test_a_missing_column_is_named(load):
     fields = manifest(entry("a", "text", "string"), entry("b c", "text", "string"))
     predictor, _ = load(fields, {"": "regression"}, prediction=[0.0])
-    with pytest.raises(ValueError, match="no column 'b c': the model takes a, b c"):
+    with pytest.raises(ValueError, match="no column 'b c': the model needs a, b c"):
         predictor.predict(pd.DataFrame({"a": ["x"]}))
 
 

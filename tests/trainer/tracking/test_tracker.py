@@ -190,7 +190,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
         follower.hear(progress(step))
     assert not follower.close(describe_end("FINISHED"), seconds=0.01)
     (line,) = warnings()
-    assert "no answer within 0.01 s" in line
+    assert "no response within 0.01 s" in line
     follower.hear(progress(60))
     target.gate.set()
 

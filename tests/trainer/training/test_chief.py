@@ -72,7 +72,9 @@ def test_a_task_without_memory_ends_training_in_one_line():
     strategy = create_autospec(Strategy, instance=True)
     said = "OOM when allocating tensor with shape[4096,1000] and type float on "
     error = tf.errors.ResourceExhaustedError(None, None, f"{said}{ON_WORKER} by allocator cpu")
-    refused = pytest.raises(UserError, match=r"^worker-0 \(CPU\) has no memory .* \[4096, 1000\]: ")
+    refused = pytest.raises(
+        UserError, match=r"^worker-0 \(CPU\) has too little memory .* \[4096, 1000\]: "
+    )
     with refused, _convert_lost_task(strategy):
         raise error
     strategy.close.assert_called_once_with()

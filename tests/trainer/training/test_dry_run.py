@@ -180,10 +180,10 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
         (
             {"strategy": "in_graph"},
             None,
-            "model some:model: it has a custom train_step, which single and "
-            "multi_worker_mirrored run, and not training.strategy in_graph: ",
+            "model some:model: it has a custom train_step, which only single and "
+            "multi_worker_mirrored can run, not training.strategy in_graph; ",
         ),
-        ({}, None, "model some:model: it has a custom train_step, which single and multi_work"),
+        ({}, None, "model some:model: it has a custom train_step, which only single and multi"),
         (
             {"strategy": "single", "jit_compile": True},
             None,
@@ -214,7 +214,7 @@ def accepted(**compiled):
 
 def test_xla_that_only_the_model_asks_for_is_refused():
     model, objective = accepted(jit_compile=True)
-    with pytest.raises(ConfigError, match=r"it is compiled with jit_compile=True, and training.ji"):
+    with pytest.raises(ConfigError, match=r"it is compiled with jit_compile=True, but training.ji"):
         dry_run.require(configured({}), model, objective)
     dry_run.require(configured({"training": {"jit_compile": True}}), model, objective)
 
@@ -309,7 +309,7 @@ def test_examples_have_the_form_of_the_dataset(tmp_path):
         ("logs", "its loss on a few examples is nan: look for a logarithm, a root, a "),
         ("roots", "the gradient of dense/kernel on a few examples is not finite, though "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
-        ("silent", "its train_step returns no loss, but d_loss"),
+        ("silent", "its train_step returns d_loss, but no loss"),
         ("broken", "a step on a few examples failed: AttributeError: "),
         ("eager", "a step on a few examples failed: "),
         ("other_loss", "its loss does not fit labels and outputs: "),
@@ -372,8 +372,8 @@ def test_a_model_that_is_loaded_fits(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("async_parameter_server", "0.01 GB, and the memory of 2 ps is limited to 4Mi each; give"),
-        ("multi_worker_mirrored", "0.01 GB, and the memory of 1 worker is limited to 4Mi each; "),
+        ("async_parameter_server", "0.01 GB, but the memory of 2 ps is limited to 4Mi each; raise"),
+        ("multi_worker_mirrored", "0.01 GB, but the memory of 1 worker is limited to 4Mi each; "),
         ("single", ""),
     ],
 )
@@ -400,7 +400,7 @@ def test_a_layer_may_have_any_name(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dictionary", "its output is a dict ('label'), and the task has one output; return the"),
+        ("dictionary", "its output is a dict ('label'), but the task has one output; return the"),
         (
             "own_function",
             "its layer own (Activation) cannot be written in the format keras and read back: "
@@ -559,7 +559,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"model": {"name": "own_models:chance"}, **SAVED_ALONE},
-            "export.formats: the model read from saved_model gives different predictions (by ",
+            "export.formats: the model read from saved_model returns different predictions (by ",
         ),
         (
             {"task": {"name": "own_models:Failing"}},
@@ -575,7 +575,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"model": {"name": "own_models:choice"}},
-            "model own_models:choice: it does not take the dataset's input of shape () and type "
+            "model own_models:choice: it does not accept the dataset's input of shape () and type "
             "float32: OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python",
         ),
         (
@@ -608,6 +608,6 @@ def test_texts_are_refused_for_tensorflow_lite(refused, name, shape, stored):
     city = FeatureSpec(shape=shape, dtype="string", stored=stored)
     tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}
     assert refused(churn("no", "yes", city=city), tree) == (
-        "export.formats: TensorFlow Lite has no operations on texts, by which city_vocabulary "
-        "finds the numbers of known ones; leave tflite out, or drop the column"
+        "export.formats: TensorFlow Lite has no string operations, with which city_vocabulary "
+        "looks up known texts; leave tflite out, or drop the column"
     )

@@ -156,10 +156,10 @@ def test_what_is_configured_and_the_strategy_decide(begin, tree, strategy, why):
     ("given", "why"),
     [
         ({"whole": ()}, "the chief was assigning values"),
-        ({"held": (0, 2, 0), "lost": (1,)}, "no other server has variables"),
+        ({"held": (0, 2, 0), "lost": (1,)}, "no other server holds variables"),
         ({"saved": 500}, "a checkpoint that was published before no longer exists"),
         ({"reached": 399}, "the newest checkpoint is newer"),
-        ({"reached": -1}, "no living server has the global step"),
+        ({"reached": -1}, "no running server has the global step"),
         ({"found": None}, "no checkpoint is published"),
     ],
 )
@@ -172,7 +172,7 @@ def test_where_it_is_not_possible_all_go_back(begin, given, why):
 
 def test_near_the_end_all_go_back_so_that_no_server_ends_behind(begin):
     near = {"reached": 1000}
-    assert "further than the steps" in begin(**near).why
+    assert "more steps than remain" in begin(**near).why
     assert begin({"cluster": {"recovery": "partial"}}, **near).why == ""
     assert begin(**near, lost=()).why == ""
 

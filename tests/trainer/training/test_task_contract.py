@@ -106,11 +106,11 @@ def fails(*_):
 
 
 BROKEN = {
-    "name": ({"name": None}, "its attribute name has to be a text"),
+    "name": ({"name": None}, "its attribute name must be a text"),
     "direction": (
         {"directions": {"absolute": "lowest"}},
-        "directions: the direction of 'absolute' is 'lowest'; it has to be 'higher' or 'lower', "
-        "or None where neither is better; did you mean 'lower'?",
+        "directions: the direction of 'absolute' is 'lowest'; it must be 'higher' or 'lower', "
+        "or None if neither is better; did you mean 'lower'?",
     ),
     "main metric": (
         {"main_metric": "absolut"},
@@ -120,15 +120,15 @@ BROKEN = {
         {"directions": {"absolute": None}},
         "directions: the direction of main_metric 'absolute' is missing",
     ),
-    "output shape": ({"output_shape": 1}, "output_shape is 1; it has to be a tuple of whole"),
-    "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it has to be a number"),
+    "output shape": ({"output_shape": 1}, "output_shape is 1; it must be a tuple of whole"),
+    "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it must be a number"),
     "no loss": (
         {"loss": gives("mse")},
-        "loss() is a str; it has to be a keras.losses.Loss",
+        "loss() is a str; it must be a keras.losses.Loss",
     ),
     "loss of a batch": (
         {"loss": gives(OneForAll())},
-        "its loss gives a value of shape () for 8 examples: call() has to return one for each",
+        "its loss returns a value of shape () for 8 examples: call() must return one value per",
     ),
     "loss that raises": ({"loss_labels": fails}, "loss() failed: ValueError: not today ("),
     "sum of losses": (
@@ -137,11 +137,11 @@ BROKEN = {
     ),
     "losses of examples": (
         {"example_losses": lambda *given: (given[-2] - given[-1]) ** 2},
-        "example_losses() has shape (8, 8) for 8 examples; it has to be (8,)",
+        "example_losses() has shape (8, 8) for 8 examples; it must be (8,)",
     ),
     "no metric": (
         {"metrics": gives(["mse"])},
-        "metrics() has a str; each item has to be a keras.Metric",
+        "metrics() has a str; each item must be a keras.Metric",
     ),
     "metric without a direction": (
         {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
@@ -149,20 +149,21 @@ BROKEN = {
     ),
     "metric that does not add up": (
         {"metrics": gives([Largest()])},
-        "where its states over two parts of them are added: a state has to be a sum over the",
+        "if its states over two parts of them are added: a state must be a sum over the",
     ),
-    "no columns": ({"answers": answered()}, "answers() has to return tensors by the name of a"),
+    "no columns": ({"answers": answered()}, "answers() must return tensors by column"),
     "answers in numpy": (
         {"answers": answered(prediction=lambda outputs: outputs.numpy())},
         "answers() failed: AttributeError: ",
     ),
     "one answer for all": (
         {"answers": answered(prediction=tf.reduce_mean)},
-        "answers(): the first axis of 'prediction' has to be that of the outputs, the examples",
+        "answers(): the first axis of 'prediction' must be the first axis of the outputs, the "
+        "examples",
     ),
     "rounded answers": (
         {"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
-        "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion,",
+        "outputs_of(answers(outputs)) returns other predictions than the outputs, so a champion,",
     ),
     "answers that are not read": (
         {"answers": answered(price=lambda outputs: outputs[:, 0])},

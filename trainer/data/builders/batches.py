@@ -201,5 +201,5 @@ def _get(example: Any, path: str) -> Any:
 def _read_error(name: str, source: tfds.core.DatasetBuilder, split: str, reason: str) -> str:
     return (
         f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
-        f"({reason}); remove that folder, and it is made again"
+        f"({reason}); remove that folder to create it again"
     )

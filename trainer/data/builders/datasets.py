@@ -31,8 +31,8 @@ EMBEDDED = {
 
 # Datasets that are no longer embedded, with advice on what to use instead.
 _MOVED = {
-    "clicks_large": "is an example since 0.2: take clicks_large:ClicksLarge, with "
-    "--code examples/clicks_large of the source",
+    "clicks_large": "is an example since 0.2: use clicks_large:ClicksLarge, "
+    "with --code examples/clicks_large of the source code",
 }
 
 
@@ -59,8 +59,8 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
-            f"data.dataset: there is no dataset {name!r} in TFDS{nearest(name, known)}; a builder "
-            "of your own is package.module:Builder"
+            f"data.dataset: there is no dataset {name!r} in TFDS{nearest(name, known)}; name your "
+            "own builder as package.module:Builder"
         ) from error
     except ConfigError:
         raise

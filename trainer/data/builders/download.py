@@ -254,8 +254,8 @@ def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[
             reach(url)
         except UnreachableError as error:
             raise TransientError(
-                f"data.dataset: {name} cannot be downloaded, {host} is out of reach ({error}); "
-                f"{_remedy(url, builder, _manual_folder(builder, folder), bool(folder))}"
+                f"data.dataset: {name} cannot be downloaded, because {host} cannot be reached "
+                f"({error}); {_remedy(url, builder, _manual_folder(builder, folder), bool(folder))}"
             ) from error
         reached.add(host)
 
@@ -265,14 +265,14 @@ def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[
 def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
-        return "run it where the network is open, or set TFDS_DATA_DIR to a folder that has it"
+        return "run it with network access, or set TFDS_DATA_DIR to a folder that has it"
     # The file of this URL comes first, because the others may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]
     more = f" and {len(absent) - _FILES_NAMED} more" if len(absent) > _FILES_NAMED else ""
     files = ", ".join(absent[:_FILES_NAMED]) + more
     if is_set:
-        return f"put what is missing into data.manual_dir ({place}): {files}"
+        return f"put the missing files into data.manual_dir ({place}): {files}"
     return f"put the official files into a folder and set data.manual_dir to it: {files}"
 
 
@@ -281,7 +281,7 @@ def _failure(name: str, error: Exception) -> str:
     if wrong:
         url, path = wrong.groups()
         return (
-            f"data.manual_dir: {path} is not the official file (size or sha256 differ); "
+            f"data.manual_dir: {path} is not the official file (its size or sha256 differs); "
             f"download it again from {url}"
         )
     if isinstance(error, OSError) and error.filename:

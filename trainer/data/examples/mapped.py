@@ -101,7 +101,7 @@ class MappedSource(Source):
         every = (row for part in parts for _, rows in self._map(part) for row in rows)
         first = list(itertools.islice(every, FIRST))
         if not first:
-            raise UserError(f"{self.name} leaves out every example: it returns None for every row")
+            raise UserError(f"{self.name} drops every example: it returns None for every row")
         names = list(first[0].example)
         for row in first:
             if wrong := sorted(row.example.keys() ^ set(names)):
@@ -245,8 +245,8 @@ def _class_label(source: str, name: str, values: set[Any]) -> Any:
         return tfds.features.ClassLabel(names=names)
     if not values or not all(isinstance(each, int) for each in values) or min(values) < 0:
         raise UserError(
-            f"{source}: the classes of {name!r} have to be texts, or numbers from 0; "
-            f"there is {min(values - texts, default=None)!r}"
+            f"{source}: the classes of {name!r} must be texts, or numbers from 0; found "
+            f"{min(values - texts, default=None)!r}"
         )
     return tfds.features.ClassLabel(num_classes=int(max(values)) + 1)
 
@@ -297,9 +297,9 @@ def make_example(result: Any) -> Example:
         UnsuitableError: the result is not a mapping, or a value cannot be stored.
     """
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
-        raise UnsuitableError(f"gives {_kind(result)}, not a dict of values by name")
+        raise UnsuitableError(f"returns {_kind(result)}, not a dict of values by name")
     if not result:
-        raise UnsuitableError("returns an empty dict; return None to leave an example out")
+        raise UnsuitableError("returns an empty dict; to drop an example, return None")
     return {name: make_value(name, value) for name, value in result.items()}
 
 
@@ -308,24 +308,24 @@ def make_value(name: str, value: Any) -> Value:
     if hasattr(value, "numpy"):
         value = value.numpy()
     if value is None:
-        raise UnsuitableError(f"gives None for {name!r}; give NaN for a number that is missing")
+        raise UnsuitableError(f"returns None for {name!r}; return NaN for a missing number")
     try:
         # Store bytes as an object, because NumPy would strip trailing zeros.
         array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
-        raise UnsuitableError(f"gives lists of different lengths within {name!r}") from None
+        raise UnsuitableError(f"returns lists of different lengths within {name!r}") from None
     if array.dtype.kind in "USO":
         every = array if array.dtype == _TEXT else np.array(value, object)
         found = np.empty(every.shape, object)
         for place, each in np.ndenumerate(every):
             if not isinstance(each, str | bytes):
                 raise UnsuitableError(
-                    f"gives {_kind(each)} within {name!r}, which cannot be stored"
+                    f"returns {_kind(each)} within {name!r}, which cannot be stored"
                 )
             found[place] = each.encode(errors="surrogateescape") if isinstance(each, str) else each
         return found
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
-        raise UnsuitableError(f"gives {name!r} as {array.dtype}, which cannot be stored")
+        raise UnsuitableError(f"returns {name!r} as {array.dtype}, which cannot be stored")
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
@@ -341,7 +341,7 @@ def convert_value(name: str, value: Value, said: str) -> Value:
         return value.astype(_CAST.get(said, value.dtype), copy=False)
     except ValueError:
         raise UnsuitableError(
-            f"gives {name!r} as {get_dtype(value)}, which is not of type {said}"
+            f"returns {name!r} as {get_dtype(value)}, which is not of type {said}"
         ) from None
 
 
@@ -360,9 +360,11 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
     kinds = {value.dtype for value in [each for each in values if each.size] or values}
     if len({len(shape) for shape in shapes}) > 1:
         one, other = sorted(shapes, key=len)[:: len(shapes) - 1]
-        raise UnsuitableError(f"gives {name!r} of shape {one}, and others of shape {other}")
+        raise UnsuitableError(
+            f"returns {name!r} with shape {one} for some rows and {other} for others"
+        )
     if not classes and len(kinds) > 1 and _TEXT in kinds:
-        raise UnsuitableError(f"gives {name!r} as a text, and others as a number")
+        raise UnsuitableError(f"returns {name!r} as a text for some rows and a number for others")
     sizes = (set(axis) for axis in zip(*shapes, strict=True))
     shape = tuple(next(iter(axis)) if len(axis) == 1 else None for axis in sizes)
     dtype = np.dtype(np.int64) if classes else np.result_type(*kinds)
@@ -375,7 +377,7 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
 def image_leaf(config: ImageConfig) -> Leaf:
     """Return the feature of an encoded image; raises `ConfigError` if the size is not set."""
     if not config.size:
-        raise ConfigError("data.image: the function of data.map gives images; set its size")
+        raise ConfigError("data.image: the function of data.map returns images; set their size")
     image = tfds.features.Image(shape=(None, None, config.channels))
     return Leaf(connector=image, element=image, tensor=image.get_tensor_info())
 
@@ -397,15 +399,16 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     )
     if not inner:
         raise UnsuitableError(
-            f"gives {name!r} of shape {value.shape}, and the first examples of shape {spec.shape}; "
-            f"set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another shape"
+            f"returns {name!r} with shape {value.shape}, but the first examples with shape "
+            f"{spec.shape}; set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another "
+            "shape"
         )
     if get_dtype(value) == spec.dtype:
         return value
     able = spec.dtype != "string" and value.dtype != _TEXT
     if not (able and np.can_cast(value.dtype, spec.dtype, "same_kind")):
         raise UnsuitableError(
-            f"gives {name!r} as {get_dtype(value)}, and the first examples as {spec.dtype}"
+            f"returns {name!r} as {get_dtype(value)}, but the first examples as {spec.dtype}"
         )
     return value.astype(spec.dtype)
 
@@ -415,12 +418,12 @@ def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
         try:
             return images.stored_image(value.item(), spec.sizes[-1])
         except images.UndecodableError as error:
-            raise UnsuitableError(f"gives {name!r}, which does not decode: {error}") from None
+            raise UnsuitableError(f"returns {name!r}, which cannot be decoded: {error}") from None
     pixels = value[..., np.newaxis] if value.ndim == len(("height", "width")) else value
     if pixels.dtype != np.uint8 or pixels.shape[2:] != spec.shape[2:]:
         raise UnsuitableError(
-            f"gives {name!r} as {get_dtype(value)} of shape {value.shape}; an image is the bytes "
-            f"of a file, or uint8 of shape (height, width, {spec.shape[-1]})"
+            f"returns {name!r} as {get_dtype(value)} with shape {value.shape}; an image is the "
+            f"bytes of a file, or uint8 of shape (height, width, {spec.shape[-1]})"
         )
     return encode(pixels)
 

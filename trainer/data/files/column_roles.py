@@ -1,4 +1,4 @@
-"""Roles of file columns, from the configuration and their names. Does not import TensorFlow."""
+"""Roles of the columns of files, from the configuration and column names. Free of TensorFlow."""
 
 from __future__ import annotations
 
@@ -79,14 +79,13 @@ def _guess_label(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
         return (found[0],)
     raise ConfigError(
         f"data.label: {config.source} has no column 'label' or 'target'; set data.label to the "
-        f"column that is to be predicted, perhaps {left[-1] if left else ''!r} (one of "
-        f"{format_names(left)})"
+        f"column to predict, perhaps {left[-1] if left else ''!r} (one of {format_names(left)})"
     )
 
 
 def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> None:
     if not roles.inputs:
-        raise ConfigError(f"data.inputs: {config.source} has no remaining column to predict from")
+        raise ConfigError(f"data.inputs: {config.source} has no column left to predict from")
     require_apart(config.source, roles)
     used = {
         "inputs": roles.inputs, "label": roles.targets,

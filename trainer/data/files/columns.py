@@ -117,8 +117,8 @@ def _note_sets(name: str, classes: Sequence[str]) -> str:
         if len(joined) >= _FEWEST_SETS and len(parts) <= len(joined) + 1:
             return (
                 f"data.label: {name!r} has values such as {joined[0]!r}, each of which is one "
-                "class; if an example has several classes, write a column of 0 and 1 for "
-                "each, and name them all in data.label"
+                "class; if an example can have several classes, write one column of 0 and 1 for "
+                "each class, and name all of them in data.label"
             )
     return ""
 
@@ -131,8 +131,8 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
         )
     if gaps and (without := rows_without_class(scan)):
         raise UserError(
-            f"data.types: {name!r} has {without} rows without a value, which is not a class; "
-            f"set data.types: {{{name}: text}}, which takes them as well"
+            f"data.types: {name!r} has {without} rows without a value, which is not a class; set "
+            f"data.types: {{{name}: text}}, which also accepts missing values"
         )
 
 
@@ -161,7 +161,7 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
     ):
         raise UserError(
             f"data.drop: {name!r} has lists of whole numbers up to {largest:.17g}, which would "
-            f"lose digits; write each as a text in a column of its own, or set data.drop: [{name}]"
+            f"lose digits; write each as a text in its own column, or set data.drop: [{name}]"
         )
 
 
@@ -179,7 +179,7 @@ def _int_or_id(
         return "int", why, ""
     if said:
         raise UserError(
-            f"data.types: {name!r} has {found}, which no type of numbers holds with all digits; "
+            f"data.types: {name!r} has {found}, which no numeric type can store with all digits; "
             f"set data.types: {{{name}: text}}"
         )
     note = (
@@ -197,7 +197,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
     if given is not None:
         if len(given) not in ranks:
             raise ConfigError(
-                f"data.shapes: {name}: {list(given)} does not suit its lists, such as "
+                f"data.shapes: {name}: {list(given)} does not match its lists, such as "
                 f"{list(shapes[-1])}"
             )
         if 0 in given[1:]:
@@ -209,9 +209,9 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
     if len(inner) == 1 and len(ranks) == 1 and not is_label:
         lengths = [each[0] for each in shapes]
         note = (
-            f"data.shapes: {name!r} has lists of {min(lengths)} to {max(lengths)} values, whose "
-            f"lengths stay as they are; set data.shapes: {{{name}: "
-            f"{[max(lengths), *next(iter(inner))]}}} to cut and pad them"
+            f"data.shapes: {name!r} has lists of {min(lengths)} to {max(lengths)} values, and the "
+            f"lengths are kept; set data.shapes: {{{name}: {[max(lengths), *next(iter(inner))]}}} "
+            "to truncate and pad them"
         )
         return replace(
             column,
@@ -242,13 +242,13 @@ def _unit(name: str, scan: ColumnScan) -> str:
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
-            f"data.types: {name!r} has numbers with and without a per cent sign; write all "
-            "with it or without it, in the files or by data.map"
+            f"data.types: {name!r} has numbers with and without a per cent sign; write all of them "
+            "with it or without it, in the files or with data.map"
         )
     if len(units) > 1:
         raise UserError(
-            f"data.types: {name!r} has numbers in several units ({', '.join(units[:3])}); bring "
-            "them to one, in the files or by data.map"
+            f"data.types: {name!r} has numbers in several units ({', '.join(units[:3])}); convert "
+            "them to one unit, in the files or with data.map"
         )
     return "".join(units)
 
@@ -300,7 +300,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
     if odd and kind not in ("text", "class"):
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])
         yield (
-            f"the column {name!r} has {marks}, taken as missing; set data.types: {{{name}: text}} "
+            f"the column {name!r} has {marks} (read as missing); set data.types: {{{name}: text}} "
             "if it means something"
         )
     if kind != "text" or said or not scan.writing:
@@ -310,15 +310,15 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
         other = next(each for each in NUMBERS_IN_WRITING if each != best)
         both = scan.writing[best] == scan.writing[other] and "," in first
         yield (
-            f"the column {name!r} has numbers that are written as texts, such as {first!r}, and is "
-            f"taken as text; set data.types: {{{name}: {best}}} to read them as numbers"
-            f"{f' ({other} if the comma is before the fraction)' if both else ''}, or {{{name}: "
-            "text} if they are texts"
+            f"the column {name!r} has numbers written as texts, such as {first!r}, and is read as "
+            f"text; set data.types: {{{name}: {best}}} to read them as "
+            f"numbers{f' ({other} if the comma is the decimal separator)' if both else ''}, or "
+            f"{{{name}: text}} if they are texts"
         )
     elif scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * sum(scan.kinds.values()):
         yield (
-            f"the column {name!r} has dates or times of the day, such as {first!r}, and is taken "
-            f"as text; write them as 2026-11-23 10:30, or set data.types: {{{name}: text}} if they "
+            f"the column {name!r} has dates or times of day, such as {first!r}, and is read as "
+            f"text; write them as 2026-11-23 10:30, or set data.types: {{{name}: text}} if they "
             "are texts"
         )
 
@@ -330,7 +330,7 @@ def _hint(scan: ColumnScan, kind: str) -> str:
     if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
         return f"always {next(iter(scan.values))!r}"
     if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
-        return "another text in each row, as an id"
+        return "a different text in each row, like an id"
     return ""
 
 

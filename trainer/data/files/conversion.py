@@ -123,7 +123,7 @@ class Numbers(NamedTuple):
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     """Parse values as numbers of a kind: int, float, bool, time, or a kind of formatted numbers."""
     if pa.types.is_decimal(array.type):
-        # Parse a decimal as text, which keeps it exact.
+        # Parse the text of a decimal, which is exact.
         array = pc.cast(array, pa.string())
     if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)
@@ -240,7 +240,7 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
         values: Column = np.stack(kept) if kept else empty[np.newaxis][:0]
     else:
         values = make_column(make_spec(column), kept)
-    return Values(values, bad, f"has not the shape {_format_shape(column.shape)}")
+    return Values(values, bad, f"does not have the shape {_format_shape(column.shape)}")
 
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:

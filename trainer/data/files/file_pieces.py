@@ -232,7 +232,7 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
                 )
             files.remove(file)
             notes.append(
-                f"data.source: {what} {lacks!r}, and is left out; predict it with flotilla predict"
+                f"data.source: {what} {lacks!r}, and is ignored; predict it with flotilla predict"
             )
     files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)
@@ -250,7 +250,7 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
         if found:
             said = ", ".join(f"{folder} is {split}" for folder, split in sorted(found.items()))
             notes.append(
-                f"data.splits: by the folders above those of the classes, {said}; set data.splits: "
+                f"data.splits: by the folders above the class folders, {said}; set data.splits: "
                 "{train: '**/*'} to draw them instead"
             )
     files = shuffle_files(files, config.seed)
@@ -274,7 +274,7 @@ def _reader(form: str) -> Reader:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing's files, and the files with it; raises `ConfigError`."""
+    """Return the format of a listing, and its files; raises `ConfigError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
@@ -325,12 +325,12 @@ def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str,
     known = {Path(file.path).suffix.lower() for file in kept}
     unseen = sum(count for suffix, count in hidden.items() if suffix in known)
     said = [f"{count} {suffix}" for suffix, count in suffixes.most_common()]
-    said += [f"{unseen} hidden (by a dot or an underscore in front)"] if unseen else []
+    said += [f"{unseen} hidden (the name starts with a dot or an underscore)"] if unseen else []
     such = f", such as {others[0]}" if others else ""
     if not said:
         return []
     return [
-        f"data.source: {len(others) + unseen} of {len(files) + unseen} files are left out{such}: "
+        f"data.source: {len(others) + unseen} of {len(files) + unseen} files are ignored{such}: "
         f"{', '.join(said)}"
     ]
 
@@ -374,8 +374,8 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(
-                f"data.source: {named} was listed and no longer exists; run again with the "
-                "remaining files"
+                f"data.source: {named} no longer exists, although it was listed; run again with "
+                "the remaining files"
             ) from error
         if str(path) == named:
             raise

@@ -103,8 +103,8 @@ class FileSource(Source):
             if length_name(name) in specs:
                 raise UserError(
                     f"data.shapes: the lengths of {name!r} are stored as {length_name(name)!r}, "
-                    f"which is a column as well; set data.drop: [{length_name(name)}], or give "
-                    f"{name} a length"
+                    f"which is also a column; set data.drop: [{length_name(name)}], or give {name} "
+                    "a length"
                 )
             lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
         # Whole numbers are padded with 0; floats need a length feature to tell padding from values.
@@ -128,7 +128,7 @@ class FileSource(Source):
 
     def parts(self) -> Sequence[Part]:
         """Return parts of about 64 MB in random order, because files are often sorted."""
-        with Work("looking where the files can be cut"):
+        with Work("looking for positions at which to split the files"):
             groups = list(self._files.groups())
         order = np.random.RandomState(self._config.seed).permutation(len(groups))
         return [
@@ -171,17 +171,17 @@ class FileSource(Source):
         passed = {*self._columns, *self._config.drop}
         left_out = [each for each in scan.index if each not in passed]
         said += [
-            f"data.drop: the column {each!r} is left out, as an index that pandas wrote; name "
-            "it in data.types if it is a feature"
+            f"data.drop: the column {each!r} is ignored, because it looks like an index that "
+            "pandas wrote; name it in data.types if it is a feature"
             for each in left_out
         ]
         said += [*(each.note for each in self._columns.values() if each.note)]
         roles = self._roles
         if roles and roles.group in roles.inputs and roles.group and not self._config.splits.group:
             said.append(
-                f"data.splits: {roles.group!r} is an input as well as data.group, so that its rows "
-                f"are in several splits; set data.splits: {{group: {roles.group}}} to keep each in "
-                "one"
+                f"data.splits: {roles.group!r} is an input and also data.group, so the rows of a "
+                f"group are in several splits; set data.splits: {{group: {roles.group}}} to keep "
+                "each in one"
             )
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.unlabelled:
@@ -191,7 +191,7 @@ class FileSource(Source):
         if broken.count:
             where = "; ".join(broken.first(self._files.place))
             said.append(
-                f"data.bad_rows: {broken.count} of {broken.rows} rows are broken and left out: "
+                f"data.bad_rows: {broken.count} of {broken.rows} rows are broken and skipped: "
                 f"{where}"
             )
         return said
@@ -221,6 +221,7 @@ class FileSource(Source):
 
     def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
+        # In a listing, each file is one row.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
@@ -358,7 +359,7 @@ class FileSource(Source):
                 result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:
                     with_below = result.bad | (result.values < 0)
-                    result = result._replace(bad=with_below, why="is not a number of zero or more")
+                    result = result._replace(bad=with_below, why="is not a number of at least 0")
                 reasons = []
             found[name] = result.values
             if name in roles.targets:
@@ -405,7 +406,7 @@ class FileSource(Source):
         for place in np.flatnonzero(drawn < 0)[:1]:
             word = _text(pa.array(columns[self._roles.split])[int(place)].as_py())
             raise UserError(
-                f"data.splits.column: {word!r} names no split "
+                f"data.splits.column: {word!r} is not a split "
                 f"({self._files.place(piece, int(numbers[place]))}); write train, validation or "
                 "test"
             )
@@ -434,9 +435,9 @@ class FileSource(Source):
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(
-                f"data.label: the values of {name!r} are between {lowest:.17g} and "
-                f"{highest:.17g}, too close together for predictions with 7 digits; "
-                "subtract an offset, in the files or by data.map"
+                f"data.label: the values of {name!r} are between {lowest:.17g} and {highest:.17g}, "
+                "too close together for predictions with 7 digits; subtract an offset, in the "
+                "files or with data.map"
             )
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:

@@ -56,7 +56,7 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
         raise UserError(f"data.label: {name!r} has no value in any row; name another column")
     if said == "text":
         classes = list_classes(scan, as_written=True)
-        return Label("class", "label of texts as they are written", classes)
+        return Label("class", "label of texts, as written", classes)
     if scan.many or not spellings.count or said not in ("", "class", "bool"):
         of_times = not said and set(scan.kinds) == {"time"}
         return Label("", "", (), (_note_times(name),) if of_times else ())
@@ -74,8 +74,8 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
 
 def _note_times(name: str) -> str:
     return (
-        f"the label {name!r} holds times, which are taken as seconds since 1970; write the number "
-        f"that is to be predicted, or set data.types: {{{name}: class}} if they are classes"
+        f"the label {name!r} contains times, which are read as seconds since 1970; write the "
+        f"number to predict, or set data.types: {{{name}: class}} if they are classes"
     )
 
 
@@ -106,13 +106,13 @@ def _read_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts:
     if are_texts or count <= min(FEW_VALUES, max(_TWO, scan.rows // 2)):
         found = _read_classes(name, f"label of {count} whole numbers", spellings, scan)
         says = (
-            f"the label {name!r} has {count} different whole numbers and is taken as classes; set "
-            f"data.types: {{{name}: float}} if it is a quantity"
+            f"the label {name!r} has {count} different whole numbers, which are read as classes; "
+            f"set data.types: {{{name}: float}} if it is a quantity"
         )
         return replace(found, notes=(*found.notes, says)) if count > _TWO else found
     says = (
-        f"the label {name!r} has {count} different whole numbers and is taken as a quantity; set "
-        f"data.types: {{{name}: class}} if they are classes"
+        f"the label {name!r} has {count} different whole numbers, which are read as a quantity; "
+        f"set data.types: {{{name}: class}} if they are classes"
     )
     return Label("float", f"label of {count} different whole numbers", (), (says,))
 
@@ -122,13 +122,13 @@ def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -
     notes = []
     if merged := spellings.list_merged():
         notes.append(
-            f"the label {name!r} has several spellings of a class, which are taken as one: "
-            f"{_pairs(merged)}; set data.types: {{{name}: text}} if they are several"
+            f"the label {name!r} has several spellings of a class, which are read as one class: "
+            f"{_pairs(merged)}; set data.types: {{{name}: text}} if they are different classes"
         )
     if alike := lookalikes(names):
         notes.append(
             f"the label {name!r} has classes that look alike: {_pairs(alike)}; give them one "
-            f"spelling, or set data.types: {{{name}: text}} if they are several"
+            f"spelling, or set data.types: {{{name}: text}} if they are different classes"
         )
     marks = () if "+" in names or len(names) == _TWO else ("-",)
     if doubtful := [each for each in names if text_values.may_be_missing(each) or each in marks]:
@@ -139,9 +139,9 @@ def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -
         )
     if _TWO * len(names) > scan.rows and len(names) > _TWO:
         notes.append(
-            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them "
-            "have one or two examples, too few to learn from; set data.label to another "
-            "column, or put classes together by data.map"
+            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them have "
+            "one or two examples, too few to learn from; set data.label to another column, or "
+            "merge classes with data.map"
         )
     return Label("class", why, names, tuple(notes))
 
@@ -158,18 +158,18 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
     kind = written_numbers.find_kind(writing, texts=len(texts))
     if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
         yield (
-            f"the label {name!r} has dates or times of the day, such as {texts[0]!r}, and is taken "
-            "as classes; write the number that is to be predicted, as the days until then"
+            f"the label {name!r} has dates or times of day, such as {texts[0]!r}, and is read as "
+            "classes; write the number to predict, such as the days until then"
         )
     if not kind:
         return
-    says = f"the label {name!r} has numbers that are written as texts, such as {texts[0]!r}"
+    says = f"the label {name!r} has numbers written as texts, such as {texts[0]!r}"
     ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
     # `3 doors` may be a class, but a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
     if not few or written_numbers.is_amount(writing):
         raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
-    yield f"{says}, and is taken as classes; {ways}, or {{{name}: class}} if they are classes"
+    yield f"{says}, and is read as classes; {ways}, or {{{name}: class}} if they are classes"
 
 
 @lru_cache(maxsize=16)

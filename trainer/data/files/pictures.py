@@ -139,7 +139,7 @@ def _require_below(root: Path, path: Path) -> None:
         if not path.resolve().is_relative_to(root.resolve()):
             raise UndecodableError(_ELSEWHERE)
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or "its links go in a circle"
+        reason = getattr(error, "strerror", None) or "its links form a loop"
         raise UndecodableError(f"it cannot be read: {reason}") from None
 
 

@@ -89,8 +89,8 @@ class BrokenRows:
         """Raise `UserError` if most rows have no label, because the column is probably wrong."""
         if self.unlabelled > _MOST_UNLABELLED * self.rows:
             raise UserError(
-                f"{self.says_unlabelled(place)}, too many to leave them out; name another column, "
-                "or leave such rows out of the files"
+                f"{self.says_unlabelled(place)}, too many to ignore them; name another column, or "
+                "remove these rows from the files"
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
@@ -238,7 +238,7 @@ class PieceScan:
         if not get_kind(array.type) or (is_label and is_list_of_texts(array.type)):
             remedy = f"set data.drop: [{name}]"
             if is_label and is_list(array.type):
-                remedy = "write a column of 0 and 1 for each class, and name them in data.label"
+                remedy = "write one column of 0 and 1 for each class, and name them in data.label"
             raise UserError(
                 f"data.source: the column {name!r} of {self.path} is {array.type}, which cannot be "
                 f"read; {remedy}"
@@ -300,13 +300,13 @@ class PieceScan:
         names = self.files.columns(self.piece.file, self.path)
         if missing := [name for name in self.wanted.columns if name not in names]:
             raise UserError(
-                f"data.source: {self.path} has no column {missing[0]!r}, which others have; add "
-                f"it, or set data.drop: [{missing[0]}]"
+                f"data.source: {self.path} has no column {missing[0]!r}, which other files have; "
+                f"add it, or set data.drop: [{missing[0]}]"
             )
         more = [name for name in names if name not in self.wanted.names]
         if more and self.wanted.whole:
             raise UserError(
-                f"data.source: {self.path} has a column {more[0]!r}, which others lack; "
+                f"data.source: {self.path} has a column {more[0]!r}, which other files lack; "
                 "remove it, or choose the columns to read in data.inputs"
             )
 

@@ -57,7 +57,7 @@ def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return files with the splits that their names or folders indicate, and a note on them.
+    """Return files with the splits that their names or folders indicate, and a note on it.
 
     No split is inferred if the configuration has splits, or if a file belongs to none.
     """
@@ -67,7 +67,8 @@ def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any],
     if "" in named or "train" not in named or len(named) < len(("train", "test")):
         return list(files), ""
     said = ", ".join(f"{path} is {split}" for split, path in sorted(named.items()))
-    note = f"data.splits: by the names of the files {said}; set data.splits: {{test: 0.1}} to draw"
+    draw = "to draw the splits instead, set data.splits: {test: 0.1}"
+    note = f"data.splits: by the names of the files {said}; {draw}"
     return [replace(file, split=found[file.path]) for file in files], note
 
 

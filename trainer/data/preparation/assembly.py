@@ -61,8 +61,8 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     if not sums.examples.get("test"):
         sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
         raise UserError(
-            f"data.splits: no example of {source.name} is for test ({sizes}); give it more "
-            "examples, or a larger share for data.splits.test"
+            f"data.splits: {source.name} has no example for the test split ({sizes}); add "
+            "examples, or raise data.splits.test"
         )
     counts = shard_counts(source.name, sums.examples, config.shards)
     total = sum(sums.examples.values())

@@ -202,7 +202,7 @@ def require_reachable(config: DataConfig, root: str) -> None:
     loopback = options.view_as(beam.PortableOptions).environment_type == "LOOPBACK"
     if _kind_of_runner(name) in _HERE or loopback:
         return
-    workers = f"data.runner: the workers of {name} do not reach"
+    workers = f"data.runner: the workers of {name} cannot reach"
     if storage.local_path(root):
         raise ConfigError(f"{workers} {root}; set storage.root to a bucket, or leave --runner out")
     named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]

@@ -118,8 +118,8 @@ def _take_answer(
         if left:
             raise UserError(
                 f"a process that prepared part {left[0].number} was ended by "
-                f"{_cause(process.exitcode or 0)}; finished parts are kept: run it again, "
-                "with fewer data.runner.processes if memory ran out"
+                f"{_cause(process.exitcode or 0)}; finished parts are kept: run it again, with "
+                "fewer data.runner.processes if it ran out of memory"
             ) from None
         return False
     if isinstance(answer, Exception):

@@ -11,8 +11,7 @@ Therefore a reader, `flotilla.trainer.data.shards.fed_blocks`, does this for eac
    was opened for another request, and the reader starts again.
 4. After the last block of a shard, it writes `done READER ATTEMPT NAME` to `ask`.
 
-A graph of an earlier attempt may still wait at a gate: all its requests fail. This module does not
-import TensorFlow.
+A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The disk limit `data.disk` of a dataset, and the shards that a task keeps within it.
 
-The chief and all workers make the same decision about streaming, because it depends only on the
+The chief and all workers come to the same decision about streaming, because it depends only on the
 configuration, the manifest and the number of workers.
 
 Readers announce the shards that they will use, in order. A thread prefetches the next shards while
 there is room, and evicts those that will be used last. A held shard is never evicted. The bytes of
-a shard count from the start of its fetch. This module does not import TensorFlow.
+a shard count from the start of its fetch. Free of TensorFlow.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
         return None
     if config.cluster.in_process:
         raise ConfigError(
-            "data.disk: with cluster.in_process all workers share one folder, and shards "
-            "cannot stream; use only one of them"
+            "data.disk: with cluster.in_process all workers share one folder, and shards cannot "
+            "be streamed; use only one of the two settings"
         )
     largest = max(train)
     other = max([*sorted(train)[:-1], *measured], default=0)
@@ -94,7 +94,7 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
             f"read while one of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
-    # The disk needs room for `at_once` shards to read, as many to fetch, and one more.
+    # While `at_once` shards are read, as many are fetched, with room for one more.
     room = (limit - max(largest, other)) // (2 * largest)
     return Streaming(limit=limit, at_once=max(1, min(AT_ONCE, room)))
 

@@ -30,7 +30,7 @@ SAVED_MODEL, KERAS = "saved_model", "keras"
 _PROTO, _SUFFIX = "saved_model.pb", ".keras"
 _SERVE = "serve"
 _VERSION = re.compile(r"[0-9]{1,18}")
-# TensorFlow 1 operations for reference variables, which are not resources.
+# Operations for variables of TensorFlow 1 that are not resources.
 _REFERENCES = {"Variable", "VariableV2"}
 
 
@@ -107,7 +107,7 @@ def _read_saved_model(folder: Path) -> Callee:
             _, takes = function.structured_input_signature
     except UserError:
         raise
-    # Another program's SavedModel may raise any exception.
+    # Another program's SavedModel may raise anything.
     except Exception as error:
         raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
     arguments = {
@@ -184,17 +184,17 @@ def _read_keras(path: Path) -> Callee:
             version = str(parse_mapping(file.read("metadata.json")).get("keras_version", ""))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise UserError(
-            f"{path.name} is not a whole .keras file ({user_code.short_message(error)}): write it "
-            "again"
+            f"{path.name} is not a complete .keras file ({user_code.short_message(error)}): write "
+            "it again"
         ) from None
     try:
         model = keras_file.read(path)
-    # A user's classes may raise any exception.
+    # A user's classes may raise anything.
     except Exception as error:
         raise UserError(
             f"Keras {keras.__version__} cannot read {path.name} of Keras {version}: "
-            f"{user_code.short_message(error)}; export a SavedModel by model.export, which needs "
-            "no class of the program"
+            f"{user_code.short_message(error)}; export a SavedModel with model.export, which does "
+            "not need the classes of the program"
         ) from error
     return Callee(layout=KERAS, takes=_arguments(model), call=_caller(model))
 

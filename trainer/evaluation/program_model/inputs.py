@@ -55,12 +55,12 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
             if name not in known:
                 hint = nearest(name, known) or f" ({', '.join(spec.inputs)})"
                 raise UserError(
-                    f"its argument {argument} is no input of the dataset{hint}; name the "
-                    "arguments of its signature like the features"
+                    f"its argument {argument} is not an input of the dataset{hint}; give the "
+                    "arguments of its signature the names of the features"
                 )
         found = {name: known[name] for name in takes}
     if not found:
-        raise UserError("its signature takes nothing; let it take the features of the dataset")
+        raise UserError("its signature has no arguments; let it accept the features of the dataset")
     for name, feature in found.items():
         _require_fit(takes[name], feature, spec)
     return found
@@ -69,21 +69,21 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
 def _require_fit(argument: Argument, feature: str, spec: DatasetSpec) -> None:
     of_data = spec.features[feature]
     both = (
-        f"its argument {argument} does not take the feature {feature!r} "
+        f"its argument {argument} does not accept the feature {feature!r} "
         f"({describe_tensor(of_data.dtype, (None, *of_data.shape))})"
     )
     if argument.shape and argument.shape[0] is not None:
         raise UserError(
-            f"its argument {argument} takes exactly {argument.shape[0]} examples; export it with "
-            "None as the first size"
+            f"its argument {argument} accepts exactly {argument.shape[0]} examples; export it with "
+            "None as the first dimension"
         )
     if not _is_castable(of_data.dtype, argument.dtype):
-        raise UserError(f"{both}; let it take {of_data.dtype}, and convert inside of the model")
+        raise UserError(f"{both}; let it accept {of_data.dtype}, and convert inside the model")
     least, most = _range(spec, feature)
     if _is_narrow(argument.dtype, of_data.dtype, least, most):
-        raise UserError(f"{both}, whose values reach from {least:g} to {most:g}")
+        raise UserError(f"{both}, whose values range from {least:g} to {most:g}")
     if _reshaped(of_data, argument) is None:
-        raise UserError(f"{both}; let it take that shape, and reshape inside of the model")
+        raise UserError(f"{both}; let it accept that shape, and reshape inside the model")
 
 
 def _is_castable(given: str, wanted: str) -> bool:

@@ -124,15 +124,15 @@ def _answer(ask: Any, examples: Mapping[str, Any]) -> dict[str, Any]:
     try:
         given = {name: tf.convert_to_tensor(values) for name, values in examples.items()}
         answers = {name: outputs.to_array(each) for name, each in ask(given).items()}
-    # A user's model may raise any exception.
+    # A user's model may raise anything.
     except Exception as error:
         raise UserError(
-            f"it does not take {rows} examples of the dataset: {user_code.short_message(error)}"
+            f"it does not accept {rows} examples of the dataset: {user_code.short_message(error)}"
         ) from error
     for name, values in answers.items():
         if not values.ndim or len(values) != rows:
             raise UserError(
-                f"its output {name!r} has shape {list(values.shape)} for {rows} examples; it has "
-                "to give a row for each"
+                f"its output {name!r} has shape {list(values.shape)} for {rows} examples; it must "
+                "return one row for each"
             )
     return answers

@@ -104,8 +104,8 @@ def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
     if said != AUTO or not found:
         return []
     return [
-        f"The outputs of the program's model were taken for {' and '.join(sorted(found))}; set "
-        "program.outputs if that is wrong."
+        f"The outputs of the program's model were interpreted as {' and '.join(sorted(found))}; "
+        "set program.outputs if that is wrong."
     ]
 
 
@@ -134,11 +134,12 @@ def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> t
     )
     if name:
         raise UserError(
-            f"it gives {there}, and none for {name!r}: name each output of its signature like its "
-            "target"
+            f"it returns {there}, but no output for {name!r}: give each output of its signature "
+            "the name of its target"
         )
     raise UserError(
-        f"it gives {there}, and {part.name} takes one: name it {_own_name(part)!r} in its signature"
+        f"it returns {there}, but {part.name} uses one output: name it {_own_name(part)!r} in its "
+        "signature"
     )
 
 
@@ -154,7 +155,7 @@ def _require_shape(name: str, values: Array, part: Task) -> None:
     said = describe_tensor(values.dtype.name, (None, *given))
     if values.dtype.kind not in "f" and values.dtype.name != "bfloat16":
         raise UserError(
-            f"its output {name!r} is {said}, and {part.name} of {part.target} takes floats: give "
+            f"its output {name!r} is {said}, but {part.name} of {part.target} needs floats: return "
             f"{'a probability for each class' if part.link else 'the numbers'}"
         )
     is_pair = wanted == (1,) and bool(part.link) and given == (_TWO,)
@@ -164,9 +165,9 @@ def _require_shape(name: str, values: Array, part: Task) -> None:
     sizes = ", ".join("any" if size < 0 else str(size) for size in wanted)
     each = ""
     if part.link and part.labels and len(given) == len(wanted):
-        each = f": the label has {len(part.labels)} classes, and the model {given[-1]}"
+        each = f": the label has {len(part.labels)} classes, but the model {given[-1]}"
     raise UserError(
-        f"its output {name!r} is {said}, and {part.name} of {part.target} takes [any, {sizes}]"
+        f"its output {name!r} is {said}, and {part.name} of {part.target} needs [any, {sizes}]"
         f"{each}"
     )
 

@@ -101,7 +101,7 @@ class Work:
         """
         with self._lock:
             if self._is_given_up:
-                raise InterruptedError("the work was given up")
+                raise InterruptedError("the work was abandoned")
             self._done += done
             self._sized += size
 

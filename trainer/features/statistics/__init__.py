@@ -1,1 +1,1 @@
-"""One-pass statistics: means, quantiles, vocabularies. Does not import TensorFlow."""
+"""One-pass statistics of examples: means, quantiles, vocabularies. Free of TensorFlow."""

@@ -175,7 +175,7 @@ class Learnt:
     def __init__(self, read: Read) -> None:
         """Create statistics that are read by calling `read` at the first access."""
         self._read = read
-        #: Content of `statistics.json` after the first access; checkpoints store it.
+        #: Content of `statistics.json` after the first access, which is stored in checkpoints.
         self.data = b""
 
     @cached_property

@@ -23,7 +23,7 @@ _PART = 1 << 22
 
 
 def count_words(texts: pa.Array, counts: NDArray[np.int64]) -> Iterator[tuple[Counted, Counted]]:
-    """Yield words and pairs of words, as large_binary, with the number of examples of each.
+    """Yield words and pairs of words, as large_binary, with their numbers of examples.
 
     Args:
         texts: distinct texts, as large_binary.

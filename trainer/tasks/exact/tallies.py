@@ -353,7 +353,7 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class RegressionTally(Tally):
-    """Metrics of one or several numbers; `scale` converts labels to the units of the loss."""
+    """Metrics of one or several numbers; `scale` converts the label's units to the loss's."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
         """Create an empty accumulator; `predicted` converts outputs to the label's units."""

@@ -70,7 +70,7 @@ class Recommendation(Ranking):
         if not group:
             raise ConfigError("it needs the feature that names the user: set data.group")
         if not isinstance(k, Sequence) or isinstance(k, str) or not k:
-            raise ConfigError(f"k: {k!r} is not allowed; it must be numbers, as [10, 100]")
+            raise ConfigError(f"k: {k!r} is not allowed; it must be numbers, such as [10, 100]")
         for each in k:
             if type(each) is not int or each < 1:
                 raise ConfigError(
@@ -113,8 +113,8 @@ class Recommendation(Ranking):
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
             raise ConfigError(
-                f"its output has to be a logit and two vectors of one size, (batch, 1 + 2 size), "
-                f"for {self.name}, not {tuple(output.shape)}"
+                "its output must be a logit and two vectors of the same size, (batch, 1 + 2 "
+                f"size), for {self.name}, not {tuple(output.shape)}"
             )
 
     @property
@@ -163,8 +163,8 @@ class Recommendation(Ranking):
         most = len(np.unique(np.concatenate(items)))
         if above := [each for each in self._numbers if each > most]:
             raise UserError(
-                f"task.args.k: recall at {above[0]} of the {most} items that the evaluation "
-                f"has is meaningless; set it to {most} or less, or evaluate more examples"
+                f"task.args.k: recall at {above[0]} of the {most} evaluated items is meaningless; "
+                f"set it to {most} or less, or evaluate more examples"
             )
         return super().details(LazyExamples(examples, _select_logit))
 

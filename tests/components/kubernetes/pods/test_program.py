@@ -159,13 +159,13 @@ def test_without_python_the_program_is_the_command_itself(engine):
     [
         (
             {"program": {"command": ["a", "{checkpoints}"], "python": ""}},
-            "program.command: {checkpoints} is made by Flotilla's agent, which needs a Python in "
-            "the image: set program.python, or leave the placeholder out",
+            "program.command: {checkpoints} is replaced by Flotilla's agent, which needs Python "
+            "in the image: set program.python, or leave the placeholder out",
         ),
         (
             {"program": {"command": ["a"], "python": "", "after_training": "evaluate"}},
-            "program.after_training: evaluate needs a model, which Flotilla's agent publishes "
-            "with a Python in the image: set program.python, or program.after_training=stop",
+            "program.after_training: evaluate needs a model, which Flotilla's agent publishes, "
+            "using Python in the image: set program.python, or program.after_training=stop",
         ),
         (
             {

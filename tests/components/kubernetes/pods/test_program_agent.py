@@ -82,4 +82,4 @@ def test_a_pod_without_its_cluster_is_refused_in_one_line(tmp_path):
         timeout=60,
     )
     assert found.returncode == USAGE
-    assert found.stderr.splitlines()[-1].startswith("agent: TF_CONFIG: 'cluster' has to map roles")
+    assert found.stderr.splitlines()[-1].startswith("agent: TF_CONFIG: 'cluster' must map roles")

@@ -213,5 +213,5 @@ def test_the_logs_of_two_pods_in_turn_keep_their_stages():
 def test_a_run_that_begins_again_and_one_that_is_asked_to_end():
     lines = [of_event(events.RunBegin(run_id="r", number=2)), of_event(events.Interrupted())]
     assert [text for _, text in written(*lines)] == [
-        "run r begins again, for the 2th time", "the run is asked to end",
+        "run r begins again, for the 2th time", "the run is being cancelled",
     ]  # fmt: skip

@@ -81,7 +81,7 @@ def test_a_real_dataset_without_files_and_without_network(data_dir, outside_atte
         UserError, "fashion_mnist", tfds.builder("fashion_mnist", data_dir=data_dir), ""
     )
     assert "fashion_mnist cannot be downloaded" in message
-    assert "is out of reach (" in message
+    assert "cannot be reached (" in message
     assert "set data.manual_dir to it: " in message
     assert not [name for name in MNIST if name not in message]
     # One request is sent to the first host, without a retry.
@@ -92,7 +92,7 @@ def test_a_real_dataset_without_files_and_without_network(data_dir, outside_atte
 def test_the_probe_comes_before_the_download(data_dir, unreachable, monkeypatch):
     monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a", f"{REMOTE}/b"])
     message = refusal(UserError, "own", builders.Downloading(data_dir=data_dir), "")
-    assert "data.example.invalid is out of reach (no route)" in message
+    assert "data.example.invalid cannot be reached (no route)" in message
     assert unreachable == [f"{REMOTE}/a"]
 
 

@@ -143,7 +143,7 @@ def test_examples_may_be_left_out():
 
 
 def test_all_left_out():
-    assert "leaves out every example" in refusal("nothing")
+    assert "drops every example" in refusal("nothing")
 
 
 def test_a_batch_at_a_time():
@@ -181,7 +181,7 @@ def test_pictures(options, stored):
 
 
 def test_an_image_needs_a_size():
-    assert "data.image: the function of data.map gives images" in refusal(
+    assert "data.image: the function of data.map returns images" in refusal(
         "picture", types={"x": "image"}
     )
 
@@ -196,8 +196,8 @@ def test_an_error_names_the_example_and_the_line():
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        ("turns_into_text", "gives 'x' as string, and the first examples as float32"),
-        ("grows", "gives 'x' of shape (3,), and the first examples of shape (2,); set data.shapes"),
+        ("turns_into_text", "returns 'x' as string, but the first examples as float32"),
+        ("grows", "returns 'x' with shape (3,), but the first examples with shape (2,);"),
         ("loses_one", "returns no 'y', unlike for other rows"),
         ("whole_then_broken", ""),
     ],
@@ -214,15 +214,15 @@ def test_later_examples_have_to_be_like_the_first(function, what):
 
 def test_the_first_examples_have_to_agree():
     message = refusal("turns_into_text_soon")
-    assert "gives 'x' as a text, and others as a number" in message
+    assert "returns 'x' as a text for some rows and a number for others" in message
     assert "example 7 of part 0" in message
 
 
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        ("a_list", "gives a value of type list, not a dict of values by name"),
-        ("no_value", "gives None for 'x'; give NaN"),
+        ("a_list", "returns a value of type list, not a dict of values by name"),
+        ("no_value", "returns None for 'x'; return NaN"),
     ],
 )
 def test_what_is_no_example(function, what):
@@ -233,7 +233,7 @@ def test_what_is_no_example(function, what):
     ("name", "what"),
     [
         (f"{HERE}:tokenz", "has no function 'tokenz'; did you mean 'tokens'?"),
-        (f"{HERE}:NUMBER", "NUMBER has the type int and is not a function"),
+        (f"{HERE}:NUMBER", "NUMBER has the type int, so it is not a function"),
         (f"{HERE}", "is not a function; write package.module:function"),
         ("no_such_module:f", "cannot import no_such_module"),
     ],
@@ -347,7 +347,7 @@ def test_texts_are_their_bytes():
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (None, "gives None for 'x'"),
+        (None, "returns None for 'x'"),
         ([1, None], "which cannot be stored"),
         ([[1], [1, 2]], "lists of different lengths"),
         ({1}, "type set"),
@@ -381,14 +381,14 @@ def test_a_type_that_is_said(value, said, dtype):
 
 
 def test_a_type_that_it_is_not():
-    with pytest.raises(UnsuitableError, match="gives 'x' as string, which is not of type int"):
+    with pytest.raises(UnsuitableError, match="returns 'x' as string, which is not of type int"):
         convert_value("x", make_value("x", "twelve"), "int")
 
 
 def test_a_feature_holds_all_of_its_first_values():
     leaf = infer_leaf("x", [make_value("x", [1, 2]), make_value("x", [0.5, 1.0, 2.0])])
     assert (leaf.shape, leaf.dtype) == ((None,), "float32")
-    with pytest.raises(UnsuitableError, match="of shape"):
+    with pytest.raises(UnsuitableError, match="with shape"):
         infer_leaf("x", [make_value("x", [1]), make_value("x", 1)])
 
 
@@ -396,5 +396,5 @@ def test_only_a_wider_type_is_made_of_a_value():
     spec = FeatureSpec(shape=(), dtype="float32", stored="float")
     assert store_value("x", make_value("x", 1), spec, None).dtype == np.float32
     whole = FeatureSpec(shape=(), dtype="int64", stored="int")
-    with pytest.raises(UnsuitableError, match="gives 'x' as float32, and the first examples as"):
+    with pytest.raises(UnsuitableError, match="returns 'x' as float32, but the first examples as"):
         store_value("x", make_value("x", 1.5), whole, None)

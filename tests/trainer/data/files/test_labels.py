@@ -90,10 +90,10 @@ def _as_number(value: Any) -> float:
     [
         (["Cat", "cat", "dog"], "look alike: 'Cat' and 'cat'"),
         (["<=5", "<=5.", ">5"], "look alike: '<=5' and '<=5.'"),
-        (["1", "01", "2"], "taken as one: '01' and '1'"),
-        (["1", "2", "3"], "3 different whole numbers and is taken as classes"),
+        (["1", "01", "2"], "read as one class: '01' and '1'"),
+        (["1", "2", "3"], "3 different whole numbers, which are read as classes"),
         (["?", "a", "b"], "has '?' as a class"),
-        (["3 doors", "5 doors"], "numbers that are written as texts"),
+        (["3 doors", "5 doors"], "numbers written as texts"),
     ],
 )
 def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):
@@ -109,8 +109,8 @@ def test_many_whole_numbers_are_a_quantity_and_said(tmp_path):
     names, values, (note,) = labels_of(tmp_path)
     assert (names, values[:3]) == ((), [0.0, 1.0, 2.0])
     assert note == (
-        "the label 'y' has 25 different whole numbers and is taken as a quantity; set data.types: "
-        "{y: class} if they are classes"
+        "the label 'y' has 25 different whole numbers, which are read as a quantity; set "
+        "data.types: {y: class} if they are classes"
     )
     assert len(labels_of(tmp_path, types={"y": "class"})[0]) == 25
 
@@ -183,8 +183,8 @@ def test_a_label_that_most_rows_lack_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (["2025-01-01", "2025-02-01"], "holds times"),
-        (["1/13/2025", "2/14/2025"], "has dates or times of the day"),
+        (["2025-01-01", "2025-02-01"], "contains times"),
+        (["1/13/2025", "2/14/2025"], "has dates or times of day"),
     ],
 )
 def test_a_label_of_dates_is_said(tmp_path, values, says):
@@ -212,7 +212,7 @@ def test_an_input_without_a_class_is_refused_with_the_number_of_rows(tmp_path, w
 def test_two_words_of_a_truth_are_said(tmp_path):
     write_csv(tmp_path, ["t", "1", "f"] * 5)
     (note,) = labels_of(tmp_path)[2]
-    assert "several spellings of a class, which are taken as one: '1' and 't'" in note
+    assert "several spellings of a class, which are read as one class: '1' and 't'" in note
 
 
 def test_classes_are_indexed_once_for_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, LICENSE_dot_txt="mine", names_dot_txt="x: a, b", schema_dot_json="{}")
     _, found = opened(tmp_path)
     assert len(found["x"]) == 40
-    assert any("5 of 6 files are left out" in each for each in notes(tmp_path))
+    assert any("5 of 6 files are ignored" in each for each in notes(tmp_path))
     # If there is only one file, it is read whatever its name.
     write(tmp_path / "alone", readme_dot_txt=rows())
     assert len(opened(tmp_path / "alone")[1]["x"]) == 40
@@ -65,7 +65,7 @@ def test_files_of_a_contest(tmp_path: Path) -> None:
     assert len(found["x"]) == 40
     assert len(sizes(found)) == 3
     said = notes(tmp_path)
-    assert "data.source: test.csv has x, z and no column 'label', and is left out" in said[1]
+    assert "data.source: test.csv has x, z and no column 'label', and is ignored" in said[1]
     assert "sample_submission.csv has x, label and no column 'z'" in said[0]
     with pytest.raises(UserError, match=r"no column 'label', and is|no column 'label'; leave it"):
         listed_as(tmp_path, {"train.csv": "train", "test.csv": "test"})
@@ -139,7 +139,7 @@ def test_an_index_that_pandas_wrote_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, a_dot_csv=rows(head="Unnamed: 0,z,label"))
     selection, _ = opened(tmp_path)
     assert selection.inputs == ("z",)
-    assert "'Unnamed: 0' is left out, as an index" in notes(tmp_path)[0]
+    assert "'Unnamed: 0' is ignored, because it looks like an index" in notes(tmp_path)[0]
     assert opened(tmp_path, types={"Unnamed: 0": "int"})[0].inputs == ("Unnamed: 0", "z")
     assert opened(tmp_path, inputs=["Unnamed: 0"])[0].inputs == ("Unnamed: 0",)
     assert not notes(tmp_path, drop=["Unnamed: 0"])
@@ -230,5 +230,5 @@ def test_lists_of_texts_are_sequences_and_no_label(tmp_path: Path) -> None:
     assert (found.specs["pages"].shape, found.specs["pages"].dtype) == ((None,), "string")
     read = sorted(each.tolist() for each in columns["pages"])
     assert read[::10] == [[], [b"home"], [b"home", b"cart"]]
-    with pytest.raises(UserError, match="write a column of 0 and 1 for each class"):
+    with pytest.raises(UserError, match="write one column of 0 and 1 for each class"):
         opened(tmp_path, label="pages")

@@ -72,7 +72,7 @@ def test_lists_of_several_lengths_keep_them(tmp_path: Path, form: str) -> None:
     selection = made.select()
     assert selection.inputs == ("v", "v_length")
     assert (selection.specs["v"].shape, selection.specs["v"].stored) == ((None,), "sequence")
-    assert "lists of 2 to 5 values, whose lengths stay" in made.notes()[0]
+    assert "lists of 2 to 5 values, and the lengths are kept" in made.notes()[0]
     _, found = opened(tmp_path)
     assert sorted(each.tolist() for each in found["v"]) == sorted(lists)
     assert [len(each) for each in found["v"]] == found["v_length"].tolist()
@@ -85,7 +85,7 @@ def test_lists_are_cut_and_padded_where_that_is_asked(tmp_path: Path, form: str)
     selection, found = opened(tmp_path, shapes={"v": (4,)})
     assert selection.inputs == ("v",)
     assert sorted(found["v"].tolist()) == sorted(([*each, 0, 0, 0])[:4] for each in lists)
-    with pytest.raises(ConfigError, match=r"data\.shapes: v: \[4, 2\] does not suit"):
+    with pytest.raises(ConfigError, match=r"data\.shapes: v: \[4, 2\] does not match"):
         opened(tmp_path, shapes={"v": (4, 2)})
 
 
@@ -109,9 +109,9 @@ def test_a_label_of_several_classes_is_said(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"v,label\n{body}")
     made = source(tmp_path)
     made.select()
-    assert any("write a column of 0 and 1 for each" in each for each in made.notes())
+    assert any("write one column of 0 and 1 for each" in each for each in made.notes())
     (tmp_path / "t.csv").unlink()
     lines = (json.dumps({"v": i, "label": tags[i % 4].split("|")}) for i in range(40))
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match="write a column of 0 and 1 for each class"):
+    with pytest.raises(UserError, match="write one column of 0 and 1 for each class"):
         source(tmp_path, label=("label",)).select()

@@ -135,7 +135,7 @@ def test_what_remote_workers_do_not_reach_is_refused(root, data, words, monkeypa
     monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
     with pytest.raises(ConfigError) as caught:
         require_reachable(DataConfig(runner=beam("--runner=FlinkRunner"), **data), root)
-    assert "the workers of FlinkRunner do not reach" in str(caught.value)
+    assert "the workers of FlinkRunner cannot reach" in str(caught.value)
     assert words in str(caught.value)
 
 

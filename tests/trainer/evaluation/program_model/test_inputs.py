@@ -54,7 +54,9 @@ def test_what_is_safe_is_converted(given, wanted, shape):
     ],
 )
 def test_what_is_not_safe_is_refused_by_both_names(given, wanted):
-    with pytest.raises(UserError, match=r"its argument 'x' .* does not take the feature 'column'"):
+    with pytest.raises(
+        UserError, match=r"its argument 'x' .* does not accept the feature 'column'"
+    ):
         match_arguments(spec_of(column=given), {"x": wanted})
 
 
@@ -69,6 +71,6 @@ def test_arguments_have_the_names_of_features_or_of_a_signature():
 def test_an_argument_that_is_no_feature_is_refused_with_the_nearest():
     spec = spec_of(clicks=feature("float32"), age=feature("float32"))
     with pytest.raises(
-        UserError, match=r"'x' .* is no input of the dataset; did you mean 'clicks'"
+        UserError, match=r"'x' .* is not an input of the dataset; did you mean 'clicks'"
     ):
         match_arguments(spec, {"click": argument("float32")})

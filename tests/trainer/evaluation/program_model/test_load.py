@@ -62,7 +62,7 @@ def judge(run, name, folder):
     assert measured["program"] == {"layout": layout, "outputs": {"": taken}}
     assert measured["global_step"] == small_run.GLOBAL_STEP
     [note] = storage.read_json(decision, "decision.json")["notes"]
-    assert f"were taken for {taken}; set program.outputs if" in note
+    assert f"were interpreted as {taken}; set program.outputs if" in note
     found = np.load(own.root / "evaluation" / "predictions" / "output.npy")
     probabilities = tf.nn.softmax(run.logits).numpy()
     np.testing.assert_allclose(tf.nn.softmax(found), probabilities, rtol=1e-3, atol=1e-5)
@@ -155,49 +155,49 @@ def two_signatures(folder):
 REFUSED = {
     "wrong classes": (
         programs.save(classes(3), PIXELS),
-        "its output 'y' is float32 [any, 3], and classification of 'label' (one int64 of 10 "
-        "classes) takes [any, 10]: the label has 10 classes, and the model 3",
+        "its output 'y' is float32 [any, 3], but classification of 'label' (one int64 of 10 "
+        "classes) needs [any, 10]: the label has 10 classes, but the model 3",
     ),
     "numbers of classes": (
         programs.save(lambda x: {"y": tf.argmax(x, axis=1)}, PIXELS),
-        "its output 'y' is int64 [any], and classification",
+        "its output 'y' is int64 [any], but classification",
     ),
     "several outputs": (
         programs.save(lambda x: {"a": x[:, :10], "b": x[:, :10]}, PIXELS),
-        "it gives 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), and classification takes one: "
-        "name it 'probabilities' in its signature",
+        "it returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification uses one "
+        "output: name it 'probabilities' in its signature",
     ),
     "another shape": (
         programs.save(classes(10), {"x": tf.TensorSpec((None, 28, 28))}),
-        "its argument 'x' (float32 [any, 28, 28]) does not take the feature 'image' "
-        "(uint8 [any, 8, 8, 1]); let it take that shape",
+        "its argument 'x' (float32 [any, 28, 28]) does not accept the feature 'image' "
+        "(uint8 [any, 8, 8, 1]); let it accept that shape",
     ),
     "another type": (
         programs.save(
             lambda x: {"y": tf.strings.length(x)}, {"x": tf.TensorSpec((None,), "string")}
         ),
-        "its argument 'x' (string [any]) does not take the feature 'image'",
+        "its argument 'x' (string [any]) does not accept the feature 'image'",
     ),
     "one example": (
         programs.save(classes(10), {"x": tf.TensorSpec((1, 64))}),
-        "its argument 'x' (float32 [1, 64]) takes exactly 1 examples; export it with None",
+        "its argument 'x' (float32 [1, 64]) accepts exactly 1 examples; export it with None",
     ),
     "unknown argument": (
         programs.save(
             lambda image, rate: {"y": image[:, :10] * rate},
             {"image": tf.TensorSpec((None, 64)), "rate": tf.TensorSpec((None, 1))},
         ),
-        "its argument 'rate' (float32 [any, 1]) is no input of the dataset (image)",
+        "its argument 'rate' (float32 [any, 1]) is not an input of the dataset (image)",
     ),
     "one row": (
         programs.save(lambda x: {"y": tf.reduce_mean(x, axis=0, keepdims=True)[:, :10]}, PIXELS),
-        "its output 'y' has shape [1, 10] for 97 examples; it has to give a row for each",
+        "its output 'y' has shape [1, 10] for 97 examples; it must return one row for each",
     ),
     "nothing": (touch(), "has no model: let the program write a SavedModel or a .keras file"),
     "two files": (touch("a.keras", "b.keras"), "it has a.keras, b.keras; write one SavedModel"),
     "no model": (touch("notes.txt"), "it has notes.txt; write one SavedModel or one .keras file"),
     "damaged graph": (touch("saved_model.pb"), "saved_model.pb is not a SavedModel"),
-    "damaged file": (touch("a.keras"), "a.keras is not a whole .keras file (File is not a zip"),
+    "damaged file": (touch("a.keras"), "a.keras is not a complete .keras file (File is not a zip"),
     "class of the program": (
         foreign_class,
         "cannot read own.keras of Keras 3.",

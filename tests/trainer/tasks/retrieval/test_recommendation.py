@@ -137,7 +137,7 @@ def test_a_number_below_one_is_refused(k):
 
 
 def test_numbers_have_to_be_a_list():
-    assert "k: 10 is not allowed; it must be numbers, as [10, 100]" in refused(k=10)
+    assert "k: 10 is not allowed; it must be a list of numbers, such as [10, 100]" in refused(k=10)
     assert "k: [] is not allowed" in refused(k=[])
 
 
@@ -151,7 +151,7 @@ def test_outputs_have_to_be_a_logit_and_two_vectors():
     task = task_of(labels)
     task.check_output(keras.KerasTensor((None, 7)), None)
     for width in (1, 2, 6):
-        with pytest.raises(ConfigError, match="a logit and two vectors of one size"):
+        with pytest.raises(ConfigError, match="a logit and two vectors of the same size"):
             task.check_output(keras.KerasTensor((None, width)), None)
 
 

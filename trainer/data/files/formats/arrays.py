@@ -101,7 +101,7 @@ def _open(path: Path) -> Iterator[dict[str, _Array]]:
             ):
                 raise UserError(
                     f"data.source: {path} expands to more than {MOST_RATIO} times its size; write "
-                    "it again by numpy.savez if that is right"
+                    "it again with numpy.savez if that is intended"
                 )
             require_few(len(members), str(path))
             found = {}
@@ -112,7 +112,7 @@ def _open(path: Path) -> Iterator[dict[str, _Array]]:
             yield found
     except _BROKEN as error:
         raise UserError(
-            f"data.source: {path} is not a valid file of numpy.savez, or is truncated: {error}"
+            f"data.source: {path} is not a valid numpy.savez file, or is truncated: {error}"
         ) from error
 
 
@@ -128,12 +128,12 @@ def _header(file: IO[bytes]) -> _Array:
 def _check(path: Path, arrays: dict[str, _Array]) -> None:
     """Raise `UserError` for arrays that cannot be columns of one table."""
     if not arrays:
-        raise UserError(f"data.source: {path} has no array; write it by numpy.savez")
+        raise UserError(f"data.source: {path} has no array; write it with numpy.savez")
     for name, each in arrays.items():
         if each.dtype.hasobject:
             raise UserError(
-                f"data.source: the array {name!r} of {path} holds pickled objects, which are never "
-                "loaded; save it as numbers or texts, with one shape for all rows"
+                f"data.source: the array {name!r} of {path} contains pickled objects, which are "
+                "never loaded; save it as numbers or texts, with one shape for all rows"
             )
         if each.dtype.kind not in _KINDS or each.dtype == np.longdouble:
             raise UserError(
@@ -151,7 +151,7 @@ def _check(path: Path, arrays: dict[str, _Array]) -> None:
         if rows != of_first:
             raise UserError(
                 f"data.source: {path} has {of_first} rows of {first!r} and {rows} of {name!r}; "
-                "save arrays with equal first axes, and each split as a file"
+                "save arrays of equal length in one file, and each split in its own file"
             )
 
 

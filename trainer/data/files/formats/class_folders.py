@@ -1,4 +1,4 @@
-"""A listing of images in class folders, `root/class/x.png`, as a table of files and classes."""
+"""A folder of images, `root/class/x.png`, as a table of files and classes, from a listing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def find_class(path: str) -> str:
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
-            f"data.source: the image {path} is not in a class folder; put it at CLASS/{path}, "
-            "or give a table with a column of paths"
+            f"data.source: the image {path} is not in a class folder; put it at CLASS/{path}, or "
+            "use a table with a column of paths"
         )
     return parts[_CLASS]
 
@@ -87,9 +87,9 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):
         raise UserError(
-            f"data.source: {files[0].path} is in a split folder, but not in a class folder; "
-            f"put it at {'/'.join([*paths[0][:-1], 'CLASS', paths[0][-1]])}, or give a table "
-            "with a column of paths"
+            f"data.source: {files[0].path} is in a split folder, but not in a class folder; put it "
+            f"at {'/'.join([*paths[0][:-1], 'CLASS', paths[0][-1]])}, or use a table with a column "
+            "of paths"
         )
     for depth in range(max((len(each) for each in paths), default=0) + _CLASS):
         above = {each[depth] for each in paths if len(each) + _CLASS > depth}
@@ -100,7 +100,7 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
             if len(path) + _CLASS <= depth or path[depth] not in found:
                 raise UserError(
                     f"data.source: {' and '.join(sorted(found))} are folders of splits, and "
-                    f"{'/'.join(path)} is in none of them; move it, or name the folders by "
+                    f"{'/'.join(path)} is in none of them; move it, or name the folders in "
                     "data.splits: {train: ..., test: ...}"
                 )
         return [

@@ -102,22 +102,23 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
     ).use()
     if use.stray:
         raise UserError(
-            f"data.source: {path} has backslashes before quotes in quotes, and row {use.stray} one "
-            'outside quotes, where it may mean either; write "" for a quote within a quoted text '
+            f"data.source: {path} has backslashes before quotes within quoted texts, but row "
+            f"{use.stray} has one outside, where its meaning is ambiguous; "
+            'write "" for a quote within a quoted text '
             "(Spark: option('escape', '\"'))"
         )
     if use.is_escaped:
         return replace(found, escape=ESCAPE)
     if use.swallows and not use.is_literal:
         raise UserError(
-            f"data.source: {path}, {use.swallows}, so that all these are one value; close it, "
+            f"data.source: {path}, {use.swallows}, so these lines are read as one value; close it, "
             'remove it, or write "" for a quote within a quoted text'
         )
     if not use.swallows:
         return found
     note = (
-        f"{use.swallows}, and all rows have {len(found.names)} values without quotes: quotes are "
-        "read as letters"
+        f"{use.swallows}, and all rows have {len(found.names)} values if quotes are ignored: "
+        "quotes are read as ordinary characters"
     )
     return replace(found, quote="", notes=(*found.notes, note))
 
@@ -152,7 +153,7 @@ class _Head:
         self._lines: list[int] = []
         line, kept = 1 + bool(given), []
         for each in records:
-            # Excel writes an empty row as a row of delimiters.
+            # An empty row of Excel consists only of delimiters.
             if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
                 kept.append(each)
                 self._lines.append(line)
@@ -161,7 +162,8 @@ class _Head:
             raise UserError(f"data.source: {path} is empty; a header is needed")
         if "\0" in kept[0].text:
             raise UserError(
-                f"data.source: {path} is not a CSV: it has binary data; set data.format"
+                f"data.source: {path} is not a CSV file, because it has binary data; set "
+                "data.format"
             )
         if re.match(r'\{\s*"|\[\s*[\[{]', kept[0].text) or kept[0].text.strip() in ("[", "{"):
             raise UserError(f"data.source: {path} is JSON; set data.format: jsonl")
@@ -206,13 +208,13 @@ class _Head:
         if not names[0] and 0 not in (*index, *empty) and _is_index(rows):
             index = (0,)
         if index:
-            notes.append("the first column has no name and is left out as an index; or name it")
+            notes.append("the first column has no name and is ignored as an index; or name it")
         _check(self._path, where, names, {*index, *empty})
         if numbers := _odd_numbers(names):
             notes.append(
-                f"row {self._lines[place]} is taken for the header, and names such as "
-                f"{numbers[0]!r} are numbers; put the names of the columns above it if it is "
-                "not a header"
+                f"row {self._lines[place]} is used as the header, although names such as "
+                f"{numbers[0]!r} are numbers; if it is not a header, put the names of the columns "
+                "above it"
             )
         below = self._rows[place + 1] if place + 1 < len(self._rows) else []
         # Skip the line below the header of a Markdown table.
@@ -277,13 +279,13 @@ class _Head:
         if share < _NEARLY_ALL and len(rows) > 1:
             return cells, ()
         row = next(at for at, each in enumerate(self._rows) if at > place and each is rows[0])
-        cause = "is a name missing, or a title above the header?"
+        cause = "is a name missing, or is there a title above the header?"
         if more > 0 and any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
-            cause = "quote numbers that have a comma, or write them without"
+            cause = "quote numbers that have a comma, or write them without commas"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = 'quote texts by ", right after the delimiter'
         raise UserError(
-            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, as have "
+            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, like "
             f"{len(rows)} of the first {len(self._rows) - place - 1} rows, and the header (row "
             f"{self._lines[place]}) has {len(cells)} names, {', '.join(cells[:_NAMED])}; {cause}"
         )
@@ -334,7 +336,7 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
         return " "
     if len(texts) > _FEWEST and len(blanks) == 1 and blanks != {1}:
         raise UserError(
-            f"data.source: {path} has columns of a fixed width, or several spaces between them; "
+            f"data.source: {path} has columns of fixed width, or several spaces between columns; "
             "save it with commas"
         )
     return max(_DELIMITERS, key=texts[0].count)

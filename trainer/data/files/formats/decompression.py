@@ -46,7 +46,7 @@ _AS_CSV = "; write the table as CSV or Parquet"
 # Formats that are not text, each with advice.
 _FOREIGN = {
     rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
-    rb"\xd0\xcf\x11\xe0": "a workbook of Excel (xls); save it as CSV",
+    rb"\xd0\xcf\x11\xe0": "an Excel workbook (xls); save it as CSV",
     rb"SQLite format 3": f"a database of SQLite{_AS_CSV}",
     rb"(?:ARROW1|FEA1)": f"a file of Arrow{_AS_CSV}",
     rb"\x89HDF": f"HDF5{_AS_CSV}",
@@ -55,8 +55,8 @@ _FOREIGN = {
     rb"Obj\x01": f"Avro{_AS_CSV}",
     rb"%PDF-": f"a PDF{_AS_CSV}",
     rb"(?:\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF.{4}WEBP)": "an image; set data.format: images",
-    rb"version https://git-lfs": "a pointer of Git LFS and not the file; run git lfs pull",
-    rb"(?i:\s*<(?:!doctype html|html))": "a page of HTML; download the file itself, as CSV",
+    rb"version https://git-lfs": "a Git LFS pointer, not the file; run git lfs pull",
+    rb"(?i:\s*<(?:!doctype html|html))": "an HTML page; download the file itself, as CSV",
     rb"\s*<\?xml": f"XML{_AS_CSV}",
 }
 
@@ -117,8 +117,8 @@ def open_text(path: Path) -> Iterator[IO[bytes]]:
             yield io.BufferedReader(_Transcoded(file, encoding), 1 << 20)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"data.source: {path} is {encoding.upper()} and damaged ({error.reason}); write it "
-                "as UTF-8"
+                f"data.source: {path} is {encoding.upper()} and is damaged ({error.reason}); write "
+                "it as UTF-8"
             ) from error
 
 
@@ -171,7 +171,7 @@ def _only_member(stored: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     with zipfile.ZipFile(stored) as archive:
         names = [each.filename for each in archive.infolist()]
         if "[Content_Types].xml" in names:
-            raise UserError(f"data.source: {path} is a workbook of Excel; save it as CSV")
+            raise UserError(f"data.source: {path} is an Excel workbook; save it as CSV")
         members = [
             each
             for each in archive.infolist()
@@ -179,7 +179,8 @@ def _only_member(stored: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
         ]
         if len(members) != 1:
             raise UserError(
-                f"data.source: {path} holds {len(members)} files, and one is read; unpack it"
+                f"data.source: {path} contains {len(members)} files, but only one can be read; "
+                "unpack it"
             )
         if members[0].flag_bits & 1:
             raise UserError(f"data.source: {path} has a password; unpack it")

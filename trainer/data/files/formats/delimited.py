@@ -275,7 +275,7 @@ def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> Use
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"
         )
     if _STRADDLING in reason:
-        reason = f"a row takes more than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
+        reason = f"a row is longer than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
     return UserError(f"data.source: {path} is not a readable CSV: {reason}")
 
 

@@ -49,7 +49,7 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 OnOpen = Callable[[IO[bytes]], None]
-_AS_ROWS = "write one object a line (pandas: to_json(orient='records', lines=True))"
+_AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
 
 
 class JsonReader(Reader):
@@ -193,7 +193,7 @@ def _record(line: bytes) -> dict[str, Any] | str:
 
 def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
     if doubtful and not _is_unicode(found):
-        return "it has half of a pair of surrogates (\\ud800), which is not a character"
+        return "it contains an unpaired surrogate (\\ud800), which is not a character"
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, not an object"
 
 
@@ -230,8 +230,8 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
                     text, at = longer(), 0
                     continue
                 raise UserError(
-                    f"data.source: {path}, record {count + 1} is not JSON ({error}), so that "
-                    "later records cannot be read"
+                    f"data.source: {path}, record {count + 1} is not JSON ({error}), so later "
+                    "records cannot be read"
                 ) from error
             count += 1
             written = text[at:end]
@@ -242,7 +242,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
             at = end
     if is_list:
         raise UserError(
-            f"data.source: {path} ends within a list, after record {count}: it is cut off; write "
+            f"data.source: {path} ends within a list, after record {count}: it is truncated; write "
             "it again"
         )
 
@@ -261,7 +261,7 @@ def _explain(record: Mapping[str, Any]) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"
     if {"columns", "data"} <= record.keys():
-        return "with columns and data apart"
+        return "with columns and data in separate keys"
     inner = [tuple(value) for value in record.values() if isinstance(value, dict)]
     if len(inner) == len(record) > 1 and len({*inner}) == 1:
         numbered = [tuple(map(str, range(len(each)))) for each in (tuple(record), inner[0])]
@@ -280,7 +280,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
         for name, each in inner.items():
             whole = f"{key}/{name}" if isinstance(value, dict) else key
             if whole in found:
-                return f"{whole!r} occurs twice, as one key and as nested ones"
+                return f"{whole!r} occurs twice, as one key and as nested keys"
             found[whole] = each
     return found
 
@@ -292,7 +292,7 @@ def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
             if len(line) > _LONGEST:
                 raise UserError(
                     f"data.source: {path} has a line of more than {_LONGEST >> 20} MiB; write one "
-                    "object a line"
+                    "object per line"
                 )
             yield line
 

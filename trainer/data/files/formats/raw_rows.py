@@ -61,9 +61,9 @@ def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
         raise UserError(
-            f"data.source: records of {path} have different keys: {len(records)} have "
-            f"{len(names)} keys, such as {names[-1]!r}; write records with the same keys, or "
-            "what varies as a list of values"
+            f"data.source: records of {path} have different keys: {len(records)} have {len(names)} "
+            f"keys, such as {names[-1]!r}; write records with the same keys, or put the varying "
+            "part into a list of values"
         )
     return names
 
@@ -72,8 +72,8 @@ def require_few(count: int, where: str) -> None:
     """Raise `UserError` if there are more columns than allowed."""
     if count > MOST_COLUMNS:
         raise UserError(
-            f"data.source: {where} has {count} columns, and {MOST_COLUMNS} are read at most; "
-            "keep those that matter, or write numbers that belong together as a list"
+            f"data.source: {where} has {count} columns, but at most {MOST_COLUMNS} can be read; "
+            "keep the ones that matter, or write numbers that belong together as a list"
         )
 
 

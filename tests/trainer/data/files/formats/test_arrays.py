@@ -124,12 +124,12 @@ def broken_content(path):
         ({"a": np.zeros(3, [("x", int)])}, "cannot be read; save it as numbers"),
         ({"a": np.zeros(3, "m8[s]")}, "cannot be read; save it as numbers"),
         ({"a": np.zeros(3, np.longdouble)}, "cannot be read; save it as numbers"),
-        ({}, "has no array; write it by numpy.savez"),
-        (object_file, "array 'a' of .* holds pickled objects, which are never loaded"),
-        (cut_off, "not a valid file of numpy.savez, or is truncated"),
-        (broken_content, "not a valid file of numpy.savez, or is truncated"),
-        (lambda path: path.write_bytes(b"PK\x03\x04"), "not a valid file of numpy.savez"),
-        (lambda path: path.write_bytes(b""), "not a valid file of numpy.savez"),
+        ({}, "has no array; write it with numpy.savez"),
+        (object_file, "array 'a' of .* contains pickled objects, which are never loaded"),
+        (cut_off, "not a valid numpy.savez file, or is truncated"),
+        (broken_content, "not a valid numpy.savez file, or is truncated"),
+        (lambda path: path.write_bytes(b"PK\x03\x04"), "not a valid numpy.savez file"),
+        (lambda path: path.write_bytes(b""), "not a valid numpy.savez file"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, given, words):

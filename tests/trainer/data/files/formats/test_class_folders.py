@@ -65,7 +65,7 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
     made = source(tmp_path)
     made.select()
     (said,) = made.notes()
-    assert said.startswith("data.source: 5 of 35 files are left out, such as a/1.heic: 2 .heic, ")
+    assert said.startswith("data.source: 5 of 35 files are ignored, such as a/1.heic: 2 .heic, ")
     assert {"1 .db", "1 .txt", "1 without an ending"} <= set(
         said.partition(": 2 .heic, ")[2].split(", ")
     )
@@ -95,7 +95,7 @@ def test_folders_above_those_of_classes_are_splits(
     made = source(tmp_path)
     selection = made.select()
     assert selection.specs["label"].labels == ("a", "b")
-    assert "folders above those of the classes" in made.notes()[0]
+    assert "folders above the class folders" in made.notes()[0]
     _, found = opened(tmp_path)
     value = found["image"][:, 3, 3, 0].astype(int)
     want = ["train" if each < 40 else "validation" if each < 48 else "test" for each in value]

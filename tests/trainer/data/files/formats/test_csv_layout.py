@@ -104,7 +104,7 @@ def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
         found, broken = table(tmp_path, f"{head}\n{rows}")
         assert found[2] == {"n": "2", "kind": "a"}
         assert not broken
-        assert "left out as an index" in detect_layout(tmp_path / "t.csv").notes[0]
+        assert "ignored as an index" in detect_layout(tmp_path / "t.csv").notes[0]
     again = ",n,kind\n" + "5,1,a\n" * 3
     assert refusal(tmp_path, again) == "data.source: FILE, row 1 has no name for column 1; name it"
 
@@ -141,16 +141,16 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
     [
         (
             "n,word\n1,5,a\n2,7,b\n",
-            "FILE, row 2 has 3 values, as have 2 of the first 2 rows, and the header (row 1) has 2 "
-            "names, n, word; quote numbers that have a comma, or write them without",
+            "FILE, row 2 has 3 values, like 2 of the first 2 rows, and the header (row 1) has "
+            "2 names, n, word; quote numbers that have a comma, or write them without commas",
         ),
         ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 2 has 3 values"),
         ("n,word,kind\n1,2\n3,4\n", "FILE, row 2 has 2 values"),
-        ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of a fixed width"),
+        ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of fixed width"),
         ('{"x": 1, "y": 2}\n{"x": 2, "y": 3}\n', "FILE is JSON; set data.format: jsonl"),
         ('[\n{"x": 1}\n]', "FILE is JSON; set data.format: jsonl"),
-        ("<!DOCTYPE html>\n<html>", "FILE is a page of HTML; download the file itself, as CSV"),
-        ("version https://git-lfs.github.com/spec/v1\n", "FILE is a pointer of Git LFS"),
+        ("<!DOCTYPE html>\n<html>", "FILE is an HTML page; download the file itself, as CSV"),
+        ("version https://git-lfs.github.com/spec/v1\n", "FILE is a Git LFS pointer"),
         (b"PAR1\x15\x04", "FILE is Parquet; set data.format: parquet"),
         (b"x,gr\xf6\xdfe\n1,2\n", "FILE, row 1 is not UTF-8; write the file as UTF-8"),
         (b"x,y\r1,2\r3,K\xf6ln\r", "FILE, row 3 is not UTF-8: perhaps 'Köln' in Windows-1252"),
@@ -231,7 +231,7 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     assert len(rows) == 300
     assert rows[3]["title"] == r'say "a, b" \ twice"'
     # If backslashes escape quotes, the one in this path would be lost.
-    with pytest.raises(UserError, match="row 6 one outside quotes"):
+    with pytest.raises(UserError, match="row 6 has one outside"):
         table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
 
 

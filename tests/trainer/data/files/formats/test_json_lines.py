@@ -80,7 +80,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
     _, broken = table(tmp_path, "\n".join([*LINES[:2], *double]))
     assert broken == [
         "3: it is not JSON (the key 'n' occurs twice)",
-        "4: 'in/b' occurs twice, as one key and as nested ones",
+        "4: 'in/b' occurs twice, as one key and as nested keys",
     ]
 
 
@@ -89,7 +89,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
     [
         ({"data": ROWS}, "is one JSON object with a list of objects in 'data'"),
         ({"type": "x", "features": ROWS}, "is one JSON object with a list of objects in 'feat"),
-        ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data apart"),
+        ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data in separate keys"),
         ({"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}, "with a key for each row"),
         ({"0": {"a": 1, "b": 2}, "1": {"a": 3, "b": 4}}, "with a key for each row"),
         ([[1, 2], [3, 4]], "t.json, row 1: it is a list, not an object"),
@@ -104,7 +104,7 @@ def test_what_is_no_list_of_rows_is_one_line(
         table(tmp_path, json.dumps(data, indent=indent))
     if not (indent and data and isinstance(data, list)):
         assert line in str(refused.value)
-    assert "write one object a line (pandas: to_json(" in str(refused.value)
+    assert "write one object per line (pandas: to_json(" in str(refused.value)
 
 
 def test_keys_of_each_record_of_its_own_are_refused(tmp_path: Path) -> None:
@@ -143,5 +143,5 @@ def test_more_keys_than_are_read_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_rows, "MOST_COLUMNS", 50)
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(json.dumps({f"k{i}": 1 for i in range(60)}) for _ in range(3)))
-    with pytest.raises(UserError, match="has 60 columns, and 50 are read at most; keep those"):
+    with pytest.raises(UserError, match="has 60 columns, but at most 50 can be read"):
         list(JsonReader().rows(path, Piece(0), (), print))
