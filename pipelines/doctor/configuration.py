@@ -43,7 +43,7 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
     launcher = config.cluster.launcher
     for key in ("in_process", "existing_servers"):
         if getattr(config.cluster, key):
-            message = f"cluster.{key}: not with cluster.launcher {launcher}"
+            message = f"cluster.{key}: not supported with cluster.launcher {launcher}"
             yield message, _setting(f"cluster.{key}=false")
     job = config.cluster.kubernetes.job
     if job.suspend and not job.queue_name:

@@ -94,7 +94,7 @@ def test_promote_and_roll_back(flotilla, workdir):
     assert flotilla("rollback", "digits")[0] == 0
     assert registry.champion(root, "digits").number == 1
     code, _, err = flotilla("rollback", "digits")
-    assert (code, err) == (1, "flotilla: digits has no champion before version 1\n")
+    assert (code, err) == (1, "flotilla: digits had no champion before version 1\n")
 
 
 def test_a_promotion_by_a_person_is_announced_to_the_model_registry(flotilla, monkeypatch):

@@ -34,7 +34,7 @@ def test_an_absent_service_account_fails_the_step_at_once(kube):
     message = Attempt(with_account("robot")).failure()
     job = message.split()[5].rstrip(":")
     assert message == (
-        f'the pods of the job {job} are refused: Error creating: pods "{job}-ps-0" is '
+        f'the pods of the job {job} are rejected: Error creating: pods "{job}-ps-0" is '
         f"forbidden: error looking up service account {NAMESPACE}/robot: serviceaccount "
         '"robot" not found'
     )
@@ -86,7 +86,7 @@ def test_without_permission_for_events_a_quota_is_waited_for(kube):
 
 
 def test_events_of_an_earlier_job_of_this_name_are_not_read(kube):
-    assert "are refused" in Attempt(with_account("robot")).failure()
+    assert "are rejected" in Attempt(with_account("robot")).failure()
     kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
     assert kube.store.all("events", NAMESPACE)
     quota(kube, 1)

@@ -123,7 +123,7 @@ def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
 @pytest.mark.usefixtures("folder")
 def test_a_champion_that_names_no_checkpoint_is_one_line(root, tmp_path):
     crowned(root, tmp_path / "made", "one", checkpoint="")
-    with pytest.raises(UserError, match=r"no longer exists \(it names none\)"):
+    with pytest.raises(UserError, match=r"no longer exists \(none is recorded\)"):
         warm("champion", root)
 
 

@@ -97,7 +97,7 @@ def test_of_an_older_one_the_manifest_says_less(checkpoints, capsys):
     code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
     assert code == 0
     assert "global step 10" in out
-    assert "names no variables" in out
+    assert "lists no variables" in out
 
 
 @pytest.mark.usefixtures("checkpoints")

@@ -99,7 +99,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
 
 
 def test_the_launcher_names_the_oldest_version_that_the_doctor_accepts():
-    assert f"install {cluster.JOBSET.oldest} or newer" in KIND.outdated
+    assert f"install {cluster.JOBSET.oldest} or later" in KIND.outdated
 
 
 @pytest.mark.usefixtures("jobset")

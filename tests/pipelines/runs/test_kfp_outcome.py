@@ -228,7 +228,8 @@ def inside(instance, monkeypatch):
 @pytest.mark.parametrize(
     ("play", "code", "status", "message"),
     [
-        (BLESSED, 1, "unknown", "the run is finished, but what the registry decided cannot be"),
+        (BLESSED, 1, "unknown",
+         "the run is finished, but what the registry decided cannot be read: "),
         (GATE_REFUSED, 3, "refused", "the gate refused the model; "),
         (UNCHANGED, 1, "unknown",
          "the run is finished, but why the run did not train cannot be read: "),
@@ -304,7 +305,7 @@ def test_an_image_that_does_not_exist_is_1_with_step_and_image(instance, waits):
     answer = waits([waiting(PULL)])
     assert (answer.code, answer.json["status"]) == (1, "failed")
     said = answer.json["message"]
-    assert said.startswith(f"prepare_data: the image {IMAGE} cannot be pulled ({PULL}): name")
+    assert said.startswith(f"prepare_data: the image {IMAGE} cannot be pulled ({PULL}): give")
     run_id = answer.json["run_id"]
     assert said.endswith(f"cancel it: flotilla cancel {run_id} --endpoint {instance.url}")
     assert not instance.asked(":terminate")
@@ -336,7 +337,7 @@ def test_a_pod_that_finds_no_node_is_a_line_and_waits_on(instance, remote):
     instance.store.play = [waiting(words), waiting(words), starts, *BLESSED]
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    assert answer.err.count(f"prepare_data: its pod waits ({words}): no node has enough room") == 1
+    assert answer.err.count(f"its pod waits ({words}): no node has enough capacity") == 1
 
 
 def test_status_says_what_a_run_waits_for(instance, remote):
@@ -651,7 +652,7 @@ def pod(message, state="FAILED", **more):
             True,
         ),
         ('CreateContainerConfigError: secret "x" not found', "create the secret", True),
-        ("Unschedulable: 0/3 nodes are available", "no node has enough room", False),
+        ("Unschedulable: 0/3 nodes are available", "no node has enough capacity", False),
         (
             'Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
             "create the claim in the namespace of the steps",

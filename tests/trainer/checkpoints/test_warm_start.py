@@ -132,7 +132,7 @@ def published(folder, variables):
     ("variables", "said"),
     [
         ({"model/a": tf.Variable(1.0)}, "it has no weight []"),
-        ({"model/weight": tf.Variable([1.0, 2.0])}, "weight is [2] there and [] in this model"),
+        ({"model/weight": tf.Variable([1.0, 2.0])}, "weight has shape [2] there and [] in this"),
         (
             {"model/weight": tf.Variable(1.0), "model/v1.0/bias": tf.Variable([0.0])},
             "it has v1.0/bias [1], which this model lacks",
@@ -158,7 +158,7 @@ def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
     uri = publish_checkpoint(tmp_path / "checkpoints", net(units=5))
     found = warm_start.fetch_weights(uri, tmp_path / "scratch")
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
-    with pytest.raises(UserError, match=r"hidden/kernel is \[3, 5\] there and \[3, 4\] in this"):
+    with pytest.raises(UserError, match=r"hidden/kernel has shape \[3, 5\] there and \[3, 4\]"):
         warm_start.load(found, named, io_device=None)
 
 
@@ -283,8 +283,8 @@ def test_another_shape_names_the_glob_that_leaves_it(begin, checkpoint):
     with pytest.raises(UserError) as caught:
         begin(net_parts(classes=5), {"from": checkpoint, "include": ["*"]})
     assert str(caught.value) == (
-        f"training.warm_start: out/kernel is [4, 2] in {checkpoint} and [4, 5] in this model: add "
-        "'out/kernel' to training.warm_start.exclude, or give weights that match"
+        f"training.warm_start: out/kernel has shape [4, 2] in {checkpoint} and [4, 5] in this "
+        "model: add 'out/kernel' to training.warm_start.exclude, or give weights that match"
     )
 
 
@@ -377,7 +377,7 @@ class TestOfKeras:
             begin(net_parts(classes=5), str(file))
         uri = storage.uri_of(file)
         assert str(caught.value).startswith(
-            f"training.warm_start: {uri} is the weights of another model: out/kernel is [4, 2] "
+            f"training.warm_start: {uri} is the weights of another model: out/kernel has shape "
         )
 
     @pytest.mark.parametrize("text", ["no model", ""])

@@ -243,7 +243,7 @@ def test_a_removed_lease_is_lost(uri, clock, place):
     first = clock.acquire("digits-1")
     (name,) = leases(place, uri)
     place.remove(storage.join(uri, ".lock", name))
-    assert lost(first.check).startswith(f"the lease of {uri} is gone; run digits-1 stops writing")
+    assert lost(first.check).startswith(f"the lease of {uri} was deleted; run digits-1 stops")
 
 
 @pytest.mark.parametrize("damage", [b"not JSON", b'{"token": 1}'])
@@ -494,7 +494,7 @@ def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
             for number in holders(here):
                 storage.delete(lease_uri(here, number))
         assert looked.wait(60)
-        assert "is gone; run digits-1 stops writing" in lost(mine.require)
+        assert "was deleted; run digits-1 stops writing" in lost(mine.require)
 
 
 def test_leases_of_dead_processes_are_removed(here):

@@ -122,4 +122,4 @@ def test_classes_of_which_nothing_is_learnt_are_said():
     ]
     target.add("test", np.array([0, 1, 2, 2]))
     (note,) = target.notes()
-    assert note.startswith("the label 'y' has 'c' in validation or test alone")
+    assert note.startswith("the label 'y' has 'c' only in validation or test")

@@ -59,7 +59,7 @@ def test_a_feature_that_is_not_required_may_be_absent(dataset):
     [
         (None, "there is no file"),
         ("features: [", "is not YAML"),
-        ("- age", "names no features"),
+        ("- age", "lists no features"),
         ("features: {age: {type: integer}}", "features.age.type"),
         ("features: {age: {maximum: 3}}", "features.age.maximum"),
         ("features: {age: {min: 3, max: 1}}", "features.age: min 3 is above max 1"),

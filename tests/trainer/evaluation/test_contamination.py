@@ -162,7 +162,7 @@ def test_a_dataset_that_is_gone_cannot_be_known(tmp_path):
     now = dataset(tmp_path / "now", rows, drawn(rows))
     gone = storage.uri_of(tmp_path / "gone")
     (remark,), own = said(now, champion(tmp_path, gone))
-    assert "cannot be known" in remark
+    assert "It is unknown whether" in remark
     assert gone in remark
     assert own["metrics"] == {"auc": 0.9}
 
@@ -197,7 +197,7 @@ def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
     now = dataset(tmp_path / "now", rows, np.concatenate([splits, np.zeros(7, np.int8)]))
     own = published(tmp_path / "own", "checkpoint", global_step=9)
     (remark,) = Judges.load(now, LIMITS).remarks(own)
-    assert remark.startswith(f"7 of {(splits == 2).sum()} test examples are in the training split")
+    assert remark.startswith(f"7 of {(splits == 2).sum()} test examples are also in the training")
 
 
 def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):

@@ -227,7 +227,7 @@ def test_keras_reads_it_back():
     ("names", "args", "line"),
     [
         (("lines",), {}, "'lines' is string"),
-        (("tags",), {}, r"'tags' is \[2\] of them"),
+        (("tags",), {}, r"'tags' has \[2\] of them"),
         (("age",), {"words": 0}, "words: 0 is not allowed"),
         (("age",), {"dimension": 0}, "dimension: 0 is not allowed"),
         (("age",), {"hidden_units": [0]}, "hidden_units"),

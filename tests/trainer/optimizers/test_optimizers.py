@@ -210,7 +210,7 @@ def test_what_another_loop_needs_is_refused_in_one_line(make, message):
 
 def test_a_model_that_is_not_compiled_has_none():
     config = parse_config({"training": {"optimizer": {"name": "model"}}})
-    with pytest.raises(ConfigError, match="and the model is not compiled; compile it, or name one"):
+    with pytest.raises(ConfigError, match="but the model is not compiled; compile it, or name one"):
         build_optimizer(config.training)
 
 

@@ -318,7 +318,7 @@ def test_what_a_killed_prediction_left_goes_and_what_another_one_writes_stays(mo
 
 def test_rows_that_have_not_been_through_the_function_of_the_data_are_refused(tmp_path):
     model = made_model.sums(tmp_path / "m", data={"dataset": "digits", "map": "own:rows"})
-    with pytest.raises(UserError, match=r"data\.map \(own:rows\) returns.*--split") as caught:
+    with pytest.raises(UserError, match=r"data\.map \(own:rows\), but.*--split") as caught:
         asked(model, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out.csv").exists()

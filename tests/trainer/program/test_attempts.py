@@ -55,7 +55,7 @@ def test_a_worker_that_starts_again_ends_the_attempt(job):
     first = leader.lead("a", wait)
     rejoin(worker)
     late = enter(job)
-    with pytest.raises(ClusterLostError, match="worker-1 was started again"):
+    with pytest.raises(ClusterLostError, match="worker-1 was restarted"):
         leader.check()
     second = Attempts(job, LEADER, [OTHER]).lead("b", wait)
     assert second.number == first.number + 1

@@ -37,7 +37,7 @@ EVALUATE = {"after_training": "evaluate"}
 ASK = "import argparse; argparse.ArgumentParser().parse_args()"
 REFUSED = {
     "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* is empty"),
-    "forks": (FORKS, EVALUATE, "left no model"),
+    "forks": (FORKS, EVALUATE, "saved no model"),
     "needs a package": ("import no_such_package", {}, "No module named 'no_such_package'"),
     "wrong flag": (ASK, {}, "exit code 2.*unrecognized arguments: 3"),
     "fails": ("import sys; sys.exit(7)", {}, "exit code 7; it printed nothing"),

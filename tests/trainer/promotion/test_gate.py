@@ -321,7 +321,7 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
     ("rule", "message"),
     [
         ("@label", "'@label' names no metric: write accuracy or accuracy@label"),
-        ("my metric", "'my metric' has no metric"),
+        ("my metric", "'my metric' names no metric"),
         ("accuracy@", "'accuracy@' has no slice: write accuracy@feature=value"),
         ("accuracy@=3", "'accuracy@=3' has no slice"),
     ],
@@ -372,7 +372,7 @@ def test_a_constant_that_is_not_beaten_is_named_and_so_are_the_examples_that_it_
 ) -> None:
     decision = check(tmp_path, {"min": {"accuracy": 0.5}}, constant=over_constant(-0.01))
     [reason] = decision.reasons
-    assert "0.9 for a constant (always 'a')" in reason
+    assert "0.9000 for a constant (always 'a')" in reason
     assert "must be higher (gate.constant)" in reason
     assert reason.endswith("360 test examples are too few to be sure; about 1,200 would be enough.")
 
@@ -441,7 +441,7 @@ def test_seven_of_360_examples_are_a_loss_that_the_default_does_not_pass(tmp_pat
 def test_a_refusal_names_both_metrics_and_how_many_examples_it_takes(tmp_path: Path) -> None:
     few = champion(4, 4, both=92)
     [reason] = check(tmp_path, {"champion": {"margin": 0.02}}, champion=few).reasons
-    assert reason.startswith("Accuracy is 0.9531, and 0.953 for the champion")
+    assert reason.startswith("Accuracy is 0.9531, and 0.9531 for the champion")
     assert " lower, but only 0.020 is allowed (gate.champion.margin). " in reason
     assert reason.endswith("100 test examples are too few to be sure; about 2,200 would be enough.")
     other = tmp_path / "other"

@@ -266,7 +266,7 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Ru
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"labels": None}, "labels.txt has 0 lines for 10 labels"),
+        ({"labels": None}, "labels.txt has 0 lines, but there are 10 labels"),
         (
             {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
             "difference of the exported keras from the checkpoint is 1; it must be at most 0.5",

@@ -189,7 +189,7 @@ def test_rolling_back_goes_back_and_not_forth(root: str, tmp_path: Path) -> None
     assert registry.rollback(root, NAME, by="me").version == 2
     assert registry.rollback(root, NAME, by="me").version == 1
     assert champion(root) == 1
-    with pytest.raises(UserError, match="digits has no champion before version 1"):
+    with pytest.raises(UserError, match="digits had no champion before version 1"):
         registry.rollback(root, NAME, by="me")
     promote(root, 3, after=5)
     assert registry.rollback(root, NAME, by="me").version == 1

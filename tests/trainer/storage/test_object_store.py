@@ -198,7 +198,7 @@ def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
         lambda: storage.publish(make(files={"a": bytes(size)}), uri, kind="x"),
         lambda: storage.write_bytes(uri, b"1"),
     ):
-        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or name"):
+        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or give"):
             act()
 
 
@@ -500,7 +500,7 @@ def test_past_the_deadline_there_is_one_line(
             action()
         line = str(error.value)
         assert "has not been available for 0.3 s" in line
-        assert "try again when the store answers" in line
+        assert "try again when the store responds" in line
         assert uri in line
         assert "\n" not in line
     bucket.plan.clear()

@@ -493,7 +493,7 @@ def refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("labels", "tree", "whole_said"),
     [
-        (("no",), {}, "task classification: all examples of the split 'train' have one 'churn'"),
+        (("no",), {}, "task classification: all examples of the split 'train' have the same"),
         (("no",), {"task": {"positive": "yes"}}, "task.positive: "),
         (("no", "yes"), {"gate": {"min": {"macro_f1": 0.1}}}, "gate.min.macro_f1: "),
         (

@@ -70,7 +70,9 @@ class Recommendation(Ranking):
         if not group:
             raise ConfigError("it needs the feature that names the user: set data.group")
         if not isinstance(k, Sequence) or isinstance(k, str) or not k:
-            raise ConfigError(f"k: {k!r} is not allowed; it must be numbers, such as [10, 100]")
+            raise ConfigError(
+                f"k: {k!r} is not allowed; write a list of numbers, such as [10, 100]"
+            )
         for each in k:
             if type(each) is not int or each < 1:
                 raise ConfigError(

@@ -140,7 +140,7 @@ def test_threads_of_work_that_is_interrupted_end(clock):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    with pytest.raises(InterruptedError, match="given up"):
+    with pytest.raises(InterruptedError, match="abandoned"):
         work.add(1)
 
 

@@ -116,7 +116,7 @@ def test_a_champion_is_compared_by_what_is_found(metric):
 def test_more_than_the_candidates_cannot_be_found():
     labels, outputs, columns = case()
     task = task_of(labels, k=[1000])
-    with pytest.raises(UserError, match=r"task.args.k: recall at 1000 of the \d+ items"):
+    with pytest.raises(UserError, match=r"task.args.k: recall at 1000 of the \d+ evaluated items"):
         evaluated(task, InParts(labels, outputs, **columns))
 
 
@@ -137,7 +137,7 @@ def test_a_number_below_one_is_refused(k):
 
 
 def test_numbers_have_to_be_a_list():
-    assert "k: 10 is not allowed; it must be a list of numbers, such as [10, 100]" in refused(k=10)
+    assert "k: 10 is not allowed; write a list of numbers, such as [10, 100]" in refused(k=10)
     assert "k: [] is not allowed" in refused(k=[])
 
 
