@@ -132,7 +132,10 @@ def published(folder, variables):
     ("variables", "said"),
     [
         ({"model/a": tf.Variable(1.0)}, "it has no weight []"),
-        ({"model/weight": tf.Variable([1.0, 2.0])}, "weight has shape [2] there and [] in this"),
+        (
+            {"model/weight": tf.Variable([1.0, 2.0])},
+            "weight has shape [2] there and [] in this model",
+        ),
         (
             {"model/weight": tf.Variable(1.0), "model/v1.0/bias": tf.Variable([0.0])},
             "it has v1.0/bias [1], which this model lacks",

@@ -172,7 +172,7 @@ def test_supervised_keys_may_name_several_labels(selected):
         ),
         (
             {"group": "rows"},
-            "data.group: 'rows' of made is rows/age, rows/fare, rows/name; give one of them",
+            "data.group: 'rows' of made matches rows/age, rows/fare, rows/name; name one of them",
         ),
         (
             {"label": "price", "inputs": ("price", "sold")},
