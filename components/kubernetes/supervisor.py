@@ -50,8 +50,8 @@ ABSENT_SECONDS = 30.0
 # Seconds to wait for the events of deleted pods after the job has failed.
 SETTLE_SECONDS = 10.0
 
-# An object and whether it was deleted, a restart logged by a guard, the refusal of a watch, the
-# takeover by another launcher, or None for an interrupt.
+# One of: an object with whether it was deleted; a restart that a guard logged; the error of a
+# refused watch; the error of a takeover by another launcher; None for an interrupt.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 

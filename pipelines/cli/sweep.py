@@ -46,7 +46,7 @@ Random = Annotated[
 ]
 Tpe = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Run N trials that TPE chooses from the results so far."),
+    typer.Option(metavar="N", help="Run N trials that TPE chooses based on the results so far."),
 ]
 Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. Default: 0.")]
 Halving = Annotated[

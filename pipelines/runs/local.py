@@ -461,7 +461,8 @@ def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subpro
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,
-            # The process gets its own session, so that Ctrl+C does not reach it a second time.
+            # In its own session, the process does not get Ctrl+C from the terminal. This process
+            # forwards it as SIGTERM.
             start_new_session=True,
         )
 

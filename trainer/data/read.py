@@ -206,7 +206,7 @@ def _has_images(spec: DatasetSpec) -> bool:
 
 
 def _parallel(spec: DatasetSpec) -> int | None:
-    """Return the number of batches to parse in parallel: images take a hundred times as long."""
+    """Return the parallelism of parsing: AUTOTUNE with images, which take 100 times as long."""
     return tf.data.AUTOTUNE if _has_images(spec) else None
 
 

@@ -514,9 +514,9 @@ def _parse_bytes(line: bytes) -> Event | None:
 
 
 def parse(line: str, *, job: str = "") -> Event | None:
-    """Return the event at the end of a line, which may follow a truncated line, or None.
+    """Return the event at the end of a line, or None. A truncated line may precede the event.
 
-    With `job`, the line is from a log, and only an event that names this job is returned.
+    With `job`, for lines from a log, return the event only if it names this job.
     """
     at = line.rfind(MARK)
     if at < 0:

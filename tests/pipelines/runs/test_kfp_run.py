@@ -21,7 +21,7 @@ FEW = setting(
     gate__min__accuracy=0.5,
     evaluation__baseline="none",
 )
-# Another machine has only the object store and the URIs.
+# Reads everything as another machine would, from the object store and the URIs alone.
 READ_ALL = """
 import json, sys
 from pathlib import Path

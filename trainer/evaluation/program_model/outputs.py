@@ -138,8 +138,8 @@ def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> t
             "the name of its target"
         )
     raise UserError(
-        f"it returns {there}, but {part.name} uses one output: name it {_own_name(part)!r} in its "
-        "signature"
+        f"it returns {there}, but {part.name} uses only one output: name that output "
+        f"{_own_name(part)!r} in the signature"
     )
 
 

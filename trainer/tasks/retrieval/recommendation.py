@@ -115,8 +115,8 @@ class Recommendation(Ranking):
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
             raise ConfigError(
-                "its output must be a logit and two vectors of the same size, (batch, 1 + 2 "
-                f"size), for {self.name}, not {tuple(output.shape)}"
+                f"for {self.name}, its output must have the shape (batch, 1 + 2 * size), for "
+                f"a logit and two vectors of the same size, not {tuple(output.shape)}"
             )
 
     @property

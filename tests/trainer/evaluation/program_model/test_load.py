@@ -164,8 +164,8 @@ REFUSED = {
     ),
     "several outputs": (
         programs.save(lambda x: {"a": x[:, :10], "b": x[:, :10]}, PIXELS),
-        "it returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification uses one "
-        "output: name it 'probabilities' in its signature",
+        "it returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification uses only "
+        "one output: name that output 'probabilities' in the signature",
     ),
     "another shape": (
         programs.save(classes(10), {"x": tf.TensorSpec((None, 28, 28))}),
