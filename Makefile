@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check test test-slow test-long lint style chaos compile golden docs bench scaling experiments image clean lock
+.PHONY: help setup run check test test-slow slow-tests slow-cluster-tests test-long lint style chaos compile golden docs bench scaling experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -52,9 +52,15 @@ test: $(SETUP) ## every test but the slow and the long ones
 		--numprocesses 4 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
+# Both halves wait for other processes most of the time, so they run side by side.
 test-slow: $(SETUP) ## the slow tests
+	$(MAKE) --no-print-directory --jobs 2 slow-tests slow-cluster-tests
+
+slow-tests:
 	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m "slow and not long and cluster" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
+
+slow-cluster-tests:
+	$(PYTEST) -m "slow and not long and cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-long: $(SETUP) ## what takes longest, before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5

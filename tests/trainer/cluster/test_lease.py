@@ -694,5 +694,5 @@ def test_a_wait_can_be_interrupted(here, elsewhere, time_, number):
         out, err = waiting.communicate(timeout=300)
     assert [json.dumps(vars(each)) for each in holders(here).values()] == before
     assert (waiting.returncode, err) == (130, "")
-    assert out.startswith("interrupted, while run digits-1 (process ")
+    assert out.startswith("interrupted; run digits-1 (process ")
     assert out.endswith(f" may still hold the lease of {here}\n")
