@@ -58,7 +58,7 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
 def is_foreign(kind: JobKind, service: Tree) -> bool:
     """Return whether a Service with a job's name is not owned by that job.
 
-    JobSet 0.12 uses any existing Service that has the name of its own Service.
+    JobSet 0.12 uses any existing Service that has the name of the Service that it would create.
     """
     owners = service["metadata"].get("ownerReferences") or []
     name = service["metadata"]["name"]

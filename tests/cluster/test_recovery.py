@@ -155,7 +155,8 @@ def require_marked(run, lost):
         assert (event.servers, event.recovery, event.reason) == ((name,), "partial", "")
         assert event.back_to % EVERY == 0
         assert event.global_step - 2 * EVERY <= event.back_to <= event.global_step
-        # The loss may also affect the row of its own step, which the next attempt saves.
+        # The loss may also affect the row of the step at which it happened. The next attempt
+        # saves this row.
         after = max(-(-event.global_step // EVERY) * EVERY, event.back_to + EVERY)
         assert marked[after][name]["global_step"] == event.back_to
         assert marked[after][name]["variables"]

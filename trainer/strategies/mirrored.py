@@ -1,7 +1,7 @@
 """Synchronous training on replicas: copies of one model with equal variables.
 
-Every replica computes the gradient of its own batch and applies the mean over all replicas, so the
-copies stay equal. This module handles the state that gradients do not change:
+Every replica computes the gradient of a different batch and applies the mean over all replicas, so
+the copies stay equal. This module handles the state that gradients do not change:
 
 - Moving averages (BatchNorm) are averaged over the replicas after each inner loop. Averaging at
   every step would give the same result, because they are linear in their inputs.

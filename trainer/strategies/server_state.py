@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.placement import (
 
 log = logging.getLogger(__name__)
 # Version of `State` and of the named variables; increase it with each change. A chief reads only
-# variables of its own version, because the servers may run another one.
+# variables of the same version, because the servers may run another version of Flotilla.
 FORM = 6
 ANSWER_SECONDS = 10.0
 # Number of servers that store the global step, in case the server with the counter is lost.

@@ -349,7 +349,7 @@ def test_status_says_what_a_run_waits_for(instance, remote):
     assert f"the image {IMAGE} cannot be pulled" in answer.err
 
 
-NOBODY = (
+NO_ACCOUNT = (
     'pods "flotilla-training-x7z2p-system-dag-driver-1" is forbidden: error looking up service '
     'account kubeflow/nobody: serviceaccount "nobody" not found'
 )
@@ -358,12 +358,12 @@ NOBODY = (
 def test_a_service_account_that_is_not_there(waited):
     def refused(workflow, run):
         run["state"] = "RUNNING"
-        workflow.fail_driver("root", NOBODY)
+        workflow.fail_driver("root", NO_ACCOUNT)
 
     answer = waited([refused, over("FAILED")])
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
-        f"the run: its KFP driver failed ({NOBODY}): create this service account, or give an "
+        f"the run: its KFP driver failed ({NO_ACCOUNT}): create this service account, or give an "
         "existing one with --service-account"
     )
 

@@ -460,6 +460,6 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
-    # Only the step's error is printed; the runner adds no error of its own.
+    # Only the step's error is printed; the runner adds no error.
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

@@ -29,7 +29,7 @@ def publish(folder: Path, write: Write, **fields: Any) -> str:
 
 
 def trained_by(run: SmallRun, write: Write, folder: Path) -> SmallRun:
-    """Return the run with a program's checkpoint in place of its own."""
+    """Return the run with its checkpoint replaced by one of a program."""
     root = folder / "program"
     root.mkdir(parents=True)
     return dataclasses.replace(run, root=root, checkpoint=publish(root / "checkpoint", write))
