@@ -158,7 +158,7 @@ def _build_model() -> keras.Model:
 
 
 def _touch(variables: Variables) -> None:
-    """Update a row of each table, because TensorFlow then copies a table when it is read."""
+    """Update a row of each table, so that TensorFlow copies the table when it is read."""
     for path, each in variables.items():
         if "table" in path:
             with tf.device(each.device):

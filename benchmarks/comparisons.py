@@ -1,4 +1,4 @@
-"""Comparisons: ratios of two values that are measured alternately in the same run."""
+"""Comparisons with a bound, most of them ratios of two values that are measured alternately."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measured ratio and its bound.
+    """A measured ratio or rate and its bound.
 
-    `rounds` has the ratio of each round. The median must satisfy either `at_least` or `at_most`.
+    `rounds` has the value of each round. The median must satisfy either `at_least` or `at_most`.
     With `at_least`, the worst round may have a bound too (`worst_at_least`). `more` holds further
     values for the report.
     """
@@ -33,7 +33,7 @@ class Comparison:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Reject a comparison without rounds, or without exactly one bound of the median."""
+        """Reject a comparison without rounds, and invalid combinations of bounds."""
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
         if self.worst_at_least is not None and self.at_least is None:
@@ -58,7 +58,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the ratios are within the bounds; never if one is NaN."""
+        """Whether the median, and the worst round if it has a bound, are within their bounds."""
         if self.at_least is not None:
             worst = -math.inf if self.worst_at_least is None else self.worst_at_least
             return self.ratio >= self.at_least and all(each >= worst for each in self.rounds)
@@ -94,7 +94,7 @@ def alternating(
 
 
 def write(compared: list[Comparison], path: Path) -> None:
-    """Write all comparisons, with the machine and its load, as JSON."""
+    """Write all comparisons as JSON, with the machine, its load and the versions of packages."""
     machine = {
         "cores": os.cpu_count(),
         "platform": platform.platform(),

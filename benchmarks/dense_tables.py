@@ -39,7 +39,7 @@ SEEDS = (1, 2, 3)
 LOST = 0.002
 EVENTS, TEST_EVENTS, BATCH = 1_200_000, 100_000, 512
 TRUTH = {"users": 1_000_000, "items": 100_000, "events": EVENTS, "test_events": TEST_EVENTS}
-# Each table has more rows than there are ids, and admits every id at once.
+# Each table has more rows than the dataset has ids, and admits every id at once.
 TABLES = {
     "user": {"capacity": 131_072},
     "item": {"capacity": 131_072},
@@ -64,8 +64,8 @@ Measured = Mapping[str, float]
 
 
 def same_tables() -> Comparison:
-    """Return 1 minus the loss of AUC compared with dense tables, for each seed."""
-    # The builder and the model are modules in this folder.
+    """Return 1 minus the AUC that growing tables lose to dense tables, for each seed."""
+    # The dataset builder and the model are modules in the folder of this file.
     sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
 """Compares training input on MNIST: Flotilla's shards, and TFDS, which decodes single examples.
 
-`python -m benchmarks.examples WHICH FOLDER` measures one of the two in its own process.
+`python -m benchmarks.examples WHICH FOLDER` measures one input in its own process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The speeds of Flotilla, of TFDS, and of TFDS with cached decoded examples, in each round."""
+    """The speeds of Flotilla and TFDS in each round, and of TFDS with decoded examples cached."""
 
     pairs: list[tuple[Speeds, Speeds]]
     cached: Speeds
@@ -106,10 +106,7 @@ def _rounds() -> Rounds:
 def speeds_of(
     batches: tf.data.Dataset, examples: int, batch_size: int, staging: float = 0.0
 ) -> Speeds:
-    """Read batches in a graph, as training does; return the examples per second.
-
-    `staging` seconds are added to the first epoch.
-    """
+    """Read batches in a graph, as training does; return the speeds."""
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
         labels = tf.constant(0, tf.int64)
@@ -137,7 +134,7 @@ def shards_of(dataset: str, folder: Path) -> tf.data.Dataset:
 
 
 def main() -> None:
-    """Measure one of the two inputs, and print its speeds as a JSON object."""
+    """Measure one input, and print its speeds as a JSON object."""
     which, *places = sys.argv[1:]
     staging = 0.0
     if which == FLOTILLA:

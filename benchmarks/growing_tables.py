@@ -1,6 +1,6 @@
 """Measures how many rows a growing table looks up and updates per second of CPU time.
 
-Everything runs in one process, which also deduplicates and partitions the ids. In a cluster the
+Everything runs in one process, which also deduplicates and partitions the ids. In a cluster, the
 workers do that, so a server does less than is measured here.
 """
 
@@ -22,10 +22,13 @@ from flotilla.trainer.models.spec import InputSpec, scaled_input
 ROUNDS = 5
 ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100
 RATE = 0.01
-# Drifting ids: ids per example, new ids per step, and number of ids that a step draws from. With
-# the batches of `benchmarks.memory`, each id occurs eight times on average, and then never again.
+# For drifting ids: the number of ids per example, of new ids per step, and of ids that a step draws
+# from. With the batches of `benchmarks.memory`, each id occurs eight times on average, and then
+# never again.
 IDS, NEW_IDS, LIVE_IDS = 4, 8, 8_000
-# The table has fewer rows than there are ids: some rows are evicted for lack of use, others by age.
+# Fewer rows than a step draws from, and a maximum age in steps that is shorter than the time in
+# which an id may occur. Rows are therefore evicted because the table is full, and because of their
+# age.
 DRIFTING_ROWS, OLDEST = 6_000, 500
 Step = Callable[[tf.Tensor], tf.Tensor]
 

@@ -22,7 +22,7 @@ from flotilla.trainer.runtime import signals
 # Number of stub workers. The server of each one needs 45 MB and 93 threads on 2 cores, or 60 MB and
 # 145 threads on 16 cores.
 WORKERS = int(os.environ.get("BENCH_STUBS", "64"))
-# Number of workers in one process.
+# Maximum number of workers in one process.
 TOGETHER = 64
 # Updates per turn; see `flotilla.trainer.strategies.async_parameter_server`.
 TURN = 20
@@ -30,7 +30,7 @@ SECONDS = 5.0
 ROUNDS = 2
 # Time limit of a round in seconds, because a deadlocked fleet never ends.
 LIMIT_SECONDS = 240.0
-# Runs the servers of several tasks of one role, which all report as the same worker.
+# A program that runs the servers of several tasks of one role. They all report as the same worker.
 _SERVE = """
 import json, sys
 import tensorflow as tf

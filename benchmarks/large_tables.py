@@ -2,7 +2,7 @@
 
 Each optimizer that has a lazy implementation is measured with tables of 10,000,000 and 1,000 rows:
 the whole step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION`
-measures one optimizer in its own process, which uses up to 8 GB, and prints a line of JSON.
+measures one optimizer in its own process, which needs up to 10 GB, and prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _seconds(steps: Callable[[int], Any]) -> float:
 
 
 def main() -> None:
-    """Measure one optimizer."""
+    """Measure one optimizer with one dimension, and print the seconds as JSON."""
     name, dimension = sys.argv[1], int(sys.argv[2])
     large, small = (_built(name, dimension, rows) for rows in (LARGE, SMALL))
     found = {}

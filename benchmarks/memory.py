@@ -1,4 +1,4 @@
-"""Measures whether the memory of tasks grows during training, at several steps of each run."""
+"""Measures the memory of tasks at several steps of a run, to see whether it grows in training."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Simulates the gate for a thousand nights: how often it errs, and how the champion develops.
+"""Simulates the gate over many nights: how often it errs, and how the champion develops.
 
     python -m benchmarks.nights
 
 Each night, a new model and the champion predict new test examples of two classes, and the gate's
 own code compares them. The scores are normally distributed, with a shift for the positive class, so
 the true metrics are known. Within each class, the scores of both models are correlated. The script
-prints the tables of `benchmarks/results/gate.md` from one seed.
+prints the tables of `benchmarks/results/gate.md` with fixed seeds.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Data:
 
     @property
     def margin(self) -> float:
-        """By how much a model may be worse than the first champion."""
+        """The non-inferiority margin against the first champion."""
         return GATE.champion.compute_margin(self.value - self.constant)
 
 
@@ -78,7 +78,7 @@ class Model:
 
     @classmethod
     def of(cls, data: Data, value: float) -> Model:
-        """Return the model whose true metric is `value`, with the threshold of the best F1."""
+        """Return the model whose true metric is `value`, with the threshold that maximizes F1."""
         shift = _shift(data, round(value, 6))
         hits, alarms = stats.norm.sf(_GRID - shift), stats.norm.sf(_GRID)
         taken = data.share * hits + (1 - data.share) * alarms
@@ -127,7 +127,7 @@ class Night:
         return Whole(Part(self._labels, logits[:, np.newaxis], None, {}))
 
     def over_constant(self, own: Whole) -> bool:
-        """Return whether the gate blesses a first model."""
+        """Return whether the gate blesses a model if there is no champion."""
         metric, mine = self._data.metric, _estimate(own, self._data.metric)
         best = 0.5 if metric == "auc" else float(self._labels.mean())
         paired = constant.compare_shuffled(_OBJECTIVE, own, metric, mine.value, best)
@@ -196,7 +196,8 @@ def promoted(
         night = Night(data, examples, generator)
         own = night.answered(model)
         if night.over_champion(own, night.answered(champion), config)[0]:
-            # A model that finds some positives is always far better than the constant.
+            # If the scores of positives are shifted, the model is always far better than the
+            # constant.
             count += bool(model.shift) or night.over_constant(own)
     return count / nights
 
@@ -229,7 +230,7 @@ GATES = ("the gate", "champion alone", "not proved worse")
 
 
 def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> Chain:
-    """Simulate the champions if new models are of one kind, under one of `GATES`.
+    """Simulate a chain of champions with new models of one kind, under one of `GATES`.
 
     `the gate` also compares with the last version that had a proven gain. `not proved worse` is the
     rule of earlier versions of Flotilla.
@@ -258,7 +259,7 @@ def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> 
     return Chain(values=tuple(values), promoted=count)
 
 
-# The number of test examples that contains 28 positives.
+# Numbers of test examples that contain 28 positives.
 SIZES = {"50 %": 56, "5 %": 560, "1 %": 2800}
 POWER_SIZES = (1000, 5000, 20_000)
 MARGINS = ("5%", "10%", "20%")

@@ -46,7 +46,7 @@ def preparing() -> Comparison:
 def prepared_by(which: str, folder: Path) -> float:
     """Prepare MNIST below a folder with Flotilla or with TFDS alone; return the seconds."""
     folder.mkdir(parents=True)
-    # Both use TensorFlow, so its start is not measured.
+    # Start TensorFlow before the measurement, because both sides use it.
     tf.constant(0)
     began = time.perf_counter()
     if which == FLOTILLA:

@@ -1,7 +1,7 @@
 """Compares reading a table for training in blocks with reading one record per row.
 
 `python -m benchmarks.reading WHICH FOLDER BATCH` reads several epochs in its own process.
-Single-row records are read as TensorFlow's guides do: shuffled, batched, and then parsed per batch.
+Single-row records are read as in TensorFlow's guides: shuffled, batched, and then parsed per batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flotilla.trainer.data.read import training_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec, shard_name
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# Enough rows that the reader does not keep them in memory, because it assumes long texts.
+# With this many rows, the reader does not keep them in memory, because it assumes long texts.
 EXAMPLES, SHARDS, EPOCHS, ROUNDS = 400_000, 8, 3, 3
 BATCHES = (100, 1000)
 BLOCKS, RECORDS = "blocks", "records"
@@ -45,7 +45,7 @@ SPEC = DatasetSpec(
 
 
 def table_input() -> list[Comparison]:
-    """Compare rows of a table per CPU second, in the first epoch and in later ones."""
+    """Compare the rows of a table read per CPU second, in the first epoch and in later ones."""
     return [
         Comparison(
             name=f"a table in batches of {size}, {when} epoch: rows for each processor second, "

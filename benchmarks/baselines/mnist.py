@@ -64,7 +64,7 @@ class Batches:
         self._at = len(images)
 
     def next(self) -> tuple[Any, Any]:
-        """Return the next images and labels."""
+        """Return the next batch of images and labels."""
         if self._at + self._size > len(self._images):
             order = self._random.permutation(len(self._images))
             self._images, self._labels, self._at = self._images[order], self._labels[order], 0

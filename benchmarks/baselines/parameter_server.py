@@ -110,7 +110,6 @@ class _Gate:
         self.wait_for(self._all)
 
     def wait_for(self, workers: Iterable[int]) -> None:
-        """Wait until these workers are ready."""
         while not all((self._folder / f"ready-{each}").exists() for each in workers):
             time.sleep(0.005)
 
@@ -136,11 +135,10 @@ class _Record:
         return bool(self._snapshots) and step >= last + self._snapshots
 
     def keep(self, weights: list[Any]) -> None:
-        """Store a snapshot of the weights."""
         self._kept.append((time.time(), self._marks[-1][1], weights))
 
     def write(self) -> None:
-        """Write the measurements, even before the end, which some workers never reach."""
+        """Write the measurements so far, because some workers never reach the end."""
         result = {"local_steps": self._local_steps, "marks": self._marks}
         result["kept"] = [(when, step) for when, step, _ in self._kept]
         # The process may be killed at any moment, so only a complete file is renamed to its name.
@@ -149,7 +147,6 @@ class _Record:
         whole.replace(self._path)
 
     def write_weights(self) -> None:
-        """Write the stored snapshots."""
         for number, (_, _, weights) in enumerate(self._kept):
             np.savez(self._path.with_name(f"weights-{number:04d}.npz"), *weights)
 

@@ -27,7 +27,7 @@ MEASUREMENTS, SCALING = Path("benchmarks/results/scaling.md"), Path("docs/scalin
 
 
 def main() -> None:
-    """Run all cases, fit the model, and write the results."""
+    """Run all cases or read their results, fit the model, and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     parser.add_argument("--rounds", type=int, default=1, help="of all runs; the median counts")
     parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")

@@ -55,7 +55,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all runs: each model with two values of `pull_every`, and one with more tasks."""
+    """Yield all runs: each model with two values of `pull_every`, and one with other tasks."""
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
     for workers, servers in (*others, (2, 2), (4, 3), (2, 4)):
         steps = MANY_STEPS if workers > FEW else STEPS
         yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=steps)
-    # Repeat one run with too few steps for turns. It takes only seconds, so checkpoints make it
+    # Repeat one run with too few steps for turns. It takes only seconds. Its checkpoints make it
     # report progress at the measured steps.
     steps = LONG_RUN - 100
     every = int(FIRST * steps)

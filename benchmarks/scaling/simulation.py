@@ -76,7 +76,7 @@ class Dispatch:
         return max(1, int(rate * self.seconds / self.turn)) * self.turn
 
     def unit(self, rate: float, workers: int, now: int) -> int:
-        """Return how many updates a worker takes at once at a rate, if it took `now` until then."""
+        """Return how many updates a worker takes at once, from the rate and the previous number."""
         fewest = self.turns_from if now == 1 else self.turns_until
         return self.turn if rate >= fewest * workers else 1
 

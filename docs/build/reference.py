@@ -67,7 +67,8 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# Each kind of bound, with how to choose the stricter one: a type and a key may both have it.
+# The text for each kind of bound, and the function that selects the stricter value, because a type
+# and a key may both have a bound.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),
@@ -264,7 +265,7 @@ upload` gives GPUs to the steps that may use them.
 
 
 def components(made: Iterable[Any]) -> str:
-    """Return the page about components, as KFP has made them."""
+    """Return the page about the components, given as KFP component objects."""
     steps = table(_STEP_TITLES, map(_step_row, STEPS))
     return f"{_COMPONENTS_HEAD}\n{steps}\n{''.join(map(_component, made))}"
 
@@ -346,7 +347,7 @@ _KEYS = {
 
 
 def command_line(group: Any) -> str:
-    """Return the page about the command line, for the group of all commands."""
+    """Return the page about the command line; `group` contains all commands."""
     exits = table(("code", "means"), ((code(n), text) for n, text in EXIT_CODES.items()))
     keys = table(("key", "holds"), ((code(key), text) for key, text in _KEYS.items()))
     own = "".join(map(_option, group.params))

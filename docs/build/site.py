@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-#: The page on the site for each added file; both paths are relative to their root.
+#: The page on the site for each added file. Each path is relative to its root folder.
 ADDED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -26,7 +26,7 @@ ADDED = {
     },
 }
 FOLDERS = {"benchmarks/results": "measurements/README.md"}
-#: Factors for the rank of a page in search results: short pages come first, internals last.
+#: Factors for the rank of a page in search results: `start/` comes first, internal pages last.
 BOOSTS = {"start/": 1.5, "decisions/": 0.2, "measurements/": 0.2, "changelog": 0.5}
 _SOURCES = {page: source for source, page in ADDED.items()}
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def _resolve(link: re.Match[str], source: str, where: str) -> str:
-    """Return a link in a repository file as a link on its page of the site."""
+    """Convert a link of a repository file to a link on the site, or to text if it has no page."""
     text, target, fragment = link[1], link[2], link[3] or ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     inside = path.removeprefix("docs/") if path.startswith("docs/") else ""

@@ -39,14 +39,14 @@ VISIT = 8
 RANK = 2
 # In units of the score, whose sigmoid is the probability of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
-# The activity of users: the exponent, and the number of users about as active as the first.
+# Exponent of the users' activity, and number of users that are about as active as the first.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
 # A prime above `_MOST`, so that no two ranks of users share a slot.
 _STRIDE = 2654435761
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
-# Must change if the events of a day change.
+# Must be increased when a change of this code changes the events of a day.
 _RELEASE = "1.1."
 _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
@@ -109,7 +109,7 @@ class Clickstream:
         categories: number of categories of items.
         explained: share of the tastes that the segment of a user or the category of an item
             determines; with 0, they depend on the id alone.
-        seed: the seed of everything.
+        seed: seed of all random numbers.
     """
 
     users: int = 10_000_000

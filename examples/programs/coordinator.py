@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from rows import read_rows
 
-# Only the chief writes, because the servers may be on other machines.
+# Only the chief writes checkpoints, because the servers may be on other machines.
 ON_CHIEF = tf.train.CheckpointOptions(experimental_io_device="/job:chief/task:0/device:CPU:0")
 
 

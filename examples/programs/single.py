@@ -27,8 +27,8 @@ class Recorder(keras.callbacks.Callback):
         if last or step % self.every == 0:
             with open(os.environ["FLOTILLA_METRICS"], "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **logs}) + "\n")
-            # Rename a complete file, so that readers never see half of it. The newest has the
-            # highest number.
+            # Rename the complete file, so that readers never see a partial one. The newest file has
+            # the highest number.
             part = os.path.join(CHECKPOINTS, "part.keras")
             self.model.save(part)
             os.replace(part, os.path.join(CHECKPOINTS, f"model-{step:08d}.keras"))

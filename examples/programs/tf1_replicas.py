@@ -25,7 +25,7 @@ class Recorder(tf.train.CheckpointSaverListener, tf.train.SessionRunHook):
             run_context.request_stop()
 
     def end(self, session, global_step_value=None):
-        """Override this method, which both base classes define."""
+        """Accept the arguments of both base classes, whose `end` methods differ."""
 
     def before_save(self, session, global_step_value):
         said = {"step": int(global_step_value), "loss": float(session.run(self.loss))}
@@ -85,7 +85,8 @@ def export(shape):
 
 
 def main():
-    # Keep resource variables: with TensorFlow 1's own, --sync may read a step too early.
+    # Keep resource variables. With TensorFlow 1's reference variables, --sync may read a step too
+    # early.
     tf.disable_eager_execution()
     parser = argparse.ArgumentParser()
     for name in ("ps_hosts", "worker_hosts", "job_name"):

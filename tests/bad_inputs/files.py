@@ -57,7 +57,7 @@ CONTENT: dict[str, str | bytes] = {
 
 def _huge(path: Path) -> None:
     with path.open("wb") as file:
-        # A sparse file.
+        # The file is sparse, so it occupies no space.
         file.truncate(1 << 32)
 
 
@@ -70,7 +70,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 
 def prepare(words: str, folder: Path) -> None:
-    """Create the files below `folder` that the arguments of a call name."""
+    """Create the files below `folder` that a call names."""
     for name, content in CONTENT.items():
         if name.split("/")[0] in words:
             path = folder / name

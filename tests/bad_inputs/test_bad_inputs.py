@@ -1,4 +1,4 @@
-"""Wrong calls of every command and option: the exit code, a one-line error, and no file left."""
+"""Wrong calls of every command and option: the exit code, a one-line error, and no files left."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
-    # Otherwise later tests would inherit the temporary folder.
+    # Without this, later tests would inherit the temporary folder of the call.
     monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main

@@ -1,4 +1,4 @@
-"""Comparisons: the bound of each, whether it holds, and the text written about it."""
+"""Tests of the comparisons and the published experiments: bounds, measurements and reports."""
 
 import json
 import subprocess

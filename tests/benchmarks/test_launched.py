@@ -1,4 +1,4 @@
-"""The measured speed of a run: wall time after its first part, without checkpoints."""
+"""Tests of measurements: speed, memory, imported modules, and the cost of checkpoints."""
 
 import subprocess
 import sys
@@ -156,7 +156,7 @@ NEVER = {
     "matplotlib", "mlflow", "pandas",
 }  # fmt: skip
 TENSORFLOW = {"tensorflow", "keras"}
-# Only processes that compute with the model load these.
+# Processes that compute with the model; only these load TensorFlow.
 COMPUTE = {
     "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
     "task: server",
@@ -199,7 +199,7 @@ def test_what_computes_loads_tensorflow_and_nothing_for_pictures(name):
 
 
 def saving(saved, *, stall, drift=0.0):
-    """Return the events of a minute of training at 100 steps/s that pauses to save."""
+    """Return events of a minute of training, with a pause after each second in `saved`."""
     events, step, time = [], 0.0, 0.0
     for second in range(60):
         step, time = step + 100 + drift * second, time + 1

@@ -38,7 +38,7 @@ SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
 
 
 def made_up(model, workers=2, pull_every=1, servers=1, **more):
-    """Return a run on a machine whose constants are `TRUE`."""
+    """Return a simulated run on a machine whose constants are `TRUE`."""
     size, gradient = SIZES[model]
     held = (size // servers,) * servers
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
@@ -108,7 +108,7 @@ def test_runs_that_nothing_is_fitted_to_are_predicted(points, found):
 
 @pytest.mark.slow
 def test_no_constant_is_below_zero(points):
-    # These servers are faster with more bytes.
+    # In these runs, servers need less time for more bytes.
     noisy = [replace(p, server=40 / sum(p.held), worker=1e-3 * p.pull_every) for p in points]
     found = fit(noisy[:5], CORES)
     assert min(value for value in vars(found).values() if isinstance(value, float)) >= 0
@@ -210,7 +210,7 @@ def test_workers_that_share_a_cache_are_slower_and_servers_are_not():
         assert each == pytest.approx(1.5)
     assert shared.loop[0] == pytest.approx(1.5 * own.loop[0])
     assert (shared.push, shared.pull, shared.loop[1]) == (own.push, own.pull, own.loop[1])
-    # With one core per process, the caches are not shared.
+    # With a core for each worker, no cache is shared.
     assert own == work_of(costs, model, workers=1, cores=2)
     assert work_of(costs, model, workers=10_000) == work_of(costs, model)
     assert sharing_cache(0.5, 8, 2) == pytest.approx(1.5)
@@ -244,7 +244,8 @@ def run(work=WORK, fleet=ALONE, dispatch=FREE, **more):
 
 
 def test_one_worker_is_the_sum_of_its_phases():
-    # Two round trips, both services, both directions of the network, and one computation.
+    # A cycle has two round trips, a pull and a push on the server, both directions of the network,
+    # and one computation.
     found = run(replace(WORK, compute=0.030))
     assert found.cycle == pytest.approx(0.038)
     # Taking a turn needs another round trip.

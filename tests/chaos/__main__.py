@@ -1,9 +1,10 @@
 """Random failures on real runs: `python -m tests.chaos --on WHERE --runs N --seed S`.
 
-Each run is the whole pipeline, and faults are injected while it trains. Training runs on this
-machine, or as a TFJob or JobSet on a fake Kubernetes cluster whose pods are processes. `--on
-tables` trains a recommender with growing tables on this machine and checks their rows. The seed
-determines the faults; their exact times depend on the machine.
+Each run is the whole pipeline or, for most runs of `--on tables`, training alone. Faults are
+injected while it trains. Training runs on this machine, or as a TFJob or JobSet on a fake
+Kubernetes cluster whose pods are processes. `--on tables` trains a recommender with growing tables
+on this machine and checks their rows. The seed determines the faults; their exact times depend on
+the machine.
 """
 
 import argparse

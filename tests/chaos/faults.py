@@ -16,7 +16,7 @@ from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 
-# Free bytes on a full disk, too few for any checkpoint.
+# Maximum size of a file on a full disk, in bytes; too small for any checkpoint.
 ROOM = 4096
 
 
@@ -87,7 +87,7 @@ class Target:
 
 
 def lie_of(workdir: Path) -> Path:
-    """Return the file that makes a process exit too early with code 0."""
+    """Return the file that makes the process whose id it contains exit too early with code 0."""
     return workdir / "lie"
 
 
@@ -120,14 +120,14 @@ def _pause(fault: Fault, target: Target) -> None:
 
 
 def _full_disk(fault: Fault, target: Target) -> None:
-    """Limit the file size of a task or the leader; a restarted process has no such limit."""
+    """Limit the size of files that a task or the leader writes, until that process restarts."""
     process = target.task(fault.task) if fault.task else target.leader()
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, hard))
 
 
 def _torn_file(_fault: Fault, target: Target) -> str:
-    """Damage the newest checkpoint, and kill the leader, which must then find an older one."""
+    """Damage the newest checkpoint and kill the leader. The next attempt must use an older one."""
     published = target.checkpoints()
     if not published:
         raise MissedError("there was no checkpoint")

@@ -19,7 +19,7 @@ def events_of(
     read: dict[Path, int],
     seconds: float = SECONDS,
 ) -> Iterator[Event]:
-    """Yield a run's events as they are written; `read` contains the offset in each file."""
+    """Yield a run's events as they are written; `read` keeps the offset reached in each file."""
     deadline = time.monotonic() + seconds
     ended = False
     newest: dict[type[Event], Event] = {}

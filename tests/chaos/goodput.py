@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True)
 class Course:
-    """A run's newest step, and the seconds from each loss until all workers train again."""
+    """A run's newest step, and the seconds from each loss until the lost worker trains again."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)

@@ -73,7 +73,7 @@ def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
     rows, used = values[f"{own}rows"], values[f"{own}used"]
-    # The last slot is shared by all IDs without a row.
+    # The last slot is shared by all ids without a row.
     live = np.flatnonzero(used[:-1] >= 0)
     name = f"{own.removeprefix('model/')}rows".replace("/", "_")
     slots = [path for path in values if path.startswith("optimizer/") and name in path]
@@ -96,7 +96,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
     """Describe the errors in the rows of one checkpoint.
 
     Up to `halfway` ids per shard may be inconsistent, because their step was interrupted. With
-    `counts`, the number of rows must equal the number that the table counted.
+    `counts`, the number of rows is compared with the table's own count.
     """
     for (table, number), each in shards.items():
         where = f"shard {number} of {table}"
@@ -117,7 +117,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
 
 
 def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
-    """Describe the IDs that are missing in a later checkpoint although they were not evicted."""
+    """Describe the ids that are missing in a later checkpoint although they were not evicted."""
     if earlier.keys() != later.keys():
         yield "it has other shards"
         return

@@ -127,9 +127,9 @@ def no_step_is_added(outcome: Outcome) -> Iterator[str]:
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """A lost server or leader, or a torn checkpoint, repeats the steps since a checkpoint.
+    """A lost server or leader, or a torn checkpoint, costs at most the steps since a checkpoint.
 
-    In an outage of the store, that is the newest checkpoint that was published before it.
+    After an outage of the store, that is the newest checkpoint published before the outage.
     """
     if outcome.by_parts:
         return
@@ -223,7 +223,7 @@ def rows_of(outcome: Outcome) -> dict[str, Shards]:
             try:
                 found[uri] = grown(uri, created, outcome.tables)
             except UserError:
-                # Another invariant covers this case.
+                # A damaged checkpoint violates another invariant.
                 continue
     return found
 
@@ -278,7 +278,7 @@ def repeated(outcome: Outcome) -> int:
 
 
 def unpublished(outcome: Outcome) -> int:
-    """Return the steps up to a saved checkpoint that attempts lost because it was not published."""
+    """Return the number of steps that were lost because saved checkpoints were not published."""
     steps, saved = 0, 0
     for event, newest in with_newest(outcome):
         if isinstance(event, AttemptBegin):

@@ -40,7 +40,7 @@ class _JobRun(Run):
         return inject_into_job(fault, target)
 
     def _left(self) -> list[str]:
-        """Wait for a deleted job's pods, which may save a checkpoint in their grace period."""
+        """Return what is left after the pods of a deleted job had time to save a checkpoint."""
         try:
             self._kube.store.wait(lambda: not self._kube.of_jobs())
         except AssertionError:

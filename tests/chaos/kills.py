@@ -27,7 +27,7 @@ class Course:
 
     Attributes:
         progress: Unix timestamp and global step of each progress report.
-        returns: by role, the seconds from each kill until the global step was higher again.
+        returns: by role, the seconds from each kill until the global step increased again.
         memory: samples of the total memory of its processes, in MB.
     """
 

@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def halfway(self) -> int:
-        """Return the maximum number of IDs that a loss may leave inconsistent."""
+        """Return the maximum number of ids that a loss may leave inconsistent."""
         return 0
 
     @property

@@ -138,7 +138,10 @@ class Run:
         return inject(fault, target)
 
     def _left(self) -> list[str]:
-        """Return the processes that remain after a try; killed processes first get time to end."""
+        """Return the processes that remain.
+
+        If the command line was killed, they get time to exit.
+        """
         is_killed = self._found.ends[-1][0] == KILLED
         deadline = time.monotonic() + (SECONDS_TO_NOTICE if is_killed else 0)
         while processes_of(self._workdir) and time.monotonic() < deadline:

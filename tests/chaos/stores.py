@@ -131,7 +131,6 @@ class Door:
         self._timer.start()
 
     def end_outage(self) -> None:
-        """Relay all data again."""
         timer, self._timer = self._timer, None
         if timer and timer.is_alive() and timer is not threading.current_thread():
             timer.cancel()

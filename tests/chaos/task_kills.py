@@ -96,7 +96,8 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
     """Return the seconds of training that each kill of a run cost, in order.
 
     The first kill is `every` seconds after the first progress. The time after the last complete
-    interval is excluded, and so is a kill without any step after the recovery.
+    interval is excluded, and so is a kill if the interval before or after it has no steps after the
+    recovery.
     """
     times, steps = zip(*progress, strict=True)
     recovery = min(RECOVERY_SECONDS, every / 2)

@@ -23,8 +23,8 @@ def test_the_invariants_hold(tmp_path, capsys, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# These seeds include a cancel, deletions and evictions of each role, a killed launcher, and an
-# outage.
+# These seeds include a cancel, a deletion, evictions and a preemption of pods of all roles, a
+# killed launcher, and a suspension.
 JOB_SEEDS = (5, 2, 16)
 
 
@@ -39,7 +39,8 @@ def test_the_invariants_hold_on_an_engine(tmp_path, capsys, engine, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# These seeds include kills of a server, of the chief and of two tasks, and a damaged checkpoint.
+# These seeds include kills of the chief and of a server together with a worker, a pause, and a
+# damaged checkpoint.
 TABLE_SEEDS = (1, 2, 3)
 
 

@@ -192,7 +192,7 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     ],
 )
 def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
-    # Repeated rows are not checked here.
+    # With `by_parts`, the number of repeated steps is not checked.
     sound.events, sound.by_parts = [attempt(0), *events], True
     assert [each.words for each in violations_of(sound)] == ([words] if words else [])
 
@@ -207,7 +207,7 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
             [progress(500, rows=40), progress(600, rows=50), attempt(500), progress(520, rows=39)],
             40,
         ),
-        # The attempt resumes at 600, with the values of ps-1 at 500.
+        # The attempt resumes at 600, with the values of ps-1 from step 500.
         (
             [
                 progress(500, rows=40),
@@ -230,7 +230,7 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
             ],
             40,
         ),
-        # All values return to the checkpoint of an attempt, whatever was reported before.
+        # After a full recovery, all values are those of the checkpoint at which the attempt begins.
         (
             [
                 progress(500, rows=40),
@@ -306,7 +306,7 @@ def test_fifty_seeds_have_each_kind_of_fault_under_each_strategy(first):
     plans = [draw_plan(seed) for seed in range(first, first + 50)]
     found = {(plan.strategy, fault.kind) for plan in plans for fault in plan.faults}
     everything = {(strategy, kind) for strategy in STRATEGIES for kind in KINDS}
-    # A run with one process has no pair of tasks.
+    # A `single` run without an evaluator has only one task, so it may have no pair to kill.
     assert found >= everything - {("single", "kill pair")}
 
 
@@ -315,7 +315,7 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
-        # The proxy records the requests that it passed on.
+        # When data has arrived, the proxy knows the connection, and the outage closes it.
         before.sendall(b"x")
         assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)

@@ -79,7 +79,7 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
 
 
 def drifting_progress(cost, between):
-    """Return the progress of a slowing run of 600 s, with a pause after each kill."""
+    """Return the progress of 600 s of a slowing run, with a pause of `cost` s after each kill."""
     times = np.arange(0, 600, 0.05)
     moves = (times < 60) | (times % 60 >= cost)
     steps = np.cumsum(np.linspace(60, 30, len(times)) * 0.05 * moves)

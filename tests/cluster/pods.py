@@ -3,7 +3,7 @@
     with pods(tmp_path, dataset, config, {"ps": 1, "worker": 2, "chief": 1}) as cluster:
         cluster.lose(Task(role="worker", index=0))
 
-Names are resolved as in Kubernetes: every pod asks a name server, which answers with the address of
+Names are resolved as in Kubernetes: every pod asks a DNS server, which answers with the address of
 the newest pod of that name, even if that pod is lost. The address of a lost pod disappears: nothing
 answers there, not even with a refusal. Root and Linux are required.
 """

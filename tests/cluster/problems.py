@@ -76,7 +76,7 @@ def problem(
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        # The test may have replaced the model by one without a loss.
+        # A test may replace the model by one that does not compute a loss.
         loss=lambda model, batch, outputs: objective.loss(objective.attach(model), batch, outputs),
         chance_loss=objective.task.chance_loss(),
         batches=batches,
@@ -120,7 +120,7 @@ def measured() -> Problem:
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
-    """Worker i of n gets every n-th batch; together, their batches form one n times as large."""
+    """Worker i of n gets every n-th batch. One batch per worker forms a batch n times as large."""
     data = examples(batches_each * batch_size * workers)
     return problem(lambda: in_turn(data, batch_size, workers), **named)
 

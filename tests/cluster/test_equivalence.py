@@ -30,7 +30,8 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
-# Either labels are standardized and examples weighted, or there are two outputs with loss weights.
+# Two problems with tasks: standardized labels and weighted examples, or two outputs whose losses
+# have weights.
 TASKS = ["regressed", "two_outputs"]
 
 
@@ -87,7 +88,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
-# With loss weights, only synchronous servers are tested (below).
+# Except in long tests, the problems in TASKS run only with synchronous servers (below).
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
@@ -190,8 +191,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
 
 
-# In one graph or one process, no other worker changes the state. `test_sync_parameter_server`
-# compares synchronous updates with one process.
+# These run only in long tests: in one graph or one process, no other worker changes the state, and
+# `test_sync_parameter_server` compares synchronous updates with one process.
 SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 
@@ -402,7 +403,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
         outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
     scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
-    # The result equals the result of one worker whose towers compute in parallel.
+    # The towers of a worker count as one: an update has two accumulated gradients.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_of_updates(replace(outcome, variables=kept), whole)

@@ -135,7 +135,7 @@ def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
             assert_same(each.outcome(), alone)
 
 
-# Steps between two kills.
+# Each kill comes within this number of steps.
 DYNAMIC_STEPS = 250
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
@@ -192,7 +192,8 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
             strategy,
             steps,
             averaged,
-            # The third worker is a backup whose gradients are dropped.
+            # With `sync_parameter_server`, the third worker is a backup: each update uses two
+            # gradients.
             training={"replicas_to_aggregate": 2 if strategy == SYNC else 0},
             cluster={"workers": workers},
         )

@@ -143,7 +143,7 @@ def suspend_and_resume(training):
 @pytest.mark.slow
 @on_engines(tfjob=pytest.mark.long)
 def test_no_step_is_lost_with_a_launcher_with_tasks_in_a_suspension_and_by_a_cancel(training):
-    # The heartbeat must last until the next launcher has started.
+    # The job must survive without a launcher until the next one has started.
     kubernetes = {**SECRET, "deadlines": {"heartbeat": 60}}
     with training.begun(STEPS, every=STEPS, kubernetes=kubernetes):
         training.wait(Progress)

@@ -270,7 +270,8 @@ def test_all_tasks_train_and_publish(folder, dataset):
         "PYTHONPATH": str(ROOT),
         "HOME": "/absent",
         "TMPDIR": str(folder / "tmp"),
-        # Keras imports matplotlib if it is installed; the image does not contain it.
+        # Keras imports matplotlib, which needs this folder, if it is installed. The image does not
+        # contain it.
         "MPLCONFIGDIR": str(folder / "tmp"),
         events.VARIABLE: str(folder / "events.jsonl"),
     }
@@ -348,7 +349,7 @@ def fail(dataset, tmp_path, monkeypatch):
             "model": {"name": f"blocks:{model}", "args": args},
             "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
             "cluster": {"workers": 1},
-            # The layer has no get_config.
+            # Keras's own format would need a `get_config` of the layer.
             "export": {"formats": ["saved_model"]},
         }
         with launched(settings, dataset, tmp_path / "run") as run:

@@ -144,8 +144,8 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
     with run.begun(100):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
-        # The agent looks for checkpoints once per second, so this checkpoint is published just in
-        # time.
+        # The agent looks for checkpoints once per second. It must publish this one although the
+        # container is killed right after saving it.
         kube.kill("ps-0")
         kube.kill("worker-0", reason="OOMKilled")
         line = run.wait_for("worker 0 begins at")

@@ -116,7 +116,7 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
 ):
     """Only a lost server's variables go back in time; a lost chief or worker costs no steps."""
     end = END + EVERY
-    # A new attempt also restarts tasks whose memory has grown.
+    # Allow for the restarts of tasks whose memory has grown, which a new attempt also causes.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)
     lost = []
     with launched(config, dataset, tmp_path) as run:
@@ -155,8 +155,7 @@ def require_marked(run, lost):
         assert (event.servers, event.recovery, event.reason) == ((name,), "partial", "")
         assert event.back_to % EVERY == 0
         assert event.global_step - 2 * EVERY <= event.back_to <= event.global_step
-        # The loss may also affect the row of the step at which it happened. The next attempt
-        # saves this row.
+        # If the loss happened at a boundary, the next attempt saves the checkpoint of that step.
         after = max(-(-event.global_step // EVERY) * EVERY, event.back_to + EVERY)
         assert marked[after][name]["global_step"] == event.back_to
         assert marked[after][name]["variables"]

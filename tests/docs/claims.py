@@ -74,7 +74,8 @@ def wrong_settings(params):
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # If the file is not in the repository, the settings must be valid for only one of the bases.
+    # If the file is not in the repository, the settings must be valid for at least one of two
+    # bases.
     is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
     refusals = []
     for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
@@ -107,7 +108,7 @@ def wrong_task(words):
 
 
 def wrong_command(words, *, whole=True):
-    """Commands of other programs are not checked."""
+    """Return why a command is wrong, or ""; commands of other programs are not checked."""
     if words[0] in FLOTILLA:
         return refusal(words, whole=whole)
     if words[0] == "make":
@@ -149,7 +150,7 @@ def wrong_key(word):
         try:
             load_config(None, [f"{key}={value}"])
         except ConfigError as error:
-            # A single line of prose may omit other required parts.
+            # Inline code may set one key without the other keys that it requires.
             is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))
             return str(error) if is_wrong else ""
         return ""

@@ -376,7 +376,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def behaviours_of(folder):
-    """Return the rows of the list, each with a behavior and its test."""
+    """Return the list items of the page, each with a behavior and its tests."""
     lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("- ")]
 

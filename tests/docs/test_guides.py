@@ -1,4 +1,4 @@
-"""The configurations in the guides train blessed models on a user's files."""
+"""The configurations and the code in the guides work on a user's files."""
 
 import ast
 import csv
@@ -338,7 +338,8 @@ def test_metrics_are_those_of_scikit_learn(module, weighted):
     inside = (low <= LABELS) & (high >= LABELS)
     assert found == pytest.approx(
         {
-            # Like all Keras losses, this is a mean over the examples, not over the weights.
+            # Like all Keras losses, this divides by the number of examples, not by the sum of
+            # weights.
             "loss": np.mean(costs) / LABELS.std() * (1 if weights is None else weights.mean()),
             "pinball": np.mean(costs),
             "coverage": np.average(inside, weights=weights),
@@ -363,7 +364,7 @@ def test_what_it_does_not_take_is_refused(module, dtype, quantiles, words):
 
 
 def fitted(task_folder):
-    """Try the run of the page without preparing its dataset."""
+    """Do a dry run of the page's configuration, without preparing its dataset."""
     return dry_run.fit(load_config(task_folder / "quantiles.yaml"), task_folder / "scratch")
 
 

@@ -94,7 +94,7 @@ def test_popularity_drifts_by_as_much_as_was_asked_for():
     ids = np.unique(joined(everyone.draw(0, 0, part) for part in range(3))["item"])
     days = [everyone.exposure(ids, day) for day in range(11)]
     moved = [np.abs(after - before).sum() / 2 for before, after in pairwise(days)]
-    # All items appear within ten days, an equal share on each day.
+    # Within ten days, one ranking replaces another, by an equal share on each day.
     np.testing.assert_allclose(moved, np.abs(days[10] - days[0]).sum() / 20, rtol=1e-6)
     assert sum(moved) > 0.5
     still = Clickstream(**{**SMALL, "new_items": 0}, drift=0.0)
@@ -295,7 +295,7 @@ def test_its_name_of_before_says_where_it_is(tmp_path):
 
 
 def test_a_run_finds_it_by_code(tmp_path):
-    """A user's call: the example's folder is given with `--code`, and nothing is installed."""
+    """Run as a user does: the example's folder is given with `--code`, and nothing is installed."""
     truth = {"users": 50, "items": 30, "new_users": 2, "new_items": 1, "events": 200}
     words = [
         *("prepare", str(FOLDER / "clicks_large.yaml"), "--code", str(FOLDER)),

@@ -33,7 +33,7 @@ dataset are checked when it is prepared.
 
 
 class Row(NamedTuple):
-    """A dataset: the first result, the settings, the result with them, and the chosen task."""
+    """The error without settings, the settings, the error with them, and the chosen task."""
 
     first: str
     section: dict[str, Any]

@@ -69,7 +69,7 @@ def pins_of(lock):
 
 
 def loaded_by_name(module):
-    """Return the constant arguments of `importlib.import_module`, used for untyped packages."""
+    """Return the constant arguments of `importlib.import_module`, which loads untyped packages."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             yield from (each.value for each in node.args if isinstance(each, ast.Constant))

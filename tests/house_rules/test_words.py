@@ -24,7 +24,7 @@ SEEN = {
     "a ticket": "as in issue" + " 12",
     "how the text came about": "as the A" + "I wrote",
 }
-# Programs, and code whose output no caller can receive.
+# Modules that may write to the terminal: programs, and code whose output no caller can receive.
 WRITERS = {
     "pipelines/cli/__main__.py": "before anything is imported: an interrupt, and a bug",
     "pipelines/cli/exit.py": "the answer of a command",
@@ -38,7 +38,8 @@ WRITERS = {
 WRITES = re.compile(
     r"(builtins\.)?print|sys\.(__)?std(out|err)(__)?(\.buffer)?\.write|(typer|click)\.s?echo"
 )
-# Numbers, times, names and server addresses have one parser each, which rejects look-alikes.
+# Modules that may parse numbers or times themselves. All others use the parsers of `json_records`,
+# which reject characters that only look like digits.
 READERS = {
     "trainer/runtime/json_records.py": "the reader",
     "trainer/cluster/liveness.py": "a variable of this program's own",

@@ -65,7 +65,7 @@ def examples() -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def whole(_start: int = 0) -> tf.data.Dataset:
-    """Return an endless dataset with all examples in one batch, so that all attempts are alike."""
+    """Return an endless dataset with all examples in one batch; all attempts read the same."""
     return tf.data.Dataset.from_tensors(examples()).repeat()
 
 

@@ -14,7 +14,7 @@ def works():
     enter = Work.__enter__
 
     def begun(work):
-        # Mark the work as already reported, because otherwise its end would not be reported.
+        # Mark the work as already reported. Otherwise, the end of short work would not be reported.
         work._reported = work._began
         made.append(work)
         return enter(work)
