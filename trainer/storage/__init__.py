@@ -1,9 +1,9 @@
-"""Published directories, which are either complete or absent, even if their writers die.
+"""Published directories, which are either complete or absent, even if a writer dies.
 
-The manifest is written last, as the atomic commit, and lists each file with its size and crc32c. A
-URI names a directory and begins with `file://`, `gs://`, `s3://` or `minio://`. The contract is the
-same for all schemes. A `flotilla.trainer.runtime.errors.UserError` is an error that the user can
-fix.
+The manifest is written last, as the atomic commit, and lists each file with its size and crc32c.
+Directories and files are named by URIs that begin with `file://`, `gs://`, `s3://` or `minio://`.
+All schemes have the same contract. An error that the user can fix is raised as a
+`flotilla.trainer.runtime.errors.UserError`.
 """
 
 from flotilla.trainer.storage.errors import (

@@ -25,7 +25,7 @@ _REMEDIES = {
 PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
-# Callers write these names with the package, as in `storage.Corrupt`.
+# These names do not end in `Error`, because callers write them with the package: `storage.Corrupt`.
 
 
 class Missing(UserError):  # noqa: N818
@@ -41,7 +41,7 @@ class Corrupt(UserError):  # noqa: N818
 
 
 class UnknownSchema(UserError):  # noqa: N818
-    """The manifest was written by a version with another layout."""
+    """The manifest has a layout that this version does not know."""
 
 
 class Conflict(UserError):  # noqa: N818
@@ -53,7 +53,7 @@ class Unavailable(TransientError):  # noqa: N818
 
 
 class StoreError(OSError):
-    """An object store refused a request. `trouble` is a `store.Trouble` or an empty string."""
+    """A request to an object store failed. `trouble` is the name of a `store.Trouble`, or empty."""
 
     trouble = ""
 
@@ -64,7 +64,7 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 @contextmanager
 def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Convert an `OSError` to a `kind` of error: "cannot ACTION: PATH: reason; remedy"."""
+    """Convert an `OSError` to an error of class `kind`, but `StoreUnavailable` to `Unavailable`."""
     try:
         yield
     except StoreUnavailable as error:
@@ -75,9 +75,9 @@ def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[No
 
 @contextmanager
 def check_form(where: str) -> Iterator[None]:
-    """Raise a one-line `Corrupt` if a record has unexpected fields or types.
+    """Raise `Corrupt` if the block fails because a record has unexpected fields or types.
 
-    The record may have been written by another version or program, so its checksum may be valid.
+    The checksum may be valid, because another version or program may have written the record.
     """
     try:
         yield
@@ -91,7 +91,7 @@ def check_form(where: str) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)
-    # The second name of a rename is the destination. The first is a staging folder that is gone.
+    # For a rename, report the destination, because the staging folder no longer exists.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

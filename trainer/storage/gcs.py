@@ -147,7 +147,7 @@ class GcsBucket:
         return _make_stored(blob)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:  # noqa: ARG002
-        """Compare with the checksum that the store computed."""
+        """Return whether the checksum that the store computed is the expected one."""
         return Checksum(stored.bytes, stored.digest) == expected
 
     def read_checksum(self, key: str) -> Checksum | None:
@@ -189,7 +189,7 @@ class GcsBucket:
             return Trouble.TRANSIENT if error.retryable else Trouble.NO_CREDENTIALS
         if isinstance(error, requests.exceptions.SSLError):
             return tls_trouble(error)
-        # The store rejects content with a wrong checksum.
+        # The store rejects content that was damaged in transit, because its checksum is wrong.
         damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
         if damaged or isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
@@ -223,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share the client, but a forked child cannot. Disable tracing, because it makes
-    # the client read the bucket's metadata, which needs an additional permission.
+    # All threads can share the client, but a forked child cannot. Do not add the bucket's metadata
+    # to traces, because reading it needs an additional permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)

@@ -1,8 +1,8 @@
 """Storage in the file system, where an atomic rename publishes a directory.
 
 A writer first writes the files to a staging folder, which it locks while it runs. The next writer
-deletes the staging folders of dead writers. For stores without locks, `writer` identifies a process
-across machines.
+deletes the staging folders of dead writers. Object stores have no locks and record the identifier
+that `writer` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, cou
 from flotilla.trainer.storage.uri import local_path, uri_of
 from flotilla.trainer.storage.waiting import wait_until
 
-# Seconds to wait for a lock, which others hold only for a rename, and the poll interval.
+# Maximum wait for a lock, which is held only for a rename, and the poll interval, in seconds.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
@@ -51,7 +51,7 @@ class FileStore:
         self.count = count
 
     def read(self, uri: str) -> bytes:
-        """Return the content of one file. Anything else, such as a pipe, is an error."""
+        """Return the content of one file. Raises `NotAFileError` for a folder, pipe or device."""
         path = _path(uri)
         try:
             mode = path.stat().st_mode
@@ -89,7 +89,7 @@ class FileStore:
         return checksum(_path(uri))
 
     def download(self, uri: str, target: Path) -> str:
-        """Copy one file to a local path in an existing folder."""
+        """Copy one file to a local path in an existing folder, and return its tag."""
         path = _path(uri)
         before = path.stat()
         shutil.copyfile(path, target)
@@ -130,7 +130,7 @@ class FileStore:
             yield uri_of(stage)
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Rename the file, or copy it from another file system, and flush it to disk."""
+        """Rename the file, or copy it between file systems, and flush it to disk."""
         target = _path(draft) / name
         try:
             os.rename(path, target)
@@ -144,7 +144,7 @@ class FileStore:
         return FileEntry(name, found.bytes, found.crc32c)
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Rename the draft, which must contain no other files."""
+        """Rename the draft, which must contain only the files in `manifest`."""
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
                 raise UserError(f"cannot publish {uri}: {entry.path} differs from the added file")
@@ -187,7 +187,7 @@ def append_line(path: Path, line: bytes) -> None:
     terminated first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Opening a pipe would block until a reader opens it.
+    # With O_NONBLOCK, opening a pipe never blocks.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -207,7 +207,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return a file's tag; if the file changed during the read, the tag matches no other."""
+    """Return the tag of a file. If the file changed while it was read, no listing has this tag."""
     # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
@@ -228,7 +228,7 @@ def _list_file(path: str, found: os.stat_result) -> ListedFile:
 
 def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterator[ListedFile]:
     here = folder.stat()
-    # A link to a parent folder would recurse without end.
+    # Following a link to a parent folder would recurse without end.
     if (here.st_dev, here.st_ino) in seen:
         return
     below = seen | {(here.st_dev, here.st_ino)}
@@ -293,7 +293,7 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder for `name`. With `resume`, reuse a dead writer's folder, if any."""
+    """Yield a staging folder for `name`, or with `resume` a dead writer's. Delete it at the end."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
     # Delete orphans only now, so that the inherited folder is kept.
@@ -312,7 +312,7 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
 def locked(directory: Path) -> Iterator[None]:
     """Exclude other writers that lock the same directory. Raises `UserError` on a timeout.
 
-    Any process that can read a directory can lock it.
+    Any process that can read a directory can lock it, even a process of another user.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -371,7 +371,7 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
             if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
-            # Another process may hold the lock but lack the permission to delete the folder.
+            # Remove the folder here, because the process that holds the lock may not be allowed to.
             with suppress(OSError):
                 stage.rmdir()
 
@@ -400,7 +400,7 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; return False if another process has locked it, None if locks do not exist."""
+    """Lock a folder. Return False if another process holds the lock, None if locking fails."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -435,18 +435,18 @@ def _unlock(descriptor: int) -> None:
 
 
 def writer() -> str:
-    """Return a text that identifies this process across machines, or empty without `/proc`."""
+    """Return an identifier of this process, unique across machines. Empty without `/proc`."""
     return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
 
 
 def is_gone(text: str) -> bool:
-    """Return whether the process of a `writer` ran on this machine and has certainly ended."""
+    """Return whether the process that `text` identifies ran on this machine and has ended."""
     number, started = _here(text)
     return bool(number) and _start_time(number) != started
 
 
 def is_living(text: str) -> bool:
-    """Return whether the process of a `writer` is certainly running on this machine."""
+    """Return whether the process that `text` identifies is running on this machine."""
     number, started = _here(text)
     return bool(number) and _start_time(number) == started
 

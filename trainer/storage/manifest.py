@@ -3,7 +3,7 @@
 `{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}`
 
 Paths are relative, with forward slashes. A file may also have `"at"`, the path where it is stored
-if another file already had its path.
+if its own path was already taken.
 """
 
 from __future__ import annotations

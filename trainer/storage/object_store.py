@@ -4,8 +4,7 @@ An object that a manifest may list is never overwritten: if one exists at a file
 is stored next to it. Therefore every manifest stays valid, and the first manifest wins.
 
 An orphan is an uploaded object that no manifest lists or will list: its directory is published,
-its writer (recorded in its metadata) has ended, or it is older than any publication takes.
-`collect` removes only orphans.
+its writer (recorded in its metadata) has ended, or it is older than `ORPHAN_SECONDS`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from flotilla.trainer.storage.uri import join, locate
 
 # Age after which the writer of an object counts as dead, in seconds.
 ORPHAN_SECONDS = 24 * 3600.0
-# More collisions at one path cannot be a coincidence.
+# Number of other paths to try for a file. More collisions cannot be a coincidence.
 _ATTEMPTS = 3
 # Suffixes of the empty objects that tools create to mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
@@ -144,7 +143,8 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object if missing; check first, as some stores have no conditional writes."""
+        """Create one object if it is missing. Return whether it was created."""
+        # Check first, because some stores have no conditional writes.
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
@@ -158,7 +158,7 @@ class ObjectStore:
             return meter.checksum()
 
     def download(self, uri: str, target: Path) -> str:
-        """Copy one object to a local path."""
+        """Copy one object to a local path, and return its tag."""
         with target.open("wb") as file:
             return self._read_object(uri, _Counted(file, self._counted))
 
@@ -395,7 +395,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the bytes written to it, and accepts at most `most` unless that is 0."""
+    """A file that counts the bytes written to it, with a limit of `most` bytes (0: no limit)."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most
@@ -436,7 +436,7 @@ class _Meter:
 
 
 def _tag(stored: Stored) -> str:
-    # The store hides the checksum of an object with a customer-supplied key.
+    # The store hides the checksum of an object that is encrypted with a customer-supplied key.
     return stored.digest or f"{stored.created:.6f}"
 
 

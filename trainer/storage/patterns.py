@@ -23,7 +23,7 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """The match of a path, with its span normalized and as `written`.
+    """The match of a path. `span` is normalized, and `written` is the span as it is in the path.
 
     `is_below` tells whether the pattern matches a parent folder of the path.
     """
@@ -62,12 +62,12 @@ class Pattern:
 
 
 def is_local(source: str) -> bool:
-    """Return whether a source is on a local disk."""
+    """Return whether a source is in the local file system."""
     return "://" not in source or source.startswith("file:")
 
 
 def below(source: str, path: str, split: str) -> Pattern:
-    """Return the pattern of a split's files, given as a path below the source or as a URI."""
+    """Return the pattern of a split's files: a path relative to the source, or any other source."""
     key = f"data.splits.{split}"
     if "://" in path or path.startswith(("/", "~")):
         return parse(key, path)

@@ -25,8 +25,8 @@ class Unfit(UserError):  # noqa: N818
     """A storage root is unusable.
 
     Attributes:
-        trouble: a name in `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
-            the file system) or `ALTERED` (the content read differs from the content written).
+        trouble: a name in `store.Trouble`, or `SILENT` (no response in time), `FILES` (a file
+            system error) or `ALTERED` (the content read differs from the content written).
         actions: the actions that failed: write, read, list, delete.
     """
 

@@ -67,11 +67,10 @@ def publish(
 
 @contextmanager
 def draft(uri: str) -> Iterator[str]:
-    """Prepare a publication at `uri` by several processes, and yield the location of the draft.
+    """Yield the location of a draft of `uri`, to which any process may add files with `add_file`.
 
-    Any process may add files to the draft with `add_file`. Readers see nothing before `commit`.
-    Uncommitted files are removed at the end of the block. In a file system the draft is a staging
-    folder next to `uri`; in an object store it is `uri` itself.
+    Readers see nothing before `commit`. In a file system, the draft is a staging folder, which is
+    removed at the end of the block. In an object store, it is `uri` itself, and is not removed.
     """
     with ExitStack() as opened:
         with report_errors(f"write next to {uri}"):
@@ -153,7 +152,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small published file, verified. Raises the errors of `verify`, or `Missing`."""
+    """Return a small published file, verified. Raises the errors of `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -216,8 +215,8 @@ def _is_valid(directory: Path, entry: FileEntry) -> bool:
 
 
 def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
-    # Stage inside an existing folder, because it may be a mount, and a rename cannot cross file
-    # systems.
+    # Stage inside the directory if it exists, because it may be a mount, and a rename cannot cross
+    # file systems.
     home = directory if directory.is_dir() else directory.parent
     with staging(home, directory.name, resume=True) as stage:
         run_parallel(lambda entry: _download(store, uri, entry, stage), entries)
@@ -269,7 +268,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the most recently published directory below `uri`, of a `kind` if given."""
+    """Return the newest published directory directly below `uri`, of a `kind` if given, or None."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -284,16 +283,17 @@ def _readable(uri: str) -> Manifest | None:
 
 
 def collect_garbage(uri: str) -> list[str]:
-    """Remove orphans of dead writers in and below `uri`, and return their URIs.
+    """Remove files that dead writers left in and below `uri`, and return their URIs.
 
-    Files of running processes on this machine, and unpublished directories, are kept.
+    In a file system, these are the staging folders of processes that have ended. For object stores,
+    see `object_store.collect`.
     """
     with report_errors(f"collect garbage below {uri}"):
         return choose_store(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:
-    """Remove all files at `uri`, the manifest first. Do nothing if there are none."""
+    """Remove the file or directory at `uri`, if any. A directory is unpublished first."""
     with report_errors(f"delete {uri}"), suppress(FileNotFoundError):
         choose_store(uri).remove(uri)
 
@@ -333,7 +333,7 @@ def append_line(uri: str, line: bytes) -> None:
 def create_bytes(uri: str, data: bytes) -> bool:
     """Create the file at `uri` if it does not exist. Return whether it was created.
 
-    Some stores do not guarantee this for concurrent writers. To find out which writer was first,
+    Some stores do not guarantee this for concurrent writers. To find out whose content was stored,
     read the file again.
     """
     with report_errors(f"create {uri}"):
@@ -341,7 +341,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order, or an empty list."""
+    """Return the plain names directly below `uri`, in order. Empty if nothing exists there."""
     with report_errors(f"list {uri}"):
         try:
             return choose_store(uri).children(uri)

@@ -1,4 +1,4 @@
-"""Requests to stores, which are retried with backoff under one deadline, and run in parallel."""
+"""Retries of requests to stores, with backoff and one deadline, and parallel requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import tenacity
 from flotilla.trainer.runtime.environment import read_variable
 from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
-# The variable with the time for which requests of an operation are retried, in seconds.
+# Environment variable that sets how long the requests of an operation are retried, in seconds.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# Minimum time that a request has for its response, even at the deadline, in seconds.
+# Minimum time that a request has for its response, even after the deadline, in seconds.
 LEAST_SECONDS = 5.0
 # Number of received bytes that counts as progress of a request.
 PROGRESS_BYTES = 1 << 20
@@ -50,9 +50,9 @@ def shorter_retry(seconds: float) -> Iterator[None]:
 class Retry:
     """The deadline of one operation, which all of its requests and threads share.
 
-    The time restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a
+    The countdown restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a
     request receives, so that an operation may take as long as it makes progress. A request may take
-    the remaining time and a few seconds more, regardless of its client's timeout.
+    the remaining time, or `LEAST_SECONDS` if less remains, regardless of its client's timeout.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Retry:
         self._bytes = 0
 
     def progress(self, count: int) -> None:
-        """Record received bytes."""
+        """Record that `count` more bytes were received."""
         self._bytes += count
         if self._bytes >= PROGRESS_BYTES:
             self._bytes, self._succeeded_at = 0, time.monotonic()
@@ -110,8 +110,8 @@ class Retry:
         try:
             return future.result()
         finally:
-            # Otherwise the frames of an error would hold the response, and its sockets would stay
-            # open until the next garbage collection.
+            # Drop this reference. Otherwise the traceback of an error would keep the response
+            # alive, and its sockets open, until the next garbage collection.
             del future
 
     def _seconds_left(self) -> float:
@@ -148,7 +148,7 @@ def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Raise outside the handler, so that the two errors are not each other's cause.
+    # Raise outside the handler. Inside it, each error would be recorded as the cause of the other.
     assert last is not None
     raise last
 

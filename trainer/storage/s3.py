@@ -58,7 +58,7 @@ _ANSWERED = {
 }
 # Error codes of a store that does not support conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
-# These classes have no common base, because botocore's connection errors are not Python's.
+# These classes have no common base: botocore's connection errors do not derive from Python's.
 _TRANSIENT = (
     boto.EndpointConnectionError,
     boto.ConnectTimeoutError,
@@ -120,7 +120,7 @@ class S3Bucket:
     )
 
     def __init__(self, name: str, endpoint: Endpoint, retry: Retrying) -> None:
-        """Use boto3's credential chain at an endpoint."""
+        """Use an endpoint with boto3's credential chain, or with the keys of KFP's secret."""
         self._name = name
         self._endpoint = endpoint
         self._retrying = retry
@@ -199,7 +199,7 @@ class S3Bucket:
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Compare with the MD5 of the file or of its parts. An encrypted object never matches."""
+        """Return whether the ETag is the MD5 of the file or its parts; with SSE-KMS it never is."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -241,7 +241,7 @@ class S3Bucket:
         self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload that a mark belongs to. An upload that is finished is not an error."""
+        """Abort the upload that a mark belongs to. Do nothing if that upload is finished."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
         upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
@@ -274,7 +274,7 @@ class S3Bucket:
         except boto.ClientError as error:
             if self.judge(error) is not Trouble.EXPIRED:
                 raise
-        # Credentials in a profile file may have been renewed, but a client reads them only once.
+        # A new client reads the profile file again, where credentials may have been renewed.
         client.cache_clear()
         return self._retrying(request)
 
@@ -396,7 +396,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
             read_timeout=TIMEOUTS[1],
             # Flotilla itself retries requests, in the same way for all stores.
             retries={"mode": "standard", "total_max_attempts": 1},
-            # Each request has an MD5, because some stores do not support the newer checksums.
+            # Uploads send an MD5, because some stores do not support the newer checksums.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             max_pool_connections=2 * THREADS,

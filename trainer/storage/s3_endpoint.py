@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 from flotilla.trainer.runtime.masking import is_sent_openly
 from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_address
 
-# The object store of a KFP instance, in KFP's namespace.
+# The object store of a KFP instance in the namespace `kubeflow`.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
 # The secret with the credentials of KFP's object store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
-# Variables that boto3 reads itself.
+# Environment variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Variables that select other credentials than KFP's secret: a key, a role or a profile.
+# Environment variables that select credentials other than KFP's secret: a key, a role or a profile.
 _OTHERS = (
     BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -29,10 +29,10 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store. For an empty value, boto3 decides.
+    """How to reach a store. boto3 chooses the values that are empty.
 
-    `kfp_secret` tells whether the keys of KFP's secret are used. They are used for every store
-    except Amazon's, which uses the role of the service account.
+    `kfp_secret` tells whether the keys of KFP's secret may be used: for `minio://`, and for `s3://`
+    with an endpoint that is not Amazon's.
     """
 
     url: str = ""
@@ -42,7 +42,7 @@ class Endpoint:
 
 
 def find_endpoint(location: Location) -> Endpoint:
-    """Return the endpoint from the URI, or else from the environment, or else the default."""
+    """Return the endpoint given in the URI, else in the environment, else the default."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}
@@ -70,7 +70,7 @@ def plain_http_remark(uri: str) -> str:
 
 
 def kfp_credentials() -> Mapping[str, str]:
-    """Return the keys of KFP's secret `mlpipeline-minio-artifact` if the environment has them."""
+    """Return the keys of KFP's secret, or nothing if the environment selects other credentials."""
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or any(map(os.environ.get, _OTHERS)):
         return {}

@@ -38,9 +38,9 @@ def count_nothing(_bytes: int) -> None:
 class Store(Protocol):
     """The storage of one scheme, for one operation. All its requests share one deadline.
 
-    Every method raises `FileNotFoundError` if nothing exists at the URI, and another `OSError` if
-    the storage fails. All methods are thread-safe. `count` is called with the number of bytes
-    copied.
+    Methods that need an existing file raise `FileNotFoundError` if there is none. All methods raise
+    another `OSError` if the storage fails. All methods are thread-safe. `count` is called with the
+    number of bytes copied.
     """
 
     count: Count
@@ -108,8 +108,8 @@ TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
 # The metadata key that records which process wrote an object of a published directory.
 WRITER = "flotilla-writer"
-# The suffix of an object that marks a multipart upload in progress: its key is `KEY.TOKEN` and this
-# suffix. A store does not record which process started an upload.
+# The suffix of the object `KEY.TOKEN.flotilla-upload`, which marks a multipart upload in progress.
+# The object records its writer, because a store does not record which process started an upload.
 UPLOAD_MARK = ".flotilla-upload"
 # Maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
@@ -258,9 +258,10 @@ def tls_trouble(error: BaseException) -> Trouble:
     """Return the class of a client's TLS error, determined from its causes."""
     cause: BaseException | None = error
     while cause:
-        # The endpoint uses plain HTTP. Other TLS errors come from dropped connections.
+        # The endpoint uses plain HTTP.
         plain = isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER"
         if plain or isinstance(cause, ssl.SSLCertVerificationError):
             return Trouble.NO_TLS
         cause = cause.__cause__ or cause.__context__
+    # All other TLS errors come from dropped connections.
     return Trouble.TRANSIENT

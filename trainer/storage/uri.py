@@ -1,4 +1,4 @@
-"""Storage URIs: `file:///path`, which is percent-encoded, or `gs://`, `s3://` and `minio://`.
+"""Storage URIs: `file:///path` (percent-encoded), `gs://`, `s3://` and `minio://`.
 
 A new scheme needs an entry in `SCHEMES` and a `Bucket` (`store.py`) that `publishing.choose_store`
 opens. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.masking import find_credentials
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
-#: The forms of a URI, for messages.
+#: The forms of a storage URI, as listed in messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
 # Options that KFP and the Go CDK write. Those that have no effect here are also accepted.
 OPTIONS = (
@@ -30,7 +30,7 @@ OPTIONS = (
     "hostname_immutable", "awssdk",
 )  # fmt: skip
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# A URI must fit on one line of logs and tables.
+# Refuse control characters, because a URI must fit on one line of logs and tables.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Maximum lengths of a key, a path and a name that all object stores and Linux accept.
 _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
@@ -38,7 +38,7 @@ _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
 
 @dataclass(frozen=True)
 class Location:
-    """A place in a bucket. `key` is empty for the bucket itself."""
+    """A location in a bucket. `key` is empty for the bucket itself."""
 
     scheme: str
     bucket: str
@@ -47,7 +47,7 @@ class Location:
 
     @property
     def home(self) -> str:
-        """Return the URI of the bucket, without its endpoint."""
+        """The URI of the bucket, without options."""
         return f"{self.scheme}://{self.bucket}"
 
     def option(self, *names: str) -> str:
@@ -69,7 +69,7 @@ def find_scheme(uri: str) -> str:
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text has a known scheme, and is not empty after it."""
+    """Return whether a text begins with a known scheme that is followed by a path or bucket."""
     return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
 
 
@@ -91,7 +91,7 @@ def locate(uri: str) -> Location:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return the URI of names or relative paths below `uri`. Raises `UserError`."""
+    """Return `uri` with names or relative paths appended to its path. Raises `UserError`."""
     names = [name for part in parts for name in _names(part)]
     scheme = find_scheme(uri)
     rest = uri.removeprefix(f"{scheme}://")
@@ -100,7 +100,7 @@ def join(uri: str, *parts: str) -> str:
         names = [quote(os.fsencode(name)) for name in names]
     else:
         names = [name.replace("%", "%25").replace("?", "%3F") for name in names]
-        # KFP's pipeline root may have the endpoint of its store as an option.
+        # Insert the names before the options, such as the endpoint in KFP's pipeline root.
         rest, mark, query = rest.partition("?")
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
@@ -119,7 +119,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parent_of(uri: str) -> str:
-    """Return the URI without its last name, which `join` added."""
+    """Return the URI without the last name of its path."""
     # A file URI has no options.
     path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
@@ -132,7 +132,7 @@ def name_of(uri: str) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path of a `file://` URI, or None for any other scheme."""
+    """Return the path of a `file://` URI, or None. Raises `UserError` for an invalid URI."""
     if find_scheme(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")
@@ -188,7 +188,6 @@ def _check_key(bare: str, path: str) -> str:
 
 
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
-    """Raise `UserError` for a path that leaves its folder, or that some store does not accept."""
     if too_long:
         raise UserError(
             f"{uri[:100]!r}... is not a storage URI: its path is too long: use shorter names"
@@ -200,7 +199,7 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 
 def web_address(text: str, where: str) -> str:
-    """Return the URL of a store's server. Raises `ConfigError`, which names `where` it was set."""
+    """Return `text` if it is a server's URL. Otherwise raise a `ConfigError` that names `where`."""
     if why := find_credentials(text):
         raise ConfigError(
             f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
