@@ -58,7 +58,7 @@ class Fault:
 
 
 class Plan:
-    """The faults, latency and log of one server.
+    """The faults, latency and request log of one server.
 
     An `unconditional` server ignores the preconditions of writes.
     """
@@ -89,7 +89,7 @@ class Plan:
 
 
 class Faulty(BaseHTTPRequestHandler):
-    """A mixin for request handlers. The server sets `plan`."""
+    """A mixin for request handlers, which applies the faults in `plan`. The server sets `plan`."""
 
     plan: Plan
     protocol_version = "HTTP/1.1"

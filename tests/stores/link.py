@@ -8,19 +8,20 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.ports import held_port
 
-# Faults of open and new connections: `refuse` (no process listens), `unanswered` (no response to a
-# SYN, until the client's own timeout), `silence` (accepted, but never answered), `reset` and
-# `close` (ended at once, with RST and FIN respectively), `tear` and `cut` (ended in the same ways,
-# in the middle of a long response).
+# A fault is one of: `refuse` (no process listens), `unanswered` (no response to a SYN, until the
+# client's own timeout), `silence` (accepted, but never answered), `reset` and `close` (ended at
+# once, with RST and FIN respectively), `tear` and `cut` (ended with RST and FIN in the middle of a
+# long response).
 PARTIAL = ("tear", "cut")
 FAULTS = ("refuse", "unanswered", "silence", "reset", "close", *PARTIAL)
 _CHUNK = 1 << 16
-# Number of bytes passed on: more than the head of an empty response, less than one with content.
+# Number of bytes of a response passed on before `tear` and `cut`. A response without content is
+# shorter, and one with content is longer.
 _PASSED = 700
 
 
 class Link:
-    """A relay to a local port. Its initial state is `whole`, without faults."""
+    """A relay to a local port. Its state is a fault, or `whole`, which is the initial state."""
 
     def __init__(self, port: int) -> None:
         self._target = port

@@ -53,12 +53,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RestoredCheckpoint:
-    """The newest valid checkpoint, fetched and verified.
+    """A checkpoint whose files are on this machine.
 
     Attributes:
-        folder: its files on this machine.
+        folder: the folder with its files.
         fields: the fields of its manifest.
-        apart: whether each server fetches its own values, which are then not in the folder.
+        apart: whether the values are missing in the folder, because each server reads its own.
     """
 
     uri: str
@@ -73,14 +73,14 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one; each checkpoint records it.
+    #: The positive class of each output that has one. Each checkpoint records it.
     positive: Any = None
     #: Raises if the run may not continue from a checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
-    #: The saver of parts; None if the chief writes and reads all variables.
+    #: The saver of parts, or None if the chief writes and reads all variables.
     parts: PartSaver | None = None
-    #: The global step of the newest checkpoint that is known to be published; -1 if none.
+    #: The global step of the newest checkpoint that is known to be published, or -1.
     published_step = -1
 
     def __init__(  # noqa: PLR0913
@@ -93,7 +93,7 @@ class Checkpoints:
         fingerprint: str = "",
         awaited: bool = False,
     ) -> None:
-        """Keep checkpoints below `uri` according to `Retention`; temporary files are in `scratch`.
+        """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
         training examples may now be test examples. `awaited` tells whether an evaluator is running.
@@ -112,7 +112,7 @@ class Checkpoints:
         self.passed_over: set[str] = set()
 
     def newest(self) -> RestoredCheckpoint | None:
-        """Fetch the newest valid checkpoint; log each newer one that is skipped, and why.
+        """Fetch the newest valid checkpoint, if any, and log why newer ones are skipped.
 
         Raises `UserError` if the dataset differs, and on errors such as a full disk, because
         starting anew would discard a good checkpoint.
@@ -141,7 +141,7 @@ class Checkpoints:
         return None
 
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
-        """Fetch a checkpoint; if servers read it by parts, verify the data in place."""
+        """Fetch a checkpoint. Data that servers read by parts is only verified in place."""
         manifest = read_checkpoint(uri)
         values = sum(each.bytes for each in manifest.files if is_data(each.path))
         if not self.parts or values < self.parts.least or not self._is_shared(uri):
@@ -155,12 +155,12 @@ class Checkpoints:
         return True
 
     def newest_step(self) -> int:
-        """Return the global step of the newest checkpoint, even if invalid; -1 if none."""
+        """Return the global step of the newest checkpoint, even if it is invalid, or -1."""
         return max((step for _, step in self._candidates()), default=-1)
 
     @property
     def servers(self) -> PartServers | None:
-        """The servers, if they read their own variables."""
+        """The servers if they read their own variables, or None."""
         return self.parts.servers if self.parts else None
 
     def enable_parts(self, servers: PartServers, least: int) -> None:
@@ -168,11 +168,11 @@ class Checkpoints:
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
     def read_validations(self) -> list[dict[str, Any]]:
-        """Return the evaluator's validations so far; see `history.read_validations`."""
+        """Return the evaluator's validations so far. See `history.read_validations`."""
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Prepare the saving of these variables, which is slow, before training starts."""
+        """Do the slow preparations for saving these variables, before training starts."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:
@@ -181,7 +181,7 @@ class Checkpoints:
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
-        """Publish a checkpoint of `variables`, which include `global_step`; return its URI."""
+        """Save a checkpoint of `variables`, which include `global_step`, and return its URI."""
         step = int(variables["global_step"].numpy())
         if (uri := self.build_uri(variables)) == self.last:
             return uri
@@ -195,7 +195,7 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # How long training has paused.
+        # The time for which training has paused, in seconds.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
@@ -239,7 +239,7 @@ class Checkpoints:
         """Emit an event for a published checkpoint, and delete outdated checkpoints."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # Later checkpoints were unreadable, and retention must prefer readable ones.
+        # Ignore later checkpoints: they were unreadable, and retention must prefer readable ones.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.list_outdated(readable):
             storage.delete(old)
@@ -260,7 +260,7 @@ class Checkpoints:
 
     @contextmanager
     def flush_at_end(self) -> Iterator[None]:
-        """Wait at the end of the block until all saves are published; raises `UserError`.
+        """Wait at the end of the block until all saves are published. Raises `UserError`.
 
         After a `ClusterLostError` it does not wait, because the next attempt finds the unpublished
         files.
@@ -281,7 +281,7 @@ class Checkpoints:
         self.flush()
 
     def flush(self) -> None:
-        """Wait until all saves are published; raises `UserError`."""
+        """Wait until all saves are published. Raises `UserError`."""
         (self.parts or self.uploads).flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -304,7 +304,7 @@ def restore(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> None:
-    """Assign the checkpoint's values to `variables`; raises `UserError` if they do not fit.
+    """Assign the checkpoint's values to `variables`. Raises `UserError` if they do not fit.
 
     If `found.apart` is set, the `servers` assign the values. Optional variables that the checkpoint
     lacks keep their values.
@@ -330,7 +330,7 @@ def restore(
 
 
 def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
-    """Return a hint for a tabular model from before `pieces`; empty for other models."""
+    """Return a hint if a checkpoint of a `tabular` model predates `pieces`, or an empty string."""
     new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
     if not new or new & set(there):
         return ""
@@ -342,7 +342,7 @@ def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
 
 
 def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
-    """Return a hint for a checkpoint with two outputs for two classes; empty for others."""
+    """Return a hint if a checkpoint has two outputs for two classes, or an empty string."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
     return "; two classes now share one logit: set task.name: classification for one logit each"
@@ -390,14 +390,14 @@ def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
-    """Fetch and verify a checkpoint; raises `UserError` if it is missing, invalid or corrupted."""
+    """Fetch and verify a checkpoint. Raises `UserError` if it is missing, invalid or corrupted."""
     fields = storage.fetch(uri, folder, manifest=read_checkpoint(uri)).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
 
 
 def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckpoint:
-    """Assign the checkpoint at `uri` to the variables of a model; raises `UserError`."""
+    """Assign the checkpoint at `uri` to the variables of a model. Raises `UserError`."""
     found = fetch(uri, scratch / "checkpoint")
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     restore(found, select_exported(found, named), io_device=None)

@@ -38,12 +38,12 @@ class StoredVariable:
 
     @property
     def rows(self) -> int:
-        """The length of the first axis; 1 for a scalar."""
+        """The length of the first axis (1 for a scalar)."""
         return self.shape[0] if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """The size of the values; 0 if the size of the dtype is unknown."""
+        """The size of the values in bytes, or 0 if the size of the dtype is unknown."""
         # Use the first number in a name such as float8_e4m3fn.
         digits = re.search(r"[0-9]{1,3}", self.dtype)
         bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
@@ -60,9 +60,9 @@ class Contents:
     """The contents of one checkpoint.
 
     Attributes:
-        bytes: the size of all its files.
-        parts: the size of each part's data.
-        variables: the variables by path; empty if the manifest has none.
+        bytes: the total size of its files.
+        parts: the size of each part's data, in bytes.
+        variables: the variables by path. Empty if the manifest lists none.
     """
 
     uri: str
@@ -103,7 +103,7 @@ def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
 
 
 def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
-    """Return the variables in a manifest's fields; invalid entries are skipped."""
+    """Return the variables in a manifest's fields. Invalid entries are skipped."""
     tree = fields.get("variables")
     found = {
         path: parse_record(StoredVariable, each)
@@ -113,13 +113,13 @@ def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
 
 
 def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
-    """Return the parts that hold these paths; None if a path is unknown."""
+    """Return the parts that hold these paths, or None if a path is unknown."""
     numbers = {variables[path].part if path in variables else None for path in paths}
     return None if None in numbers else {each for each in numbers if each is not None}
 
 
 def contents(uri: str) -> Contents:
-    """Read the checkpoint at `uri`, or the newest one below it; raises `UserError`."""
+    """Read the checkpoint at `uri`, or the newest one below it. Raises `UserError`."""
     if not storage.is_published(uri):
         uri, _ = newest_checkpoint(uri)
     manifest = read_checkpoint(uri)

@@ -73,7 +73,7 @@ class Retention:
     every_hours: float = 0.0
 
     def list_outdated(self, found: Sequence[IndexEntry]) -> list[str]:
-        """Return the URIs to delete; `found` lists all published checkpoints, oldest first."""
+        """Return the URIs to delete. `found` lists all published checkpoints, oldest first."""
         unmeasured = [each for each in found if not each.validation] if self.unmeasured else []
         kept = [
             *found[-self.newest :],
@@ -115,10 +115,10 @@ class SelectedCheckpoint:
 
     Attributes:
         trained: the global step of the last checkpoint.
-        why: the reason for the selection, in a few words.
+        why: a short reason for the selection.
         fields: the fields of its manifest.
         validation: the metrics of its validation.
-        best: the best one by validation, even if invalid; None if none was measured.
+        best: the best checkpoint by validation, even if invalid, or None if none was measured.
     """
 
     uri: str
@@ -134,9 +134,9 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
     If `choice` is "best", it is the best valid checkpoint by the main validation metric, or the
-    last one if none was measured after the start of training. Otherwise, it is the last one, and
-    `choice` may be the reason for that. Set `main_metric` for a finished run that is resumed with
-    another main metric.
+    last one if none was measured after the start of training or all of these are invalid. Any other
+    `choice` selects the last one and may be the reason for that. Set `main_metric` for a finished
+    run that is resumed with another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """

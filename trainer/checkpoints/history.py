@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 class History:
-    """The rows of a run by global step; each has at least `global_step` and `seconds`."""
+    """The rows of a run, in order. Each row has at least `global_step` and `seconds`."""
 
     def __init__(self, uri: str, *, start: int, file: RowFile | None = None) -> None:
         """Read the rows below the checkpoints' `uri`, up to global step `start`."""
@@ -44,7 +44,7 @@ class History:
         self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append one row of finite numbers; raises `UserError`."""
+        """Append one row of finite numbers. Raises `UserError`."""
         self.rows.append(row)
         if self._begun:
             self._file.append(row)
@@ -59,7 +59,7 @@ class History:
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the history below the checkpoints' `uri`; empty before training."""
+    """Return the history below the checkpoints' `uri` (empty before training)."""
     return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
@@ -99,12 +99,12 @@ class Validations:
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether this checkpoint itself was measured, not an earlier one of its step."""
+        """Return whether this checkpoint was measured, and not an earlier one at its step."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
     def add(self, manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Record the metrics of a checkpoint, which must be finite; return the new row."""
+        """Record the metrics of a checkpoint, which must be finite, and return the new row."""
         step = int(manifest.fields["global_step"])
         named = {f"{VALIDATION}{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
@@ -119,7 +119,7 @@ class Validations:
 
 
 def read_validations(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri` by global step; empty without an evaluator."""
+    """Return the latest row of each global step below the checkpoints' `uri`, in order."""
     rows = read_rows(storage.join(uri, VALIDATIONS_FILE), _is_of_validation)
     newest = {row["global_step"]: row for row in rows}
     return [newest[step] for step in sorted(newest)]
@@ -136,7 +136,7 @@ def merge_validations(
 
 
 def read_rows(uri: str, is_row: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows of the file at `uri` and its segments; raises `UserError`."""
+    """Return the rows of the file at `uri` and its segments. Raises `UserError`."""
     rows: list[Row] = []
     number, size = 0, SEGMENT_BYTES
     while size >= SEGMENT_BYTES:
@@ -183,32 +183,32 @@ class RowFile:
     """Writes a file of rows in a file system, and calls `require` before each write."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments; nothing is written yet."""
+        """Store the arguments. Nothing is written yet."""
         self._uri = uri
         self._require = require
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Replace all rows; raises `UserError`."""
+        """Replace all rows. Raises `UserError`."""
         self._require()
         storage.write_bytes(self._uri, b"".join(map(_line, rows)))
 
     def append(self, row: Row) -> None:
-        """Append one row; raises `UserError`."""
+        """Append one row. Raises `UserError`."""
         self._require()
         storage.append_line(self._uri, _line(row))
 
     def upload(self) -> None:
-        """Write the pending rows; raises `UserError`."""
+        """Write pending rows. There are none in a file system."""
 
 
 class SegmentedRowFile(RowFile):
-    """Writes a file of rows in an object store; any thread may call `upload`."""
+    """Writes a file of rows in an object store. Any thread may call `upload`."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments; no request is sent yet."""
+        """Store the arguments. No request is sent yet."""
         super().__init__(uri, require)
         self._mutex = threading.Lock()
-        # Segments to write, by number; only the last one grows.
+        # Segments to write, by number. Only the last one grows.
         self._open: dict[int, bytearray] = {}
         self._is_new = False
 
@@ -242,7 +242,7 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # A last segment without rows is not written.
+            # Ignore a last segment without rows, because it is not written.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:
@@ -260,8 +260,8 @@ class SegmentedRowFile(RowFile):
         found = [
             re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
         ]
-        # Delete the highest segment first; otherwise, a kill could leave a gap that hides later
-        # segments.
+        # Delete the highest segment first. Otherwise, a killed process could leave a gap, and
+        # readers would miss the segments after it.
         for number in sorted((int(each[1]) for each in found if each), reverse=True):
             if number > last:
                 storage.delete(_segment(self._uri, number))

@@ -34,7 +34,7 @@ def list_checkpoints(uri: str) -> list[tuple[str, int]]:
 
 
 def read_checkpoint(uri: str) -> Manifest:
-    """Return the manifest of the checkpoint at `uri`; raises `UserError`."""
+    """Return the manifest of the checkpoint at `uri`. Raises `UserError`."""
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind}, not a checkpoint")
@@ -62,7 +62,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `ConfigError` if a new run needs initial weights that are missing."""
+    """Raise `ConfigError` if the run has no checkpoint yet and its initial weights are missing."""
     if not list_checkpoints(uri):
         require_weights(value)
 
@@ -83,7 +83,7 @@ def require_weights(value: str | Mapping[str, Any]) -> None:
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:
-    """Return the URI and global step of the newest checkpoint; raises `UserError` if none."""
+    """Return the URI and global step of the newest checkpoint. Raises `UserError` if none."""
     found = list_checkpoints(uri)
     if not found:
         raise none_below(uri)
@@ -111,7 +111,7 @@ class IndexEntry:
 
     @property
     def loss(self) -> float | None:
-        """The validation loss; None if it was not measured."""
+        """The validation loss, or None if it was not measured."""
         return self.validation.get(VALIDATION_LOSS)
 
     @property
@@ -123,12 +123,12 @@ class IndexEntry:
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` is the metric to compare them by; by default, the metric of the newest checkpoint.
+    `main_metric` is the metric to compare them by. By default, it is that of the newest checkpoint.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # A run may have been resumed with another metric, or started before manifests had one.
+    # Runs may be resumed with another metric, and old manifests have none.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -147,7 +147,7 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
 
 
 def _validation(measured: Any) -> dict[str, float]:
-    """Return the finite numbers of a validation; empty if its loss is not finite."""
+    """Return the finite numbers of a validation (empty if its loss is not finite)."""
     row = measured if isinstance(measured, dict) else {}
     found = {name: value for name, value in row.items() if name.startswith(VALIDATION)}
     # An unusable validation must not make a checkpoint the best, or retention would delete others.
@@ -185,7 +185,7 @@ def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:
-    """Return the first existing statistics; the last URI is the dataset, which must have some."""
+    """Return the first existing statistics. The last URI is the dataset, which must have some."""
     *before, dataset = uris
     for uri in before:
         try:

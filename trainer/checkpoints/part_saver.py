@@ -49,10 +49,10 @@ from flotilla.trainer.storage.errors import report_errors
 
 
 class Owner(Protocol):
-    """What the saver needs from the checkpoints of a run."""
+    """The methods of a run's checkpoints that the saver calls."""
 
     def prepare_publication(self) -> None:
-        """Raise if publication is not allowed; otherwise, publish files that must come first."""
+        """Raise if publication is not allowed. Otherwise, publish files that must come first."""
 
     def note_published(self, uri: str, step: int) -> None:
         """Note that a checkpoint was published."""
@@ -89,7 +89,7 @@ class _Save:
 
 
 class PartSaver:
-    """Saves checkpoints by parts; errors of background threads are raised by the next call."""
+    """Saves checkpoints by parts. Errors of background threads are raised by the next call."""
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
@@ -114,7 +114,7 @@ class PartSaver:
     def save(
         self, uri: str, variables: Variables, fields: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Take a snapshot, and publish it at `uri` in the background; raises `UserError`."""
+        """Take a snapshot, and publish it at `uri` in the background. Raises `UserError`."""
         self.settle()
         servers = {path: find_server(each) or 0 for path, each in variables.items()}
         parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
@@ -137,7 +137,7 @@ class PartSaver:
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
 
     def get_layout(self, variables: Variables) -> Layout:
-        """Return the layout of these variables, which is created only once; raises `UserError`."""
+        """Return the layout of these variables, which is created only once. Raises `UserError`."""
         return make_layout(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
@@ -151,7 +151,7 @@ class PartSaver:
         self.require()
 
     def flush(self) -> None:
-        """Wait until all saves are published; raises `UserError`."""
+        """Wait until all saves are published. Raises `UserError`."""
         try:
             self.settle()
         except ClusterLostError:
@@ -192,7 +192,7 @@ class PartSaver:
         own = [path for path, at in save.servers.items() if at == server]
         names = [save.layout.keys[path] for path in own]
         values = [save.snapshot.pop(path) for path in own]
-        # The first part also has the entries that belong to no variable.
+        # The first part also has the object graph, which belongs to no variable.
         if save.parts[server] == 0:
             with run_on_server(server):
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
@@ -257,7 +257,6 @@ class PartSaver:
 
 
 def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> dict[str, tf.Tensor]:
-    """Return copies of a server's variables, which later updates do not change."""
     with lost(server), run_on_server(server):
         own = (path for path, at in servers.items() if at == server)
         return {path: variables[path].read_value() for path in own}

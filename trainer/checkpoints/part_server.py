@@ -43,11 +43,11 @@ REPLIES = f"{FOLDER}/replies"
 PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
 POLL_SECONDS = 0.05
-# Number of replies to keep; a chief soon reads each of them.
+# Number of replies to keep. A chief reads each reply soon after it is written.
 KEPT_REPLIES = 16
 # The error that a server reports if it could not write the actual reply.
 UNWRITTEN = "cannot write its answer"
-# The suffixes of a part's files that a TensorFlow operation writes.
+# The suffixes of a part's files, as TensorFlow writes them.
 DATA, INDEX = ".data-00000-of-00001", ".index"
 # Files that are kept when the chief restarts.
 _OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
@@ -72,7 +72,7 @@ class Request:
     files: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the content of a request file; the chief's operation writes it."""
+        """Return the content of the request file."""
         return json.dumps(tree_of(self))
 
 
@@ -101,7 +101,7 @@ class Reply:
 
     @classmethod
     def from_json(cls, data: bytes) -> Reply:
-        """Parse a reply; raises `ValueError` if it is invalid."""
+        """Parse a reply. Raises `ValueError` if it is invalid."""
         found = parse_record(cls, parse(data))
         if found is None:
             raise ValueError(f"{data!r} is not a server's answer")
@@ -109,7 +109,7 @@ class Reply:
 
 
 class PartServer:
-    """Answers the requests in a server's folder one by one; "discard" does not wait for uploads."""
+    """Answers the requests in a server's folder one by one, and "discard" in a second thread."""
 
     def __init__(self, folder: Path, task: str) -> None:
         """Store the arguments; `start` starts the threads."""
@@ -122,7 +122,7 @@ class PartServer:
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Clear the folder and start the threads; return whether the folder is writable."""
+        """Clear the folder, start the threads, and return whether the folder is writable."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -162,9 +162,9 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one complete request; `is_quick` selects its kind.
+        """Answer one complete request, and return whether there was one.
 
-        Return whether there was one.
+        If `is_quick` is set, only quick actions (true) or slow ones (false) are considered.
         """
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
@@ -183,7 +183,7 @@ class PartServer:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # A request may come again if the file system wrongly reported an error to the chief.
+            # The chief repeats a request if the file system wrongly reported an error.
             path.unlink(missing_ok=True)
             return True
         return False
@@ -258,7 +258,7 @@ def _begin(folder: Path, _request: Request) -> Reply:
 
 
 def _publish(folder: Path, request: Request) -> Reply:
-    """Add the data of a part to the draft of a checkpoint; return the part's index."""
+    """Add the data of a part to the draft of a checkpoint, and return the part's index."""
     prefix = folder / request.prefix
     index = Path(f"{prefix}{INDEX}")
     # Read the index first, because moving the data cannot be repeated.
@@ -289,7 +289,7 @@ def _discard(folder: Path, request: Request) -> Reply:
         raise UserError(f"{request.prefix!r} is not part of a checkpoint, so it is not removed")
     at = folder / request.prefix
     shutil.rmtree(at, ignore_errors=True)
-    # TensorFlow's unfinished files have other suffixes.
+    # Also remove TensorFlow's unfinished files, which have other suffixes.
     for path in at.parent.glob(f"{glob.escape(at.name)}.*"):
         path.unlink(missing_ok=True)
     return Reply()

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Open the checkpoints below `uri`; set `alone` if no other task reads the newest one."""
+    """Open the checkpoints below `uri`. Set `alone` if no other task reads the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)
@@ -67,7 +67,7 @@ class RemoteCheckpoints(Checkpoints):
         return self._measured
 
     def flush(self) -> None:
-        """Wait until all saves are published, with the history; raises `UserError`."""
+        """Wait until all saves are published, with the history. Raises `UserError`."""
         try:
             self.uploads.put("history", self.history.upload)
         finally:
@@ -105,7 +105,7 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # An invalid checkpoint may have the same manifest but other data.
+                # An invalid checkpoint with the same manifest but other data would be kept.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):

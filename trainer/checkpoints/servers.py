@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def find_server(variable: tf.Variable) -> int | None:
-    """Return the number of the parameter server that holds a variable; None if none does."""
+    """Return the number of the parameter server that holds a variable, or None if none does."""
     device = tf.DeviceSpec.from_string(variable.device)
     return device.task if device.job == "ps" else None
 
@@ -52,17 +52,17 @@ def count_bytes(variables: Variables) -> int:
 
 
 class PartServers:
-    """The parameter servers of a cluster, which answer requests; thread-safe."""
+    """The parameter servers of a cluster, which answer requests. Thread-safe."""
 
     def __init__(self, count: int, io_device: str | None) -> None:
-        """Store the arguments; no request is sent yet. `io_device` is the chief's."""
+        """Store the arguments. No request is sent yet. `io_device` is the chief's."""
         self.count = count
         self.io_device = io_device
         self._are_ready: bool | None = None
         self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
-        """Return whether all servers answer; remove files that an earlier chief left on them."""
+        """Return whether all servers answer. The first call removes files of an earlier chief."""
         if self._are_ready is None:
             answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
@@ -80,13 +80,13 @@ class PartServers:
         return self._are_ready
 
     def ask(self, server: int, request: Request) -> Reply:
-        """Send a request, and return the reply; raises `UserError` or `ClusterLostError`."""
+        """Send a request, and return the reply. Raises `UserError` or `ClusterLostError`."""
         name = f"{secrets.token_hex(8)}{part_server.SUFFIX}"
         self._write(server, f"{part_server.REQUESTS}/{name}", request.to_json())
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that cannot write cannot report that either.
+                # A server that cannot write cannot report that either, so try to write there.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -130,7 +130,7 @@ class PartServers:
             self.ask(server, Request(action="discard", prefix=fetched))
 
     def _ready(self, server: int) -> dict[str, Any]:
-        """Return a server's description of itself; empty if it does not answer."""
+        """Return a server's description of itself (empty if it does not answer)."""
         data = self._read(server, part_server.READY)
         try:
             return parse_mapping(data) if data else {}
@@ -138,7 +138,7 @@ class PartServers:
             return {}
 
     def retry(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
-        """Run `work` on files of a server; retry it while its error may be transient."""
+        """Run `work`, which uses files of a server. Retry it while its error may be transient."""
         place = partial(self.place, server, path)
         return retry_until_deadline(place(), partial(_once, server, action, place, work))
 
@@ -146,7 +146,7 @@ class PartServers:
         self.retry(server, WRITE, path, lambda: tf.io.write_file(path, data))
 
     def _read(self, server: int, path: str) -> bytes | None:
-        """Return the content of a file in a server's folder; None if it does not exist."""
+        """Return the content of a file in a server's folder, or None if it does not exist."""
 
         def read() -> bytes | None:
             # Reading a missing file would log an error on the server.
@@ -165,7 +165,7 @@ def _once(server: int, action: str, where: Callable[[], str], work: Callable[[],
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return the results of `work` for all servers; an error that it raises holds no tensors."""
+    """Return the results of `work`, run for all servers in parallel. Its errors hold no tensors."""
 
     def run(server: int) -> Result:
         try:
@@ -194,7 +194,7 @@ def run_on_server(server: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def lost(server: int) -> Iterator[None]:
-    """Convert a TensorFlow error to `ClusterLostError`; here, only a lost server can cause it."""
+    """Convert a TensorFlow error to `ClusterLostError`. Only a lost server causes one here."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -203,7 +203,7 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Merge the indexes of the parts into one, without their data; raises `UserError`."""
+    """Merge the indexes of the parts into one, without their data. Raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))

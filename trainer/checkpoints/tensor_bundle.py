@@ -50,9 +50,9 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Convert a file error of TensorFlow to a `UserError`; other errors are not changed.
+    """Convert a file error of TensorFlow to a `UserError`. Other errors are not changed.
 
-    `action` is `WRITE` or `READ`; `where` returns the folder for the message. A transient error
+    `action` is `WRITE` or `READ`. `where` returns the folder for the message. A transient error
     becomes `storage.Unavailable`.
     """
     try:
@@ -66,7 +66,7 @@ def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[Non
 
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
-    """Return the operating system's error text; empty for other errors."""
+    """Return the operating system's error text (empty for other errors)."""
     # The last line, after the stack trace of the graph, is "PATH; REASON".
     last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
@@ -85,7 +85,7 @@ class Layout:
 
     @classmethod
     def read(cls, prefix: Path) -> Layout:
-        """Read the index of a checkpoint; the data may be missing."""
+        """Read the index of a checkpoint. The data may be missing."""
         reader = tf.train.load_checkpoint(str(prefix))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         keys = {contents.find_path(key): key for key in shapes if contents.is_variable(key)}
@@ -96,7 +96,7 @@ class Layout:
         )
 
     def fitting(self, wanted: Variables) -> Variables:
-        """Drop optional variables that a checkpoint lacks; raises `ValueError` on a mismatch."""
+        """Return `wanted` without missing optional variables. Raises `ValueError` on a mismatch."""
         there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }
@@ -111,7 +111,7 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle, one at a time; `io_device` reads the bundle."""
+    """Assign the values of a bundle, one at a time. The device `io_device` reads the bundle."""
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
             (value,) = tf.raw_ops.RestoreV2(
@@ -125,7 +125,7 @@ def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | N
 
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
-    """Write a bundle of variables for a single save; raises `UserError`."""
+    """Write a bundle of variables for a single save. Raises `UserError`."""
     retry_until_deadline(
         str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
     )
@@ -138,7 +138,7 @@ def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: 
 
 
 def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
-    """Return the layout for saving these variables, which is cached; raises `UserError`."""
+    """Return the layout for saving these variables, which is cached. Raises `UserError`."""
     scratch.mkdir(parents=True, exist_ok=True)
     make = partial(_read_layout, tuple(sorted(variables)), io_device, scratch)
     return retry_until_deadline(str(scratch), make)
@@ -165,7 +165,7 @@ class BundleWriter:
         self._reader: _Reader | None = None
 
     def prepare(self, variables: Variables, io_device: str | None) -> None:
-        """Trace the graph and create the layout; raises `UserError`."""
+        """Trace the graph and create the layout. Raises `UserError`."""
         self._get_reader(variables, io_device)
         make_layout(variables, io_device, self._scratch)
 
@@ -174,7 +174,7 @@ class BundleWriter:
         return self._get_reader(variables, io_device)()
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
-        """Write a bundle; raises `UserError`."""
+        """Write a bundle. Raises `UserError`."""
         layout = make_layout(values.by_path, io_device, self._scratch)
         names = [*(layout.keys[path] for path in values.by_path), GRAPH]
 
@@ -235,7 +235,7 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # Name the CPU, because a task with a GPU would copy all values to the GPU.
+        # Without the CPU's name, a task with a GPU would copy all values to the GPU.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]

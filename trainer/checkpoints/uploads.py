@@ -1,4 +1,4 @@
-"""Background uploads, one at a time; a newer upload replaces a waiting one."""
+"""Background uploads, one at a time. A newer upload replaces a waiting one in the same slot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Upload(NamedTuple):
-    """An upload, and a callback for its replacement by a newer one."""
+    """An upload, and a function to call if a newer upload replaces it."""
 
     run: Callable[[], None]
     replaced: Callable[[], None]
@@ -24,7 +24,7 @@ class UploadQueue:
     """A thread that runs uploads, one at a time."""
 
     def __init__(self) -> None:
-        """Create an empty queue; the first upload starts a daemon thread."""
+        """Create an empty queue. The first upload starts a daemon thread."""
         self._waiting: dict[str, _Upload] = {}
         self._failed: dict[str, tuple[_Upload, UserError]] = {}
         self._broken: BaseException | None = None
@@ -35,7 +35,7 @@ class UploadQueue:
     def put(
         self, slot: str, run: Callable[[], None], replaced: Callable[[], None] = lambda: None
     ) -> None:
-        """Queue an upload; it replaces a waiting or failed one in the same slot.
+        """Queue an upload, which replaces a waiting or failed one in the same slot.
 
         `replaced` is called, on any thread, when a newer upload replaces this one. Raises
         `UserError` if an earlier upload failed for a reason that retries cannot fix.
@@ -53,7 +53,7 @@ class UploadQueue:
                 each.replaced()
 
     def flush(self) -> None:
-        """Wait for all uploads, and retry failed ones once; raises `UserError`."""
+        """Wait for all uploads, and retry failed ones once. Raises `UserError`."""
         with self._change:
             self._wait()
             for slot, (upload, _) in self._failed.items():

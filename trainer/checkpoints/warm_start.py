@@ -68,7 +68,7 @@ class Selection:
         self.left.setdefault(why, []).append(path)
 
     def __str__(self) -> str:
-        """Return a line that names some of the skipped variables."""
+        """Return a one-line summary, which names some of the skipped variables."""
         plural = "" if len(self.taken) == 1 else "s"
         parts = [f"{len(self.taken)} variable{plural} taken"]
         for why, paths in self.left.items():
@@ -90,7 +90,7 @@ def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
 
 
 def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
-    """Fetch and verify the initial weights; None for an empty value; raises `UserError`."""
+    """Fetch the initial weights, or return None if the value is empty. Raises `UserError`."""
     weights = initial_weights(value)
     if not weights.source:
         return None
@@ -132,7 +132,7 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Load the weights into the model; return fields for its manifests. Raises `UserError`."""
+    """Load the weights into the model, and return fields for its manifests. Raises `UserError`."""
     own = {
         path.removeprefix(_MODEL): variable
         for path, variable in variables.items()

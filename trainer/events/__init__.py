@@ -4,12 +4,12 @@ Every process of a run appends to the file named by `FLOTILLA_EVENTS`. Without t
 line is written to the log. A line is `{"event": NAME, "time": Unix time, ...fields}`, and NAME is
 the name of the class in snake case: `StepBegin` is `step_begin`.
 
-The size of the file is bounded. Progress is appended until the file has `PROGRESS_BYTES`. After
+To limit the size of the file, progress is appended only until the file has `PROGRESS_BYTES`. After
 that, only the newest progress of each kind is kept, in a separate file that is replaced each time
 (`newest_progress`).
 
-A reader gets validated instances. It skips lines that are damaged, incomplete or of an unknown
-name, and ignores unknown fields, so that it can follow a newer version of this program.
+Readers get validated instances. They skip damaged or incomplete lines and unknown events, and
+ignore unknown fields, so that they can read the events of newer versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping, parse_record, t
 from flotilla.trainer.runtime.masking import mask
 
 VARIABLE = "FLOTILLA_EVENTS"
-#: The variable with the name of the job that a task belongs to.
+#: The environment variable with the name of the job that a task belongs to.
 JOB = "FLOTILLA_JOB"
 MARK = '{"event": '
 # The file size up to which progress is appended. At one line per second, that takes most of an
@@ -180,7 +180,7 @@ class WorkProgress(Event):
 
 
 class Saved(Event):
-    """A checkpoint was written on this machine. Training waited for `seconds`."""
+    """A checkpoint was saved but may not be published yet. Training waited for `seconds`."""
 
     uri: str
     global_step: int
@@ -202,7 +202,7 @@ class CheckpointPassedOver(Event):
 
 
 class UploadFailed(Event):
-    """A checkpoint upload failed and will be retried."""
+    """A background upload to the checkpoint folder failed."""
 
     reason: str
 
@@ -306,7 +306,7 @@ class NewestVersion(Event):
 
 
 class DataNote(Event):
-    """A remark of data preparation or data validation, in one line.
+    """A one-line remark about the data, from data preparation or data validation.
 
     Attributes:
         text: the remark, which names the column or the file, and the key to set.
@@ -361,8 +361,8 @@ _PROGRESS = (Progress, WorkProgress)
 def emit(event: Event, *, in_log: str | None = None) -> None:
     """Append one event to the file of the run, in one `write`, or write it to the log.
 
-    If `in_log` is given, the log gets that line instead, or nothing if it is empty. In the log an
-    event names its job, because the user's code may print a similar line.
+    If `in_log` is given, it replaces the line in the log. If it is empty, nothing is logged. In the
+    log, an event names its job, because the user's code may print a similar line.
     """
     for listener in _listeners:
         listener(event)
@@ -376,7 +376,7 @@ def emit(event: Event, *, in_log: str | None = None) -> None:
     try:
         append(Path(path), event)
     except OSError as error:
-        # A full disk is reported by the code that cannot continue without it.
+        # Do not fail, because code that cannot continue on a full disk raises its own error.
         level = logging.DEBUG if isinstance(event, _PROGRESS) else logging.WARNING
         log.log(level, "cannot write to %s: %s: %s", path, error.strerror, line)
 
@@ -394,7 +394,7 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 def append(path: Path, event: Event) -> None:
     """Append one event to a file. Raises `OSError`."""
     with open(path, "ab", buffering=0) as file:
-        # The size of a pipe is 0.
+        # The size of a pipe is 0, so it always has room.
         has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES
         if has_room or not isinstance(event, _PROGRESS):
             file.write(_line(event))
@@ -426,9 +426,9 @@ def begin_again(path: Path, run_id: str) -> int:
 def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
     """Yield the events of a file in order, or nothing if the file does not exist.
 
-    If `every` lists kinds, all events of these kinds are yielded. Of each other kind, only the
-    newest event of each start of the run is yielded, at the end of that start. Thus a week of
-    progress is read in a second. Raises `OSError`.
+    If `every` lists kinds, all events of these kinds and all `RunBegin` events are yielded. Of each
+    other kind, only the newest event of each start of the run is yielded, at the end of that start.
+    Thus a week of progress is read in a second. Raises `OSError`.
     """
     whole = {event_name(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}
@@ -477,7 +477,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # A full disk damages lines, but then the exit code of the run also reports the failure.
+            # Skip a line that a full disk has damaged. The exit code of the run shows the failure.
             if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event

@@ -12,12 +12,12 @@ from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.events.progress.wording import format_line
 
-#: Kinds of events that records and the report show next to the end of a step.
+#: Kinds of events that records and the report show in addition to the ends of steps.
 INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# Maximum number of events. A run of weeks has more, and only the newest are kept.
+# Maximum number of events to keep. A run of weeks has more, of which only the newest are kept.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -34,7 +34,7 @@ class StepTry:
 
 @dataclass(kw_only=True)
 class RunState:
-    """The state of a run so far. "Newest" refers to the newest start.
+    """The state of a run so far. "Newest" means the newest since the last start of the run.
 
     Attributes:
         start: number of earlier starts.
@@ -90,7 +90,7 @@ class RunState:
             for each in self.tries
             if (each.step, each.start, each.end) == (event.step, self.start, None)
         )
-        # If a full disk has lost the begin event, its time follows from the end event.
+        # If a full disk has lost the begin event, compute its time from the end event.
         lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
         found = next(open_ones, lost)
         found.end = event

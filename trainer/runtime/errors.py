@@ -101,7 +101,7 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
 
 
 def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
-    """Return the message for diverged training; `at_once` if it diverged in the first steps."""
+    """Return the message for diverged training. Set `at_once` if it diverged in the first steps."""
     zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (

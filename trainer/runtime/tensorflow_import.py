@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.output import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}
-# Frames of the import system between the importing module and the finder.
+# Modules of the import system, whose frames are between the importing module and the finder.
 _MACHINERY = {"importlib", "_frozen_importlib"}
 
 

@@ -1,7 +1,7 @@
 """The user's modules: how Python finds them, and where they raised an error.
 
 In every process, the folder of the command is searched last, so that a file `json.py` in it hides
-no other module.
+no other module. A code bundle is searched earlier; see `_Finder`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def folder() -> str:
 
 
 def bundle() -> str:
-    """Return the URI of the code bundle in the user's folder; empty if there is none."""
+    """Return the URI of the code bundle in the user's folder, or an empty string."""
     return os.environ.get(BUNDLE_VARIABLE, "")
 
 
@@ -303,7 +303,7 @@ def require_arguments(
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Return whether another machine may have the missing package, file or network."""
+    """Return whether an error may be due to a package, file or network that this machine lacks."""
     return any(isinstance(each, ImportError | OSError) for each in _chain(error))
 
 
@@ -319,7 +319,7 @@ def digest(what: str, module: str) -> str:
     """Return a digest of the source of a module and of the user's modules that it imports."""
     _look_into_folder()
     if _source_file(module) is None:
-        # This raises an error that tells what is wrong with the name.
+        # Raise an error that tells what is wrong, unless the module is installed.
         import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]

@@ -22,7 +22,7 @@ ON_FIRST = "model/table"
 
 
 def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[str, tf.Variable]:
-    """Return the variables of a run; those of the table are on the first of two servers."""
+    """Return the variables of a run. Those of the table are on the first of two servers."""
     made = {
         path: tf.Variable(tf.fill(shape, value), name=f"on-{int(path != ON_FIRST)}")
         for path, shape in {**SHAPES, **shapes}.items()
@@ -65,7 +65,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
 
 @pytest.fixture
 def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..., Checkpoints]:
-    """Return a function that opens the checkpoints, saved by parts, of a chief in a bucket."""
+    """Return a function that opens a chief's checkpoints in a bucket, which are saved by parts."""
     bucket = bucket_name()
     gcs.create_bucket(bucket)
 

@@ -220,7 +220,7 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, 
     made = opened(tmp_path, two_servers)
 
     def add_small(save, add_small=made.parts._add_small):
-        # The index of a part may fit even if the index of the whole does not.
+        # The index of a part may fit even if the index of the whole checkpoint does not.
         largest = max(len(each.index) * 3 // 4 for each in save.replies.values())
         with room_for(largest if of == "whole" else 0):
             return add_small(save)
@@ -298,7 +298,7 @@ def saved_during_an_upload(made, gcs, *steps):
 
 @contextmanager
 def uploading(made, gcs, step):
-    """Save one checkpoint; its upload continues once the event is set."""
+    """Save one checkpoint, whose upload continues once the event is set."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):

@@ -34,7 +34,7 @@ def uri(server):
 
 @pytest.fixture
 def of(uri, tmp_path):
-    """Return a function that opens a task's checkpoints; each `machine` has its own disk."""
+    """Return a function that opens a task's checkpoints. Each `machine` has its own disk."""
 
     def _of(machine="chief-0", keep=3, fingerprint="", alone=True):
         scratch = tmp_path / machine
@@ -54,7 +54,7 @@ def of(uri, tmp_path):
 
 @pytest.fixture
 def blocked(of, server):
-    """Delay requests that write until the event is set; `of` waits for them at the end."""
+    """Delay requests that write until the event is set. The fixture `of` waits for them."""
     assert of
     free, came = threading.Event(), threading.Event()
 
@@ -280,7 +280,7 @@ class Checked(NoLease):
     ("lost_at", "stored"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
 )
 def test_only_the_holder_of_the_lease_replaces_a_checkpoint(of, uri, lost_at, stored):
-    """The second check comes after an upload, which may have taken long."""
+    """The lease is checked again after an upload, which may have taken long."""
     other, kept = of("another machine"), of()
     with other.flush_at_end():
         save(other, 10, strategy="of the other")

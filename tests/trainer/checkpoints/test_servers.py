@@ -40,7 +40,7 @@ def short_deadline(monkeypatch):
 
 def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
     assert PartServers(1, None).are_ready()
-    # The second server has the folder of the first.
+    # The second server uses the folder of the first, and finds its name there.
     assert not PartServers(two_servers.count, None).are_ready()
 
 
@@ -140,7 +140,7 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
         "",
         "Socket closed",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
-        # As in the new folder of a restarted server.
+        # The new folder of a restarted server contains no requests.
         "parts/requests/a.json; No such file or directory",
     ],
 )
@@ -199,7 +199,7 @@ def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
     monkeypatch.setitem(part_server._ACTIONS, "discard", action)
     with pytest.raises(UserError, match=READ_ONLY):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # That server gets no request either.
+    # A further request cannot even be written.
     with pytest.raises(UserError, match=r"ps-0 \(.*/servers/parts/requests\): Read-only file sys"):
         two_servers.ask(0, Request(action="begin"))
 

@@ -60,7 +60,7 @@ def test_it_is_what_tensorflow_writes(writer, variables, tmp_path):
     ours, theirs = (tf.train.load_checkpoint(str(tmp_path / name)) for name in ("ours", "theirs"))
     assert ours.get_variable_to_shape_map() == theirs.get_variable_to_shape_map()
     assert ours.get_variable_to_dtype_map() == theirs.get_variable_to_dtype_map()
-    # The object graph lists them in another order.
+    # The two object graphs list the variables in different orders.
     for key in ours.get_variable_to_shape_map().keys() - {GRAPH}:
         assert np.array_equal(ours.get_tensor(key), theirs.get_tensor(key))
 
@@ -106,6 +106,5 @@ def test_a_full_disk_is_one_line(writer, variables, tmp_path):
     words = rf"^cannot write a checkpoint to {tmp_path}: File too large; free some space there"
     with room_for(0), pytest.raises(UserError, match=words):
         writer.write(values, tmp_path / "bundle", None)
-    # The next bundle is complete.
     writer.write(values, tmp_path / "bundle", None)
     assert read(variables, tmp_path / "bundle")["global_step"] == 7

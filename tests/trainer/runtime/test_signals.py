@@ -15,7 +15,7 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.signals import handle_interrupts
 
 ROOT = Path(signals.__file__).parents[2]
-SECONDS = 120  # until a test fails
+SECONDS = 120  # Timeout for each condition that a test waits for.
 
 
 # Last process of the chain: it prints its PID and its parent's, then waits forever.
@@ -45,7 +45,7 @@ BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
 
 @contextmanager
 def started(*command):
-    """Start the chain; yield its first and last process, and whether one is the other's parent."""
+    """Start the chain. Yield its first and last process, and whether the first is the parent."""
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, *command],
         cwd=ROOT,
@@ -63,7 +63,7 @@ def started(*command):
         # pipe.
         starter.kill()
         for process in family:
-            with suppress(psutil.NoSuchProcess):  # it may end with its starter at this moment
+            with suppress(psutil.NoSuchProcess):  # It may exit with its starter at this moment.
                 process.kill()
         starter.communicate()
 

@@ -1,4 +1,4 @@
-"""Tests that the user's folder is last in the import path, also in child processes."""
+"""Tests how the user's modules are found, and how their errors are described."""
 
 import json
 import os

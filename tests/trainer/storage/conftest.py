@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[3]
 FILES = {"b.txt": b"second", "a.bin": bytes(range(256)) * 40, "deep/er/c d.txt": b"", "ü/é": b"x"}
 
 Make = Callable[..., Path]
-# MinIO is accessed with the client for `s3`.
+# `s3` also covers `minio`, which uses the same client.
 EVERY = pytest.mark.parametrize("place", ["file", "gs", "s3"], indirect=True)
 
 
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> str:
 
 @pytest.fixture(params=["file", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Return a location for each kind of store; `EVERY` also covers the other client."""
+    """Return a location in a file system and one in S3. `EVERY` adds Google Cloud Storage."""
     return place_of(request, tmp_path)
 
 

@@ -14,7 +14,6 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.gcs_server import GcsServer
 from tests.stores.s3_server import S3Server
 
-# A path with special characters.
 AWKWARD = "the röot #1 100%25 ?x"
 
 
@@ -104,7 +103,7 @@ def fetched(uri: str, folder: Path) -> dict[str, bytes]:
 
 
 def place_of(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Return a location with the URI scheme that a fixture has as its parameter."""
+    """Return a location with the URI scheme that is the parameter of a fixture."""
     scheme = request.param
     if scheme == "file":
         return FilePlace(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests that endless replies of a store time out and uploads of other writers are kept."""
+"""Tests that endless responses of a store time out, and that uploads of other writers are kept."""
 
 import os
 import threading
@@ -71,7 +71,7 @@ def test_a_listing_of_empty_pages_ends() -> None:
 
 
 class Repeating:
-    """A client for either store, whose listing never ends."""
+    """A client of S3 or Google Cloud Storage whose listing never ends."""
 
     prefixes: tuple[str, ...] = ()
     next_page_token = "again"

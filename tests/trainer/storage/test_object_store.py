@@ -1,4 +1,4 @@
-"""Tests that every operation waits for the store during an outage of its connections."""
+"""Tests operations on object stores during outages, with concurrent writers and with faults."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ from .places import BucketPlace, Place, fetched
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
 
 
-# Enough data for a reply to be truncated.
+# Large enough for a response to be truncated.
 LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 
@@ -345,7 +345,7 @@ def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> 
 
 @pytest.fixture
 def bucket_unconditional(s3: S3Server) -> BucketPlace:
-    """Return a bucket in S3, because Google Cloud Storage always supports preconditions."""
+    """Return a bucket in S3. Google Cloud Storage always supports preconditions."""
     return BucketPlace(s3, f"s3://{bucket_name()}")
 
 

@@ -119,7 +119,10 @@ def test_a_probe_that_is_stopped_removes_what_it_wrote(bucket):
 
 @contextmanager
 def held_up(bucket, *methods):
-    """Delay the first request with one of these methods until the block ends; yield its event."""
+    """Delay the first request with one of these methods until the block ends.
+
+    Yield an event that is set when this request arrives.
+    """
     waiting, free = threading.Event(), threading.Event()
 
     def before(request):

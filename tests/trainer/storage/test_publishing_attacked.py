@@ -218,7 +218,6 @@ def test_what_a_living_process_writes_is_no_garbage(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-# MinIO is accessed with the client for `s3`.
 @pytest.mark.parametrize(
     "place",
     [
@@ -344,7 +343,7 @@ def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, roo
             assert "left" not in content(path_of(uri))
         storage.publish(source, uri, kind="x", fields={"n": 1})
         storage.verify(uri)
-        # Publishing again removes no file, but the next writer does.
+        # Publishing the same content again removes no orphan, but the next write does.
         storage.write_bytes(f"{uri}-next", b"")
         assert left_over(path_of(uri).parent) == []
 

@@ -1,4 +1,4 @@
-"""Tests that damaged objects are never published or kept in stores that ignore a request's MD5."""
+"""Tests damaged uploads to S3, and the endpoints and credentials of stores."""
 
 import builtins
 import os

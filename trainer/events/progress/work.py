@@ -1,8 +1,8 @@
 """The progress of long work, which is counted in batches and reported at intervals.
 
-Counting costs one addition. A thread reports the counts twice a second to the file of the run,
-which a terminal follows, or else every 30 seconds as a line of the log. Work that ends before the
-first report is never reported.
+Counting costs one addition. A thread reports the counts twice a second to the run's event file,
+which a terminal follows, or every 30 seconds to the log if there is no such file. Work that ends
+before the first report is never reported.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Speed:
 class Work:
     """A piece of work of this process, used as a context manager. Any thread may count.
 
-    If the total number of units is unknown, but the total of another measure such as the bytes of
-    the files is known, the share is computed by that measure.
+    If the total number of units is unknown, but the total of another measure is known, such as the
+    size of the files, the share is computed by that measure.
     """
 
-    # The end of the last reported work. Work that follows immediately is part of the same long
-    # work.
+    # The end of the last reported work. Work that starts soon after it is reported earlier than
+    # other work, because it is part of the same long work.
     _ended_at = -math.inf
 
     def __init__(
@@ -85,7 +85,7 @@ class Work:
         return self
 
     def __exit__(self, error: object = None, *_more: object) -> None:
-        """Report the end if the work was reported. After an error, other threads stop, too."""
+        """Report the end if the work was reported. After an error, `add` raises in all threads."""
         self._loop.stop()
         with self._lock:
             self._is_over, self._is_given_up = True, error is not None

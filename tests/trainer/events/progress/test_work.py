@@ -20,7 +20,7 @@ class Clock:
 
 
 class NoLoop:
-    """Replaces the loop that regularly checks the time; tests call `look` instead."""
+    """Replaces the loop that regularly checks the time. Tests call `look` instead."""
 
     def __init__(self, *_, **__):
         pass
