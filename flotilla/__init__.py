@@ -1,8 +1,9 @@
 """Flotilla: TensorFlow models trained on parameter servers, as a Kubeflow pipeline.
 
 This is the public interface: the commands of `flotilla` as functions, for a notebook, a script or a
-scheduler. Every function returns a value and prints nothing. A run that cannot be started raises a
-`UserError`. A run that starts and then fails is returned with its `status`.
+scheduler. Every function returns a value, and only `predict` with `output="-"` prints. A run that
+cannot be started raises a `UserError`. A run that starts and then fails is returned with its
+`status`.
 
     import flotilla
 
@@ -64,7 +65,8 @@ __all__ = [
     "train",
 ]
 
-# Load the KFP client only when it is needed, because its import takes half a second.
+# The module of each public name. A module is imported when its name is first used, because the
+# import of the KFP client takes about a second.
 _HOMES = {
     "flotilla.pipelines": ("models",),
     "flotilla.pipelines.compare": ("Comparison", "compare"),
@@ -98,8 +100,8 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-# Remove the working folder, which `python -m flotilla.trainer` puts first on Python's path: a
-# `json.py` of the user there would hide Python's own.
+# `python -m flotilla.trainer` puts the working folder first on `sys.path`. Remove it, because a
+# `json.py` of the user there would hide the standard module.
 if (
     sys.argv[:1] == ["-m"]
     and not sys.flags.safe_path

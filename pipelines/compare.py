@@ -27,9 +27,10 @@ class Comparison:
     """A comparison of runs.
 
     Attributes:
-        groups: by group and name, one value for each run, or None if the run has no such value.
-        best: the runs with the best main metric, or none if the runs have different main metrics.
-        intervals: confidence intervals of the metrics in the group `test`.
+        groups: a list for each group and name, with the value of each run, or None if it has none.
+        best: the runs with the best value of the main metric; empty if their main metrics differ.
+        intervals: for each metric of the group `test`, the confidence interval of each run, or
+            None.
     """
 
     runs: tuple[str, ...]
@@ -39,7 +40,7 @@ class Comparison:
     intervals: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return the names of the runs and of the best ones."""
+        """Return the names of the runs and of the best runs."""
         best = f"best {', '.join(self.best)}" if self.best else ""
         return notebook.short("Comparison", ", ".join(self.runs), best)
 
@@ -54,7 +55,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Comparison:
-    """Return the verdicts, metrics, progress, costs and settings of runs. Raises `ConfigError`.
+    """Compare the verdicts, metrics, progress, costs and settings of runs. Raises `ConfigError`.
 
     Example:
         slow, fast = (flotilla.run(training={"steps": steps}) for steps in (2000, 200))

@@ -35,7 +35,10 @@ def compile_all(
     pods: StepPods = NO_SETTINGS,
     config: Config | None = None,
 ) -> dict[str, str]:
-    """Write the pipeline and its components for `image`. Raises `ConfigError` or `UserError`."""
+    """Compile the pipeline for `image`, and each component if `components` is a folder.
+
+    Return the paths that were written. Raises `ConfigError` or `UserError`.
+    """
     check_image(image)
     if components is not None:
         # Create the folder before any file is written, so that an error leaves no incomplete set.
@@ -63,9 +66,9 @@ def write_pipeline(output: Path, pipeline: object) -> None:
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
-    """Write one YAML file for each component below `folder`. Raises `UserError` if that fails."""
+    """Write one YAML file for each component into `folder`. Raises `UserError` if that fails."""
     for component in COMPONENTS:
-        # Quote the name, because YAML reads some names, such as `12:30`, as numbers.
+        # Quote the image name, because YAML reads some names, such as `12:30`, as numbers.
         quoted = f"image: {json.dumps(image)}"
         text = _compile(component).replace(f"image: {IMAGE}", quoted)
         _write(folder / f"{component.name}.yaml", text)
@@ -89,8 +92,8 @@ def _compile(source: object) -> str:
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
         text = path.read_text(encoding="utf-8")
-    # Remove KFP's comment with the default of a mapping, because its order differs between
-    # processes.
+    # Remove the default value of a mapping from KFP's comment, because the order of its keys
+    # differs between processes.
     return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
@@ -109,9 +112,9 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-# Lengths of the digest and the commit in a version name, which are enough to be unique.
+# Lengths of the digest and the commit in a version name, in characters.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
-# PyYAML's C loader, if installed, is seven times as fast.
+# Use PyYAML's C loader if it is available, because it is seven times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
 _DEFAULT_MAPPING = re.compile(rf"^(#\s+{SETTINGS}: dict) \[Default: .*\]$", re.MULTILINE)
@@ -129,7 +132,7 @@ class Package:
 
     @property
     def digest(self) -> str:
-        """The digest of the content."""
+        """The first characters of the SHA-256 digest of the text."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @property
@@ -146,7 +149,7 @@ class Package:
             yield str(path)
 
     def version(self) -> str:
-        """Return the version name, which consists of the content's digest and the code's commit."""
+        """Return the version name: the digest, and the commit of the code with a `dirty` mark."""
         commit, _, dirty = lineage.commit().partition("-")
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
@@ -160,7 +163,10 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the compiled pipeline in `file`. Raises `ConfigError`."""
+    """Return the compiled pipeline in `file`. Raises `ConfigError`.
+
+    `image` and `pods` must have their defaults, because they would require a new compilation.
+    """
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
@@ -186,7 +192,7 @@ def is_compiled(file: Path) -> bool:
 
 
 def read_mark(spec: Mapping[str, Any] | None) -> str:
-    """Return the mark of the Flotilla version that compiled a pipeline, or an empty string."""
+    """Return the mark that Flotilla's compiler left in a pipeline, or an empty string."""
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():

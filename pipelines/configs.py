@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Descriptions of the tables, which cannot contain a comment.
+# Descriptions of the CSV tables, which cannot contain a comment.
 _TABLES = {
     "tumors.csv": "569 tumours by 30 measures of their cells; the column to predict is diagnosis."
 }

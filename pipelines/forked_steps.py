@@ -52,7 +52,7 @@ class _Addresses:
 
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
-    """Start a fork server for this block if possible, and yield a patch that makes KFP use it."""
+    """Run a fork server during this block if possible. Yield a function that makes KFP use it."""
     asked = os.environ.pop(forked.VARIABLE, "")
     if asked == forked.NONE or not _is_possible():
         yield lambda: None

@@ -28,7 +28,8 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
         return False
     if forced := environment.get("FORCE_HYPERLINK"):
         return forced != "0"
-    # A terminal multiplexer drops or prints hyperlinks, unless it is configured to pass them on.
+    # A terminal multiplexer drops hyperlinks or prints their codes, unless it is configured to pass
+    # them on.
     if term.startswith(("screen", "tmux")):
         return False
     vte = environment.get("VTE_VERSION", "")
@@ -41,7 +42,7 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
 
 
 def link_address(path: Path) -> str:
-    """Return the address of a file, with this machine's name, because a terminal may be remote."""
+    """Return the `file:` URL of a path, with the host name, because the terminal may be remote."""
     return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
 
 
@@ -65,7 +66,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Let child programs write to standard error, because standard output is for the result."""
+    """Redirect child programs to standard error, because standard output is for the result."""
     before = os.dup(_STDOUT)
     try:
         os.dup2(_STDERR, _STDOUT)

@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class ModelVersion:
     """A registered version of a model.
 
-    The verdict is `promoted` if the version has ever been the champion. `problem` tells why the
-    champion of the model is unknown, or is empty.
+    `verdict` is `promoted` if the version has ever been the champion, and `registered` otherwise.
+    If the champion of the model cannot be determined, `verdict` is `unknown` and `problem` tells
+    why.
     """
 
     name: str

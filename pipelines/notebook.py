@@ -1,4 +1,4 @@
-"""How a notebook displays a result: a heading and a small table, escaped and masked."""
+"""Formats results for notebooks: a heading and a small table, escaped for HTML and masked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def card(heading: str, facts: Mapping[str, object]) -> str:
 
 
 def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a heading and a table. Of a long table, only the first rows are shown."""
+    """Return a heading and a table, of which at most the first 100 rows are shown."""
     found = [[_cell(value) for value in row] for row in rows]
     left = len(found) - _MOST_ROWS
     lines = [f"<p><b>{_escape(heading)}</b></p><table>"]

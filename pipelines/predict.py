@@ -1,4 +1,4 @@
-"""Predictions of an exported model: finds the model, and runs the process that predicts."""
+"""Predicts with an exported model: finds the model, and starts the process that predicts."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def predict(
 
     Args:
         model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
-        inputs: files, folders, patterns or URIs of CSV, JSONL, Parquet or images, or a list of
-            mappings, or a data frame.
+        inputs: files, folders, patterns or URIs of CSV, JSONL, Parquet, npz or images; a list of
+            mappings; or a data frame. With `split`, the URI of a dataset, or nothing.
         output: a .csv, .jsonl or .parquet file, `-` for standard output, or empty for no output.
-        to: the format of the output, if the file name does not imply it.
-        format: the format of the inputs, if their names do not imply it.
-        split: a split of the model's dataset, if there are no inputs.
+        to: the format of the output. By default, the file name determines it.
+        format: the format of the inputs. By default, their names determine it.
+        split: the split to predict, of the dataset in `inputs` or else of the model's own dataset.
         columns: input columns to copy to the output, as a list or comma-separated; `*` for all.
         batch_size: number of examples in a batch; 0 means the batch size of the evaluation.
         skip_bad: whether to skip unreadable rows.
@@ -234,10 +234,10 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
 
 
 def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
-    """Process a `Request` in a child process, which writes the predicted rows.
+    """Process the fields of a `Request` in a child process, which writes the predicted rows.
 
     `on_event` is called with each event of that process. Raises `UserError`, or
-    `RunInterruptedError` on a signal. No partial output remains.
+    `RunInterruptedError` on a signal. No partial output file remains.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
         folder = Path(name)
@@ -276,8 +276,8 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # Use a separate session, so that the process gets an interrupt only from this process, and
-        # not also from the terminal.
+        # Start the process in a separate session, so that the terminal does not interrupt it as
+        # well.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )

@@ -1,7 +1,6 @@
 """Converts settings given in Python to the `section.key=value` texts of `--set`.
 
-A mapping may be nested or have dotted keys. One parser checks all texts, and a resumed run repeats
-them.
+A mapping may be nested or have dotted keys. The texts are checked by the parser of `--set`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def make_assignments(
 def format_search(search: Settings) -> Iterator[str]:
     """Yield the `--set` texts of a search.
 
-    A list contains the values to try; a string is kept unchanged.
+    A list contains the values to try. A string, such as a range, is kept unchanged.
     """
     if not isinstance(search, Mapping):
         yield from make_assignments(search)

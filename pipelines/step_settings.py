@@ -57,7 +57,8 @@ RUN_SECONDS = 35 * _DAY
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
 # KFP replaces this text with the run id in the whole compiled pipeline before it creates pods.
-# KFP's own placeholders do not work in labels, because labels are read only at that time.
+# KFP's own placeholders do not work in labels, because labels are fixed when the pipeline is
+# compiled.
 _RUN_ID = "{{workflow.uid}}"
 
 
@@ -72,7 +73,7 @@ def configuration() -> dsl.PipelineConfig:
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATH = re.compile(r"(/[^/:\s{}]+)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Folders that KFP uses in the pod of a step, and folders that Python needs to start.
+# Folders that KFP uses in the pod of a step, and system folders of the image.
 _TAKEN = (
     "/kfp-launcher", "/gcs", "/s3", "/minio", "/.local", "/.cache", "/.config",
     "/bin", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr",
@@ -120,14 +121,15 @@ class StepPods:
     """The settings of the steps' pods.
 
     Attributes:
-        cpu, memory: quantities for each working step. With `cluster.launcher: local`, the whole
-            training cluster shares the resources of its step.
+        cpu, memory: request and limit of each step that is not light. With `cluster.launcher:
+            local`, the whole training cluster shares the resources of its step.
         gpus: number of GPUs for the steps that run the model.
-        node_selector, tolerations: for the working steps, in the format of Kubernetes.
-        store_secret: name of the secret with the keys of the object store. It may be missing.
+        node_selector, tolerations: for the same steps, in the format of Kubernetes.
+        store_secret: name of the secret with the keys of the object store. It need not exist.
         pull_secrets: names of the image pull secrets.
         mounts: mount path of each persistent volume claim, for the step that prepares data.
-        scratch: size limit of the folder for temporary files, or empty for no limit.
+        scratch: size limit of the volume for temporary files, or empty for no such volume.
+        labels: additional labels of the pods.
         variables: environment variables. They must not be secrets, because the pipeline shows them.
     """
 
@@ -181,8 +183,8 @@ class StepPods:
                 step.retries,
                 backoff_duration="60s",
                 backoff_factor=2.0,
-                # This limit includes the first attempt. With KFP's default of one hour, a longer
-                # step would never be retried.
+                # This limit includes the first attempt. With KFP's default of one hour, a step that
+                # runs longer would never be retried.
                 backoff_max_duration=f"{RUN_SECONDS}s",
             )
 
@@ -191,8 +193,8 @@ class StepPods:
             task.set_cpu_request("100m").set_cpu_limit("1")
             task.set_memory_request("512Mi").set_memory_limit("2Gi")
             return
-        # Request and limit are equal, because unreserved resources may be missing when they are
-        # needed.
+        # Request and limit are equal, because resources that are not reserved may be missing when
+        # they are needed.
         task.set_cpu_request(self.cpu).set_cpu_limit(self.cpu)
         task.set_memory_request(self.memory).set_memory_limit(self.memory)
         if step.may_use_gpus and self.gpus != "0":
@@ -208,8 +210,8 @@ class StepPods:
             kubernetes.add_pod_label(task, key, value)
         for name, value in self.variables.items():
             task.set_env_variable(name, value)
-        # Light steps run on the same nodes as KFP's pods, so that the exit step can report even if
-        # the selected nodes are full.
+        # Do not place light steps on the selected nodes, so that the exit step can report even if
+        # those nodes are full.
         if not step.is_light:
             self._place(task)
         if step.name == PREPARE:
@@ -222,8 +224,8 @@ class StepPods:
         if self.tolerations:
             kubernetes.add_toleration_json(task, list(map(dict, self.tolerations)))
         if self.scratch:
-            # An emptyDir is world-writable. KFP cannot make another new volume writable for the
-            # image's user.
+            # Use an emptyDir, because it is world-writable. KFP cannot make any other new volume
+            # writable for the user of the image.
             kubernetes.empty_dir_mount(task, SCRATCH, SCRATCH_FOLDER, size_limit=self.scratch)
 
 

@@ -85,7 +85,7 @@ class Wiring:
         task = component(**inputs)
         self._place(task, row, self.given)
         # Disable KFP's cache, because the result of a step depends on more than its inputs.
-        # Datasets are cached by their own key.
+        # Flotilla caches datasets under its own key.
         task.set_caching_options(False)
         return task
 
@@ -136,7 +136,7 @@ def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
 
 
 def training(wiring: Wiring) -> None:
-    """Train a model that passes its gate: from a dataset by name to a promoted, exported model."""
+    """Prepare data, train a model, and promote the model if it passes the gate."""
     with (
         dsl.ExitHandler(wiring.add_exit_step(finish), name="run"),
         wiring.ready() as (run, dataset),
@@ -215,7 +215,7 @@ def _offer_choices(spec: Any) -> None:
 
 
 def _name_artifacts(spec: Any) -> None:
-    """Name the inputs of step groups after the outputs they come from, for KFP's graph."""
+    """Name the inputs of step groups in KFP's graph after the outputs that they come from."""
     _name_below(spec, spec.root.dag)
 
 

@@ -1,7 +1,7 @@
 """The console script `flotilla`, which reports an interrupt in one line, even during imports.
 
-Closing the terminal (SIGHUP) has the same effect as SIGTERM. However the command ends, the
-temporary files of its process and child processes are removed.
+Closing the terminal (SIGHUP) has the same effect as SIGTERM. The temporary files of the command and
+its child processes are removed when it ends.
 """
 
 import atexit
@@ -14,8 +14,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# The same value is defined in `flotilla.pipelines.cli.exit`, which must not be imported in a signal
-# handler that runs during another import.
+# The same value is defined in `flotilla.trainer.runtime.errors`, which a signal handler must not
+# import, because it may run during another import.
 INTERRUPTED = 130
 _OWN: list[tuple[int, str]] = []
 ANSWER = (
@@ -50,8 +50,8 @@ def _hang_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def _own_temporary() -> None:
-    # If no folder can be created, there is nothing to remove. Code that needs one reports the
-    # error.
+    # If no folder can be created, there is nothing to remove. Code that needs a temporary folder
+    # reports the error.
     with suppress(OSError):
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="flotilla-")
         _OWN.append((os.getpid(), tempfile.tempdir))

@@ -94,7 +94,8 @@ def call(arguments: list[str]) -> int:
         words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except UserError as error:
-        # Typer prints the version while it parses the command line, so this error can occur here.
+        # An environment variable is invalid, or the version, which is printed while Typer parses
+        # the command line, cannot be written.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
         # Typer prints help texts itself, so a full disk is reported here.

@@ -77,8 +77,8 @@ class Terminal(Console):
         try:
             super()._check_buffer()
         except OSError:
-            # A run never fails because its display fails. A failure to write the result is
-            # reported.
+            # A run must not fail because its display on standard error fails. A failure to write
+            # the result to standard output is reported.
             if self.file is not sys.stderr:
                 raise
             discard(self.file)
@@ -86,7 +86,7 @@ class Terminal(Console):
 
 def mark(status: str) -> Text:
     """Return the status of a step or a run in its colour."""
-    # A record of a newer version may have an unknown status.
+    # A newer version may have recorded a status that is unknown here.
     return Text(status, _COLOURS.get(status, ""))
 
 
@@ -140,7 +140,10 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
-    """Return the coloured lines on how a run ended: headline, reasons for a refusal, and notes."""
+    """Return the coloured lines that tell how a run ended.
+
+    These are the headline, the positive classes, the reasons for a refusal, and the notes.
+    """
     notes = result.notes
     colour = "red" if result.status in _BAD else "yellow"
     if result.status in _GOOD and not notes:
@@ -236,8 +239,8 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
                 "constant": describe_constant(run.measured),
             }
         )
-    # The columns that a narrow terminal drops. The run's id already contains the model and the
-    # date, and the metric matters most, so the metric stays.
+    # The columns that a narrow terminal drops, in this order. The id of the run already contains
+    # the model and the date. The metric is kept, because it matters most.
     spare = ("constant", "model", "began UTC", "duration")
     return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 
@@ -262,7 +265,7 @@ def word(state: str) -> Text:
 
 
 def stamp(moment: datetime | None) -> str:
-    """Format a time for a table."""
+    """Format a time for a table, to the minute."""
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 

@@ -372,6 +372,6 @@ def manifest(config: Config = None, label: Label = None, assignments: Assignment
     tree = render_job(configuration(config, assignments or (), label or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     if printable(text) != text:
-        # YAML escapes do not change the document.
+        # Escape unprintable characters. YAML escapes do not change the document.
         text = yaml.safe_dump(tree, sort_keys=False)
     return Answer(more={"manifest": tree}, text=text)

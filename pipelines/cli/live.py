@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# The prefix of a user error, which is the last line of a failed run.
+# The prefix of an error message, which is the last line of a task that fails with a user error.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
@@ -176,7 +176,7 @@ class Display(LiveView):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
-        """Print a line unless there is a live view, which shows the same."""
+        """Print a line unless there is a live view, which shows the same information."""
         if not self._console.can_redraw:
             self.say(text)
 
@@ -256,7 +256,8 @@ class Display(LiveView):
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # Hide an estimate of zero: it would stay at the end of training and in a long validation.
+        # Hide an estimate of zero, because it would remain on the screen during a long validation
+        # at the end of training.
         return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:
@@ -289,7 +290,8 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
     if event.share < 0:
         return _one_line(what, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
-    # Drop the rate first; the remaining time and the percentage are dropped last.
+    # Drop the rate first, then the current activity, then the counts. Always show the percentage
+    # and the remaining time.
     spare = [each for each in parts[1:] if "/s" in each or each == event.detail]
     room = width - len(what) - _SHORTEST_BAR - 3
     while len("  ".join(parts)) > room and spare:
@@ -301,7 +303,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return how a task ended, with its last lines unless the end of the run shows them."""
+    """Return lines that tell how a task ended, with its last output unless it is shown later."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]
@@ -377,7 +379,8 @@ class SweepDisplay(LiveView):
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            # In the first seconds, before training starts, the rate is not meaningful.
+            # Estimate the remaining time only after some progress, because nothing is trained in
+            # the first seconds.
             seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )

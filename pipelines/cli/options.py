@@ -209,7 +209,7 @@ _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
 def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
-    """Replace the parameter `instance` with options, some of which `own` overrides."""
+    """Replace the parameter `instance` with options. `own` overrides some of them."""
     options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:
@@ -227,7 +227,7 @@ def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` with options for the steps' pods, or with those in `only`."""
+    """Replace the parameter `pods` with options for the steps' pods, or with only those given."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:

@@ -156,7 +156,7 @@ def _row(item: Item, uri: str) -> dict[str, Any]:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes for a person."""
+    """Format a number of bytes for display."""
     size, unit = float(count), 0
     while size >= _STEP and unit < len(_UNITS) - 1:
         size, unit = size / _STEP, unit + 1

@@ -171,7 +171,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return the failing line of the user's code, the log file, and a command to debug it."""
+    """Return lines with the failing line of the user's code, the log, and a command to debug it."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)

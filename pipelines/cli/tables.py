@@ -14,7 +14,8 @@ from rich.text import Text
 
 from flotilla.trainer.runtime.masking import join_lines
 
-# The gap between two columns, wide enough for programs to tell it from a space between words.
+# Number of spaces between two columns. Two or more spaces separate columns for a program that reads
+# the table, and a single space separates words.
 _GAP = 2
 _NOTHING = "-"
 Row = Mapping[str, str | Text]
@@ -23,13 +24,13 @@ _Columns = Mapping[str, Sequence[Text]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of cells below column heads. Text is shown unchanged.
+    """Rows of cells below column heads. Control characters in the cells are escaped.
 
     Attributes:
         spare: columns that are dropped, in this order, if the terminal is too narrow.
         right: right-aligned columns.
         words: columns whose cells are sentences, which may wrap.
-        once: columns whose value is shown only when it changes.
+        once: columns whose value is shown on a terminal only when it changes.
         short: shorter heads for a narrow terminal, explained above the table.
         has_heads: whether the first line contains the heads.
     """
@@ -145,7 +146,7 @@ def _total_width(rooms: Iterable[int]) -> int:
 
 
 def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
-    """Yield the columns of each block that fits the width. Each block repeats the first column."""
+    """Divide the columns into blocks that fit the width. Each block repeats the first column."""
     first, *others = rooms
     block = [first]
     for title in others:

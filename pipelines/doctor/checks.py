@@ -53,7 +53,7 @@ KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, failing and removing the test file take several seconds each.
 STORAGE_SECONDS = 16.0
-# This check downloads the champion.
+# Checking the signature of the champion downloads it.
 SIGNATURE_SECONDS = 60.0
 
 
@@ -303,7 +303,7 @@ def _permission_checks(
 
 
 def show_instance(instance: Instance) -> str:
-    """Return the command that shows the response of the instance."""
+    """Return the command that shows the instance's response; empty if the URL contains a user."""
     given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
     return "" if "@" in given else f"curl --include {given}{_HEALTH}"
 

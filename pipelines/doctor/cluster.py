@@ -269,7 +269,7 @@ def _place(deployment: Tree) -> str:
 
 
 def is_on_kubernetes(config: Config) -> bool:
-    """Return whether a run started here trains on Kubernetes."""
+    """Return whether a run that is started on this machine trains on Kubernetes."""
     launcher = config.cluster.launcher
     return launcher in ENGINES or (launcher == "auto" and choice.is_on_a_cluster())
 

@@ -1,4 +1,4 @@
-"""Checks for contradictions in a configuration, and for data that do not fit the model."""
+"""Checks for contradictions in a configuration, and for data that does not fit the model."""
 
 from __future__ import annotations
 

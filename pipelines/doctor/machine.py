@@ -24,7 +24,7 @@ _PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "go
 
 
 def packages(config: Config, names: tuple[str, ...] = _PACKAGES) -> Finding:
-    """Check that the packages of a run are installed."""
+    """Check that the packages that a run needs are installed."""
     wanted = [*names]
     if speaks_s3(config.storage.root):
         wanted.append("boto3")

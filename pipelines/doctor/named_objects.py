@@ -160,7 +160,7 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
 def image_names(job: PlannedJob) -> set[str]:
-    """Return the images of all roles of a job. A role without an image adds an empty string."""
+    """Return the images of a job. A container without an image adds an empty string."""
     every = [[*each.pod.get("initContainers", []), *each.pod["containers"]] for each in job.roles]
     return {container.get("image", "") for containers in every for container in containers}
 

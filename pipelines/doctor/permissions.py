@@ -74,7 +74,8 @@ def _judge_permissions(
     return Finding("fail" if fatal else "warn", message, format_grant(where, user, role))
 
 
-# The account of a single-team KFP instance. A profile uses `default-editor` instead.
+# The default service account of a single-user KFP instance. In multi-user mode, the default is
+# `default-editor`.
 USUAL = "pipeline-runner"
 
 
@@ -106,7 +107,7 @@ def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     return Finding("ok", message)
 
 
-# For each part of a refusal message, the command that shows more. The first match counts.
+# Parts of a refusal message, each with the command that shows more. The first match applies.
 _REMEDIES = (
     ("PodSecurity", "flotilla doctor --set cluster.kubernetes.pod.security=restricted"),
     ("service account", "kubectl get serviceaccounts --namespace {namespace}"),

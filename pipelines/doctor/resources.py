@@ -1,4 +1,4 @@
-"""Checks that quotas allow all pods of the job, and that nodes have the GPUs that they request."""
+"""Checks that quotas allow all pods of the job, and that nodes have the GPUs they request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def format_quantity(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding:
-    """Check the requests of all pods against the free part of every `ResourceQuota`.
+    """Check the requests of all pods against the free part of every unscoped `ResourceQuota`.
 
     `has_step` tells whether the step that creates the job runs in this namespace, so that its pod
     also counts.

@@ -1,4 +1,4 @@
-"""Checks that the storage root is usable, and that the pods' secret has keys for it."""
+"""Checks of the storage root, the keys to it in the pods' secret, and the signatures of models."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _describe_unfit(root: str, unfit: Unfit) -> str:
 
 
 def find_remedy(root: str, trouble: str) -> str:
-    """Return the command that fixes a problem of `probe.Unfit`, or shows more about it."""
+    """Return the command that fixes or explains a problem, named as in `probe.Unfit.trouble`."""
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"

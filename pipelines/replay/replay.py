@@ -347,8 +347,8 @@ def _run(
 
     Return how its stages ended, and whether the last one was killed.
     """
-    # With a debugger, the step shares the terminal, so block SIGINT, which would also reach the
-    # step. Otherwise it runs in its own session without the terminal.
+    # With a debugger, the step shares the terminal and would get Ctrl+C too, so it inherits a
+    # blocked SIGINT. Without a debugger, it runs in its own session.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
         child = subprocess.Popen(
@@ -488,7 +488,7 @@ def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
     """Find a recorded step on this machine, below `storage.root=URI` in `settings`, or on KFP."""
-    # Leave out the exit step, because it only reports results.
+    # Leave out the exit step, because it computes no result that could be compared.
     rows = [row for row in STEPS if not row.is_exit_step]
     name, _ = select_step(step, rows)
     found = _find(name, run, settings, workdir, instance)

@@ -66,7 +66,7 @@ _STAGES = {stage.name for step in (*STEPS, *SWEEP_STEPS) for stage in step.stage
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
-# An object key may contain any of these characters.
+# A quoted URI of an object, whose key may contain characters that end a `_TOKEN`.
 _WHOLE = re.compile(r'"(?:gs|s3|minio)://(?:[^"\\]|\\.)*"')
 # A killed step never records its end. After this time without activity, the run counts as inactive.
 _UNENDED = timedelta(days=7)
@@ -324,7 +324,7 @@ class _Reader:
         return max((each.renewed for each in found), default=0.0), any(held)
 
     def is_locked(self, name: str) -> bool:
-        """Return whether a process on this machine has a run open."""
+        """Return whether a process on this machine holds the lock of a run."""
         above = {storage.local_path(self._root), self._workdir.absolute()}
         return any(_is_locked(folder / name) for folder in filter(None, above))
 
@@ -452,7 +452,7 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process on this machine has a run or sweep folder open."""
+    """Return whether a process on this machine holds the lock of a run or sweep folder."""
     with suppress(OSError):
         try:
             descriptor = os.open(folder / "lock", os.O_RDONLY)

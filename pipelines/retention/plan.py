@@ -68,7 +68,7 @@ class Item:
         last: when the item was last published, used or active, or None if unknown.
         refs: paths of the items that it refers to.
         busy: whether the item's run is or may be active.
-        damaged: why the manifest is unreadable. A damaged item is kept.
+        damaged: why its manifest or a record is unreadable, or empty. A damaged item is kept.
     """
 
     path: str

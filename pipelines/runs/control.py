@@ -1,8 +1,8 @@
 """Lists, shows and cancels runs, on this machine or on a KFP instance.
 
 A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
-imported only for a remote run, because the import takes a second. A cancelled run stops its own
-cluster: see `trainer/cluster/supervisor.py` for a local run, and
+imported only for a remote run, because its import takes about a second. A cancelled run stops its
+own cluster: see `trainer/cluster/supervisor.py` for a local run, and
 `components/kubernetes/launcher.py` for a remote one.
 """
 
@@ -140,7 +140,8 @@ def logs(
         step: the step or stage to read; all if empty.
         task: the training task to read, such as `chief-0`; all if empty.
         follow: whether to continue until the run ends.
-        verbose: whether to pass all lines, including those of KFP and of TensorFlow's start.
+        verbose: whether to pass all lines, including those that KFP and TensorFlow write at their
+            start.
         workdir: the folder of local runs.
         instance: the KFP instance; from the environment by default.
 
@@ -171,7 +172,7 @@ def logs(
 
 
 def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
-    """Return the step and the stages with this name; raises `ConfigError` if there is none."""
+    """Return the step and the stages that a name selects; raises `ConfigError` if it is unknown."""
     own = name.replace("-", "_")
     # If a step and a stage have the same name, the step takes precedence.
     for row in rows:
@@ -189,7 +190,7 @@ def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ..
 def cancel(
     run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None
 ) -> Cancellation:
-    """Cancel a run; it publishes a last checkpoint and ends. Raises `UserError`.
+    """Cancel a run. Training publishes a last checkpoint before it ends. Raises `UserError`.
 
     Example:
         flotilla.cancel("digits-20260101-120000-1a2b").was_running
@@ -258,7 +259,6 @@ def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
 
 
 def _experiments(client: Client, only: str = "") -> Iterator[Any]:
-    """Yield the experiments of the instance that match a filter."""
     from flotilla.pipelines.runs.kfp_client import pages
 
     named: dict[str, Any] = {"filter": only} if only else {}

@@ -35,13 +35,14 @@ class Instance:
     """A KFP instance, as the user specifies it. Missing values come from environment variables.
 
     Attributes:
-        endpoint: URL of the instance (default: KF_PIPELINES_ENDPOINT).
+        endpoint: URL of the instance (default: KF_PIPELINES_ENDPOINT, then KFP_ENDPOINT).
         namespace: the profile's namespace in multi-user mode (default: KFP_NAMESPACE).
-        token_file: file with a bearer token (default: the token in KFP_EXISTING_TOKEN, or the file
-            in KF_PIPELINES_SA_TOKEN_PATH).
+        token_file: file with a bearer token (default: the token in KFP_EXISTING_TOKEN, then the
+            file in KF_PIPELINES_SA_TOKEN_PATH, then the service account token of this pod).
         cookies_file: file with the session's Cookie header (default: KFP_COOKIES).
-        ca_file: PEM file of the CA of the instance's certificate (default: KFP_CA_FILE).
-        ui: URL of the user interface (default: FLOTILLA_KFP_UI, then the endpoint).
+        ca_file: PEM file of the CA of the instance's certificate (default: KFP_CA_FILE, then
+            SSL_CERT_FILE, then REQUESTS_CA_BUNDLE).
+        ui: URL of the user interface (default: FLOTILLA_KFP_UI, then the endpoint if it serves it).
     """
 
     endpoint: str = ""
@@ -79,7 +80,7 @@ class Instance:
             token_file="" if token else file,
             cookies=cookies.strip(),
             ca_file=_either(self.ca_file, CA_FILE, environment),
-            # A URL that was copied from a browser may end with the name of a page.
+            # Remove the fragment, such as `#/runs`, of a URL that was copied from a browser.
             ui=_url(_either(self.ui, UI, environment).strip().partition("#")[0]),
         )
         access.check()
@@ -173,7 +174,7 @@ def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) 
 
 
 def _url(text: str) -> str:
-    """Return the URL with a scheme; like the SDK, assume https."""
+    """Add `https://` to a URL without a scheme, as the SDK does, and remove a trailing slash."""
     return (text if "://" in text or not text else f"https://{text}").rstrip("/")
 
 

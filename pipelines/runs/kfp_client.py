@@ -1,4 +1,4 @@
-"""A client of a KFP instance with request timeouts and one-line error messages with a fix.
+"""A client of a KFP instance with request timeouts and one-line error messages that suggest a fix.
 
 In contrast, the SDK's own client writes to the home folder, searches for clusters, opens a browser,
 prints links, waits without a time limit, and mistakes a login page for an empty list.
@@ -33,7 +33,7 @@ from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.trainer.runtime import masking
 from flotilla.trainer.runtime.errors import UserError
 
-# Maximum length of an instance's message, which may contain a stack trace.
+# Maximum length of an instance's message in characters. A message may contain a stack trace.
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
@@ -50,12 +50,12 @@ _REDIRECTED = 3
 _SERVER = 500
 
 
-#: HTTP statuses if an object does not exist, and if it already exists.
+#: HTTP status codes for an object that does not exist, and for one that already exists.
 ABSENT, CONFLICT = 404, 409
 
 
 class InstanceError(UserError):
-    """A KFP instance refused a request (the HTTP `status`), or did not respond (0)."""
+    """A KFP instance refused a request with an HTTP `status`, or sent no valid response (0)."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         """Store the message and the HTTP status."""
@@ -210,7 +210,7 @@ class Client(_OwnClient):  # type: ignore[misc]
             total=2,
             read=0,
             other=0,
-            # A redirect leads to a login page, and would turn a POST into a GET.
+            # Do not follow a redirect: it leads to a login page, and would turn a POST into a GET.
             redirect=False,
             status_forcelist=BUSY,
             allowed_methods=("GET",),
@@ -372,7 +372,7 @@ def pages(
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text is the id of a run or a version."""
+    """Return whether a text has the form of the id of a run or a version."""
     return _ID.fullmatch(text) is not None
 
 

@@ -1,8 +1,8 @@
-"""Reads the nodes, logs and objects of a run: all code that depends on KFP's API version.
+"""Reads the nodes, logs and objects of a run, through paths that not every version of KFP has.
 
 A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns the whole workflow from a
 database, even after its pods were deleted. The newer list of nodes (v2beta1) lacks messages and pod
-names. KFP 3 removes this path, so runs on KFP 3 have no steps and no logs here.
+names. KFP 3 removes the v1beta1 path, so runs on KFP 3 have no steps and no logs here.
 
 A task `x` has a node `x`; the node `x(0)` is its first attempt. The name of a node includes the
 names of the enclosing tasks, joined by dots. Each step `train-model` has a sibling
@@ -40,11 +40,12 @@ _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
-# Argo truncates the name of a pod to make room for the hash.
+# Maximum length of the prefix of a pod name. Argo truncates the prefix to make room for the hash.
 _MOST_PREFIX = 242
 # The start of Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# The start of an error message instead of a log. Its HTTP status is 200, which was already sent.
+# The start of an error message that KFP returns instead of a log. The HTTP status is 200, because
+# it was sent before the error occurred.
 _NO_LOG = '{"error_message":'
 
 # The user interface's names for object stores, by URI scheme.
@@ -73,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod. `message` is from Argo; `step` is empty for a group's driver."""
+    """The last attempt of a pod. `message` is from Argo. The driver of a group has no `step`."""
 
     name: str
     step: str
@@ -177,7 +178,7 @@ def _make_step(name: str, node: Tree, state: str, pod: str) -> Step:
 
 def _pods(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> Iterator[Pod]:
     for path, tries in tasks.items():
-        # If Argo refuses a node, it creates no pod for it.
+        # Include refused nodes, for which Argo creates no pod.
         leaves = [each for each in tries if each.get("type") == "Pod" or _is_refused(each)]
         if not leaves:
             continue

@@ -1,9 +1,9 @@
 """The result of a run on a KFP instance, from the records of its stages or from its nodes.
 
 KFP reports whether a run has ended, and the records below its root tell how its stages ended. The
-records are read with this machine's credentials, or through the user interface. Without them, the
-states of the nodes tell which step failed, but not whether the model was promoted. Argo's messages
-tell why a pod failed or does not start.
+records are read with this machine's credentials, or through the user interface. If the records
+cannot be read, the states of the nodes tell which step failed, but not whether the model was
+promoted. Argo's messages tell why a pod failed or does not start.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _Rows = Mapping[str, Sequence[StepRecord]]
 _Verdict = tuple[str, int, str]
 # Steps of earlier versions that are now stages.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# How long requests to a store are retried, in seconds; a result does not require the store.
+# How long requests to a store are retried, in seconds. A result can be given without the store.
 STORE_SECONDS = 10.0
-# A step's termination message (see `record`) as Argo reports it: stage and cause.
+# A step's termination message as Argo reports it, with the stage and the cause.
+# `flotilla.components.records.record` writes it.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
 # Statuses of a step, by its state in `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
@@ -101,9 +102,10 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 
 
 def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Explain why a run will never be reported as ended, because its Workflow was deleted.
+    """Return why the end of a run will never be reported, or an empty string.
 
-    The instance keeps the last reported state. If a schedule is deleted, so are its Workflows.
+    If the Workflow of a run was deleted, the instance keeps the last reported state. Before KFP
+    2.16, deleting a schedule also deletes the Workflows of its runs.
     """
     is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
     if not is_scheduled and run.state != "CANCELING":
@@ -262,7 +264,10 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a successful run has reached a stage, or at least its step."""
+    """Return whether a successful run has completed the step of a stage.
+
+    If the steps of the run are unknown, return whether the stage has a record.
+    """
     if not run.steps:
         return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
@@ -323,7 +328,7 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         return FAILED, explain_pod(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
     if at and at.error:
-        # Only for a stopped step does KFP's message contain more than the record.
+        # If the step was stopped, KFP's message tells more than the record.
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _exit_code(at), _and(f"{at.step}: {at.error}", more)
     if left := _TERMINATED.fullmatch(first.message):
@@ -361,8 +366,8 @@ class Cause:
     """The meaning of an Argo message.
 
     Attributes:
-        blocks: whether a pod with this message usually does not start without help.
-        at_once: whether it certainly does not start, so that waiting does not help.
+        blocks: whether a pod with this message usually does not start until the cause is fixed.
+        at_once: whether it never starts, so that waiting does not help.
         of_image: whether the image cannot be pulled.
     """
 
@@ -454,5 +459,5 @@ def waiting_pods(nodes: Nodes) -> tuple[Pod, ...]:
 
 
 def is_busy(nodes: Nodes) -> bool:
-    """Return whether a pod is running or about to start, even if Argo pauses for minutes."""
+    """Return whether a pod is running or will start, perhaps after a pause of minutes."""
     return nodes.is_pausing or any(pod.state in ("PENDING", "RUNNING") for pod in nodes.pods)

@@ -1,6 +1,6 @@
 """Local runs: `run`, `train` and `prepare`.
 
-A run has a folder below the workdir and a child process with KFP's local runner. This process
+A run has a folder below the workdir and a child process with KFP's local runner. The parent process
 follows the events that the steps write.
 """
 
@@ -71,8 +71,9 @@ class RunOptions:
     Attributes:
         pipeline: `run`, `prepare` or `train`.
         config: a configuration, its YAML file, a mapping, or data files to learn from (a path, a
-            URI or a pattern). None means the configuration of the run to resume, or else
-            `configs/digits.yaml` in the current folder, or else the defaults.
+            URI or a pattern). None means the first that exists of: the configuration of the run to
+            resume, the data files in the setting `data.source`, `configs/digits.yaml` in the
+            current folder, and the defaults.
         settings: `section.key=value` texts that override the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
@@ -238,7 +239,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         elif labels:
             raise ConfigError("--label needs training data: give the files that have the column")
     if config is not None:
-        # Import this only here: it takes 0.1 s, and the errors above should come first.
+        # Import it here, because the import takes 0.1 s and the errors above should come first.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
 
         if not is_source(config):
@@ -250,7 +251,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
 
 
 def list_runs(workdir: Path) -> dict[str, float]:
-    """Return the ids of the runs below `workdir` with their last start; raises `UserError`."""
+    """Return the Unix time of the last start of each run below `workdir`; raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -277,8 +278,8 @@ class LocalRun:
         bundle: the bundle of the user's modules, if this start has published one.
         written: the file with the configuration that was proposed for data files, if any.
         parent: the id of the sweep that a trial belongs to, or empty.
-        saved: the content of `config.json`, written only once training has begun, so that a
-            refused resume changes nothing.
+        saved: the content of `config.json`. A resumed run writes it only once training has begun,
+            so that a refused resume changes nothing.
     """
 
     run_id: str
@@ -302,7 +303,7 @@ def start(options: RunOptions) -> LocalRun:
     require_current_folder()
     (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
-        # Import this only here: it takes 0.1 s, and commands that watch runs do not need it.
+        # Import it here, because it takes 0.1 s and commands that watch runs do not need it.
         from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
 
         require_source(config.data)
@@ -361,7 +362,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` if there is no run `run_id` below `workdir`."""
     runs = list_runs(workdir)
     if run_id not in runs:
-        # Compare the timestamp at the end of each name.
+        # Compare only the times at the end of the ids.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
         known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
@@ -377,7 +378,8 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     root = find_root(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
     try:
-        # The runner leaves a folder for every step in the temporary directory.
+        # Give the run a temporary directory, because the runner leaves a folder in it for every
+        # step.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -475,7 +477,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # This variable may still be set, because another run was interrupted before.
+    # The variable may still be set, because this process was interrupted in another run.
     found.pop(STOPPING, None)
     return found
 

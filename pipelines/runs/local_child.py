@@ -36,19 +36,19 @@ def main() -> None:
     """
     name, *is_resumed, folder = *sys.argv[1:-1], Path(sys.argv[-1])
     signals.end_with_parent()
-    # The steps read their parent's PID from here, because a shell runs between the two processes.
+    # The steps read the PID of this process from the environment, because their parent is a shell.
     os.environ.update(signals.parent_environment())
     # The signal ends the running step; this process continues with the exit step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _no_further_step)
     # The runner inserts the interpreter's path unquoted into a shell command, and replaces the word
-    # `python3` by this path in every parameter value. Therefore the path is `python3` here.
+    # `python3` by this path in every parameter value. Therefore set the path to `python3`.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     with forking(folder, name) as fork_steps:
-        # The fork server loads its modules in the meantime.
+        # Import KFP while the fork server loads its modules.
         load_without_client()
         fork_steps()
         if name in TRAINING:

@@ -43,10 +43,11 @@ class RunResult:
     Attributes:
         run_id: id of the run.
         status: `done`, `blessed`, `refused`, `unchanged`, `trained`, `failed` or `interrupted`;
-            `running` before its end; for a run on a KFP instance also `canceled` or `unknown`.
+            `running` before the end of the run; `unknown` if it cannot be read; on a KFP instance
+            also `canceled`.
         exit_code: exit code of the command line.
-        message: reason for a failure or refusal, as one line, or empty.
-        steps: the last record of every step, in the order of their start.
+        message: the reason for a failure or refusal in one line, or empty.
+        steps: the last record of every stage, in the order of their start.
         folder: the folder of a local run.
         state: KFP's state of a remote run, or empty.
         states: KFP's state of each step, by step name.
@@ -93,7 +94,7 @@ class RunResult:
 
     @property
     def main_metric(self) -> MainMetric | None:
-        """Return the metric that models are compared by; None if it was not evaluated."""
+        """Return the metric that models are compared by; None if no model was evaluated."""
         step = self.find_step("evaluation")
         if not step or not step.metrics:
             return None

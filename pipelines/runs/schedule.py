@@ -202,8 +202,9 @@ class Scheduled:
 
     Attributes:
         action: the result, such as `was created` or `already exists`.
-        next: the next start in UTC; empty for an interval.
+        next: the next start in UTC; empty for an interval or if it is not computed.
         removed: number of other schedules of this name that were removed.
+        existed: whether the same schedule existed before.
         version: the version of all runs; with `Timing.latest`, the one that is newest now.
         remarks: remarks about settings that were not copied and schedules that remain.
     """
@@ -316,8 +317,9 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
     """Recreate a schedule for the newest version with the steps of this code.
 
-    All settings except the version are kept, including a configuration from before the form
-    existed. If `image` is empty, the version's is used, because other images have other steps.
+    All settings except the version and the image are kept. The parameters of earlier versions are
+    converted. If `image` is empty, the image of the version is used, because other images may have
+    other steps.
     """
     check_image(image)
     client = connect(access)
@@ -407,17 +409,18 @@ def unschedule(
     cancel: bool = False,
     now: bool = False,
 ) -> int:
-    """Remove every schedule of this name, and return their number; raises `ConfigError` if none.
+    """Remove every schedule of this name, and return their number.
 
-    Deleting a schedule also deletes the Workflows of its active runs, whose end is then never
-    reported. Therefore the schedule is disabled first, and deleted after its runs have ended.
+    Before KFP 2.16, deleting a schedule also deletes the Workflows of its active runs, and their
+    end is never reported. Therefore the schedule is disabled first, and deleted after its runs have
+    ended. Raises `ConfigError` if there is no schedule of this name.
 
     Args:
         access: the instance.
         name: name of the schedules.
         on_note: called with a message about each run that delays the removal or is lost.
         cancel: whether to cancel the active runs.
-        now: whether to delete without waiting, which loses active runs.
+        now: whether to delete without waiting for active runs, which may then be lost.
     """
     client = connect(access)
     named = _list_named(client, name)
@@ -498,7 +501,6 @@ def _disable(client: Client, schedules: Sequence[Any]) -> None:
 
 
 def _active_runs(client: Client, schedules: Sequence[Any]) -> list[RemoteRun]:
-    """Return the active runs of these schedules."""
     found: list[RemoteRun] = []
     for each in schedules:
         own = str(each.recurring_run_id)
@@ -643,7 +645,7 @@ def _meaning(each: Any) -> dict[str, Any]:
 
 
 def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
-    """Remove schedules, and their references to bundles except `kept`; return their number."""
+    """Remove schedules, and their references to bundles other than `kept`. Return their number."""
     for each in schedules:
         try:
             # Since KFP 2.16, this option lets started runs continue; earlier versions ignore it.
@@ -657,7 +659,7 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
             if error.status != ABSENT:
                 raise
         given = _meaning(each)["parameters"]
-        # In schedules from before the form existed, the bundle is a separate parameter.
+        # In schedules of earlier versions, the bundle is a separate parameter.
         settings = given.get(SETTINGS)
         bundle = (settings if isinstance(settings, Mapping) else given).get("code", "")
         if bundle and bundle != kept:

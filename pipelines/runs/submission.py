@@ -117,7 +117,8 @@ def submit(
     """Start a run on a KFP instance and return without waiting; see `follow`.
 
     Args:
-        config: a configuration, its YAML file, a mapping, or None for the default.
+        config: a configuration, its YAML file, a mapping, files to learn from, or None for the
+            default.
         settings: overrides of the configuration, as for `run`.
         instance: the KFP instance; from the environment by default.
         file: a compiled pipeline to run instead of an uploaded version.

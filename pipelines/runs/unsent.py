@@ -43,7 +43,7 @@ def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
 
     def work() -> None:
         try:
-            # The run itself detects and reports an unavailable tracker.
+            # Stop if the tracker is unavailable. The run itself reports that.
             mlflow_run.health()
             send_unsent(workdir)
             registration.announce_again(root, model)
@@ -122,6 +122,6 @@ def _judge(history: Path) -> RunResult:
 
 
 def _is_killed(result: RunResult) -> bool:
-    """Return whether a run was killed: it has ended, but no step has failed."""
+    """Return whether a run was killed: it failed, but no step recorded a failure."""
     failed = [each for each in result.steps if each.status == "failed"]
     return result.status == "failed" and all(each.ended is None for each in failed)

@@ -33,7 +33,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 NEWEST = "created_at desc"
 # Page size of version lists. A version includes its whole spec, which is 80 kB for Flotilla.
 _VERSIONS = 5
-# Maximum number of names in which to search for a similar one.
+# Maximum number of versions that are searched for a match or for a similar name.
 _SOME = 20
 
 
@@ -139,7 +139,7 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
     """Return an uploaded version of the pipeline `name`; raises `ConfigError` if there is none.
 
     `wanted` is a name, an id or the prefix of a name. If it is empty, return the newest version
-    with the steps of this code, or else the newest of all.
+    with the steps of this code, or the newest of all if none of the last 20 has them.
     """
     pipeline_id = _find_pipeline(client, name)
     found = _find_wanted(client, name, pipeline_id, wanted)
@@ -200,7 +200,7 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
 
 
 def equals(key: str, value: str) -> str:
-    """Return an API filter for a field with this value; the instance ignores the case."""
+    """Return an API filter for a field with this value; the instance ignores case."""
     return _filter("EQUALS", key, value)
 
 
@@ -212,7 +212,7 @@ def containing(key: str, value: str) -> str:
 
 def _filter(operation: str, key: str, value: str) -> str:
     predicate = {"operation": operation, "key": key, "stringValue": value}
-    # The server decodes this parameter twice: a `+` would become a space.
+    # The server decodes this parameter twice, so a `+` would become a space.
     return quote(json.dumps({"predicates": [predicate]}), safe="")
 
 
@@ -238,7 +238,8 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
 
 
 def _create(client: Client, name: str) -> str:
-    # Create the pipeline without a version: the first version would get the name of the pipeline.
+    # Create the pipeline without a version, because a version that is created with it gets the name
+    # of the pipeline.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     create = partial(ask, client.pipelines.pipeline_service_create_pipeline, pipeline=body)
     return create_or_find(create, "pipeline_id", partial(find_pipeline_id, client, name))

@@ -1,7 +1,7 @@
 """A sweep on this machine, in which each trial is a run and only the best one is promoted.
 
-The folder of a sweep contains the journal of a study and a lock. Its trials are runs next to that
-folder, which only train and validate. The run of the best trial continues to the registry. Only one
+The folder of a sweep contains the journal of a study and a lock. Next to it, each trial has a run,
+which only trains and validates. The run of the best trial continues to the registry. Only one
 thread changes the state of the sweep.
 """
 
@@ -137,7 +137,7 @@ def sweep(
         seed: seed of `random` and `tpe`.
         halving: whether only the best third of the trials continues from each rung to the next.
         auto: whether to search a predefined space for the model, with TPE and halving.
-        minutes: time after which no trial starts, and the best one so far is promoted.
+        minutes: time limit. After it, running trials are stopped and the best one is promoted.
         metric: validation metric by which trials are compared. By default, the main metric.
         better: which values of `metric` are better: `higher` or `lower`.
         parallel: number of concurrent trials.

@@ -4,8 +4,8 @@ prepare_data -> run_trial (a loop with limited parallelism) -> choose_trial -> e
 export_model
 
 A failed trial does not fail its step, so the loop continues. With halving, each rung has a loop and
-a choice, and the trials of the next rung continue from their own checkpoints. If trials failed, the
-steps of unused places on the next rung end at once.
+a choice, and the trials of the next rung continue from their own checkpoints. A loop has a fixed
+number of places for trials. If trials failed, the steps of unused places end at once.
 """
 
 from __future__ import annotations

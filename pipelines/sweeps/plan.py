@@ -52,7 +52,7 @@ class SweepOptions:
         tpe: number of trials that TPE chooses from earlier results, or None.
         halving: whether only the best third of the trials continues from each rung to the next.
         auto: whether to search a predefined space for the model, with TPE and halving.
-        minutes: time after which no trial starts, or None for no limit.
+        minutes: time limit, after which running trials are stopped; None for no limit.
         metric: validation metric, or empty for the main metric.
         better: `higher` or `lower`, or empty if the metric's name implies it.
     """

@@ -13,8 +13,9 @@ from flotilla.pipelines.cli.exit import Answer, answers
 
 VARIABLE = "_FLOTILLA_COMPLETE"
 # Bash splits words at spaces, but also at `=`, `:` and `@`, which `--set section.key=value` and
-# `MODEL@VERSION` contain. Typer's script passes these pieces, and bash replaces only the text after
-# the last of them. This script passes the whole line and removes the prefix that bash keeps.
+# `MODEL@VERSION` contain. Typer's script passes the pieces of such a word, and bash replaces only
+# the text after the last separator. This script passes the whole line, and removes the prefix that
+# bash keeps.
 _BASH = f"""
 _flotilla_completion() {{
     local line="${{COMP_LINE:0:COMP_POINT}}" breaks="${{COMP_WORDBREAKS//[^=:@]/}}" word before=""
@@ -52,7 +53,7 @@ def completion(
 
 
 def rejoin_words(environment: MutableMapping[str, str]) -> None:
-    """If the command line is known, replace bash's words with its words up to the cursor."""
+    """Replace bash's words with those of the line in `COMP_LINE`, if it is set."""
     line = environment.get("COMP_LINE", "")
     if not line:
         return

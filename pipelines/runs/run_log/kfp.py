@@ -79,7 +79,7 @@ class LogFollower:
 
     @property
     def has_found(self) -> bool:
-        """Return whether there was any log."""
+        """Return whether any log was read."""
         return bool(self._lengths)
 
 

@@ -31,7 +31,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
         view.require_task(folder.name, tasks)
     logs = _Logs(folder)
     while True:
-        # Check first, so that lines written before the end are read after it.
+        # Check for the end of the run before reading, so that its last lines are read too.
         going = follow and local_status.find_process(folder) > 0
         lines = merge_lines(logs.read(whole=not going))
         view.leader = logs.leader
@@ -47,7 +47,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Where a run failed: the step to replay, the log with the cause, the user's stack frame."""
+    """Where a run failed: the step to replay, the log with the cause, and the user's frame."""
 
     step: str
     log: Path

@@ -1,4 +1,4 @@
-"""Selects the log lines to show: without duplicates, and with fewer repeating lines."""
+"""Selects the log lines to show, without duplicates and with fewer repeating lines."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class LogView:
         yield from self._began()
 
     def end(self) -> Iterator[LogLine]:
-        """Yield the lines that were held back, at the end of the run or of the log."""
+        """Yield all lines that were held back, because the run or the log has ended."""
         yield from self.flush()
         yield from self._flush_held()
 
