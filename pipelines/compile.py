@@ -35,10 +35,7 @@ def compile_all(
     pods: StepPods = NO_SETTINGS,
     config: Config | None = None,
 ) -> dict[str, str]:
-    """Compile the pipeline for `image`, and each component if `components` is a folder.
-
-    Return the paths that were written. Raises `ConfigError` or `UserError`.
-    """
+    """Write the pipeline, and the components if a folder is given. Raises `UserError`."""
     check_image(image)
     if components is not None:
         # Create the folder before any file is written, so that an error leaves no incomplete set.
@@ -163,10 +160,7 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the compiled pipeline in `file`. Raises `ConfigError`.
-
-    `image` and `pods` must have their defaults, because they would require a new compilation.
-    """
+    """Return the compiled pipeline in `file`. Raises `ConfigError`, also for `image` or `pods`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(

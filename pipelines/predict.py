@@ -153,7 +153,6 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
 
 @contextmanager
 def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths and URIs of the inputs. Rows in memory are written to a temporary file."""
     # Only a data frame has this method.
     rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
     if isinstance(rows, str | os.PathLike):
@@ -276,8 +275,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # Start the process in a separate session, so that the terminal does not interrupt it as
-        # well.
+        # In a separate session, the process does not get Ctrl+C. This process ends it instead.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )

@@ -56,9 +56,8 @@ RUN_SECONDS = 35 * _DAY
 #: Time for which the pods of a finished run and their logs are kept, in seconds.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
-# KFP replaces this text with the run id in the whole compiled pipeline before it creates pods.
-# KFP's own placeholders do not work in labels, because labels are fixed when the pipeline is
-# compiled.
+# KFP replaces this text with the run id before it creates pods. KFP's own placeholders do not work
+# in labels, because labels are fixed when the pipeline is compiled.
 _RUN_ID = "{{workflow.uid}}"
 
 

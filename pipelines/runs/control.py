@@ -140,8 +140,7 @@ def logs(
         step: the step or stage to read; all if empty.
         task: the training task to read, such as `chief-0`; all if empty.
         follow: whether to continue until the run ends.
-        verbose: whether to pass all lines, including those that KFP and TensorFlow write at their
-            start.
+        verbose: whether to pass all lines, including the startup lines of KFP and TensorFlow.
         workdir: the folder of local runs.
         instance: the KFP instance; from the environment by default.
 
@@ -235,7 +234,6 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
 
 
 def _interrupt(folder: Path) -> bool:
-    """Send SIGTERM to the process group of a run; return whether it had a process."""
     process = local_status.find_process(folder)
     if not process:
         return False

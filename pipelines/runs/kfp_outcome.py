@@ -264,10 +264,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a successful run has completed the step of a stage.
-
-    If the steps of the run are unknown, return whether the stage has a record.
-    """
+    """Return whether a successful run has run a stage. Without nodes, its record tells."""
     if not run.steps:
         return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
