@@ -1,9 +1,9 @@
 """Checks that a model still recognizes every class that the champion recognizes.
 
-The champion recognizes a class if its recall is significantly above chance. The model keeps the
-class if its recall is lower by at most the margin, according to Tango's interval. Each class is
-tested at the full confidence. Because all classes must be kept, testing many classes does not make
-it easier to pass for a model that loses one.
+The champion recognizes a class if its recall is significantly above chance. The new model keeps the
+class if its own recall is lower by at most the margin, according to Tango's interval. Each class is
+tested at the full confidence. Because a model must keep all classes, testing many of them does not
+make it easier for a model that loses one to pass.
 
 A class is judged only if it has enough examples: of 100 models as good as the champion, the tests
 of all judged classes together may refuse at most 20 (Bonferroni). Any other class counts as lost
@@ -35,7 +35,8 @@ _FEW = 1e-9
 class _Answers(NamedTuple):
     """One entry per label: class, example, whether each model recognizes it, and weight.
 
-    `guessed` has the weight of the champion's predictions by class, and `total` the total weight.
+    `guessed` is the weight with which the champion predicts each class, and `total` is the total
+    weight.
     """
 
     classes: Array
@@ -109,7 +110,7 @@ def _divide(part: Floats, whole: Floats) -> Floats:
 def _squares(answers: _Answers, count: int) -> Floats:
     """Return the sums of the squared weights of the examples in each class.
 
-    The positions of an example are dependent, so that together they count as one example.
+    The positions of an example are dependent, so together they count as one example.
     """
     pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
     weights = np.bincount(place, answers.weights)
@@ -154,7 +155,7 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
-    """Return whether each class can be judged and is lost, at a level shared by `classes`."""
+    """Return which classes can be judged and which are lost, at a level divided among `classes`."""
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes

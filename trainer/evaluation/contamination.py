@@ -1,8 +1,8 @@
 """Contamination of the test split: how many test examples the model was trained on.
 
 Examples are compared by the hashes of their inputs, which each dataset stores. If there are more
-than 65,536 distinct hashes, the dataset stores a uniform sample, which is the same for all
-datasets. If a model was warm-started, it was also trained on the data of its initial weights.
+than 65,536 distinct hashes, the dataset stores the smallest ones, which are a uniform sample. If a
+model was warm-started, the data that its initial weights were trained on counts too.
 """
 
 from __future__ import annotations

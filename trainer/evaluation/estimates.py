@@ -38,7 +38,7 @@ _AREAS = ("auc", "average_precision")
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a model; `state` is None if it is not computed from sums."""
+    """A metric of a model; `state` is None if the metric is not computed from sums."""
 
     objective: Objective
     examples: Examples

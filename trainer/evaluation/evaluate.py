@@ -2,8 +2,9 @@
 
 The evaluation is published as `metrics.json`, `curves.json`, `predictions/*.npy` (`label`,
 `output`, `weight` and `champion_output` in dataset order, with a file per target if there are
-several) and `worst/*.png` (the examples with the highest losses). Predictions are written to disk
-batch by batch, so that memory use does not grow with the number of examples.
+several) and `worst/*.png` (the examples with the highest losses, if their input is an image).
+Predictions are written to disk batch by batch, so that memory use does not grow with the number of
+examples.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ KIND = "evaluation"
 SPLIT = "test"
 TRAIN = "train"
 _PREDICTING = f"predicting the {SPLIT} split"
-# Number of training examples from which the most popular items are determined.
+# Maximum number of training examples from which the most popular items are determined.
 _MOST_LEARNT = 10_000_000
 # Number of test examples for the first call of a program's model.
 _EXAMPLES = 512

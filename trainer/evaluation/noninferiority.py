@@ -5,11 +5,11 @@ At a confidence of 0.99, the true difference is worse than the bound in at most 
 The bound, not the difference, is compared with the margin, so that with too few examples a model is
 refused rather than passed.
 
-    shares   for fractions of correct answers: Tango's score interval of paired counts (1998,
-             Statistics in Medicine 17); at a difference of 0 it is McNemar's test
-    paired   for all other metrics: a t test on the differences between both models in the influence
-             of each example on the metric. For the area under the ROC it is the test of DeLong,
-             DeLong and Clarke-Pearson (1988, Biometrics 44)
+    shares           for fractions of correct predictions: Tango's score interval of paired counts
+                     (1998, Statistics in Medicine 17); at a difference of 0 it is McNemar's test
+    compare_paired   for all other metrics: a t test on the differences between both models in the
+                     influence of each example on the metric. For the area under the ROC curve it
+                     is the test of DeLong, DeLong and Clarke-Pearson (1988, Biometrics 44)
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _CHANNELS = (1, 3, 4)
 # Maximum number of values of a column in one part.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Maximum number of distinct strings of a column. Slices list only the most frequent strings.
+# Maximum number of distinct strings of a column. Slices need only the most frequent ones.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
@@ -323,12 +323,12 @@ def predict(  # noqa: PLR0913, PLR0917
     champion: Answer | None = None,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
-    """Predict all batches from `labelled_columns`, which must be finite, and write the outputs.
+    """Predict all batches of a finite dataset from `labelled_columns`, and write the outputs.
 
     `count` is called with the number of examples in each batch.
 
     Raises `SplitError` if a label is invalid for the task or all weights are 0, and `UserError` for
-    other mistakes.
+    other errors of the user.
     """
     forward = make_forward(objective, model)
     worst = Worst(spec, objective.task)

@@ -53,11 +53,11 @@ def map_outputs(said: Any) -> Mapping[str, Any]:
 
 
 def list_links(task: Task) -> dict[str, Any]:
-    """Return how each output of the trained model is converted to an answer.
+    """Return how each output of the trained model is converted to a prediction.
 
-    The value is the name of a function, `first` for the sigmoid of the first column only, or the
-    mean and standard deviation that outputs were standardized with. A single output has an empty
-    name.
+    The value is the name of a function (empty for none), `first` for the sigmoid of the first
+    column only, or the mean and standard deviation that outputs were standardized with. A single
+    output has an empty name.
     """
     found = dict[str, Any]()
     for name, part in task.parts.items():

@@ -3,7 +3,7 @@
 The threshold maximizes the weighted F1 of the positive class. If several thresholds do so, the one
 closest to 0.5 is used. It lies midway between two probabilities, so that rounding differences
 between exported forms of the model do not change decisions. It is 0.5 if all probabilities are
-equal, if one of the classes has no examples, or if there are no examples.
+equal, or if no example is positive.
 """
 
 from __future__ import annotations

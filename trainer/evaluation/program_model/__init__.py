@@ -1,1 +1,1 @@
-"""Loads the model that a user's program has written as a Keras model."""
+"""Loads the model that a user's program has written, and returns it as a Keras model."""

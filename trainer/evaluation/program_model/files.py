@@ -30,7 +30,7 @@ SAVED_MODEL, KERAS = "saved_model", "keras"
 _PROTO, _SUFFIX = "saved_model.pb", ".keras"
 _SERVE = "serve"
 _VERSION = re.compile(r"[0-9]{1,18}")
-# Operations for variables of TensorFlow 1 that are not resources.
+# Operations of TensorFlow 1 variables that are not resource variables.
 _REFERENCES = {"Variable", "VariableV2"}
 
 
@@ -53,8 +53,9 @@ class Callee:
 def find_model(paths: Sequence[str]) -> tuple[str, str]:
     """Return the layout of a model and its path, given the paths of the files in its folder.
 
-    For a SavedModel, this is the path of its folder: the given folder, or its subfolder with the
-    highest version number. Raises `UserError` if there is no model, or more than one.
+    For a SavedModel, this is the path of its folder: the given folder, the subfolder with the
+    highest version number, or else the only subfolder that has a SavedModel. Raises `UserError` if
+    there is no model, or more than one.
     """
     if _PROTO in paths:
         return SAVED_MODEL, ""

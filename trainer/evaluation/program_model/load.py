@@ -1,4 +1,4 @@
-"""Loads the model that a user's program has written as a Keras model.
+"""Loads the model that a user's program has written, and returns it as a Keras model.
 
 The Keras model accepts the features of the dataset and returns the outputs that its task expects,
 so that it can be evaluated, compared, exported and served like a model trained by Flotilla.

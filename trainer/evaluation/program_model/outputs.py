@@ -1,7 +1,7 @@
 """Converts the outputs of a program's model to the outputs of its task: logits or numbers.
 
-An output is recognized if it has the name of an answer (`logits`, `probabilities`, `logit`,
-`probability` or `prediction`). With several targets, it has the name of the target, alone or as a
+An output is recognized by its name: `logits`, `logit`, `probabilities`, `probability`, `prediction`
+or `predictions`. If there are several targets, its name is the name of the target, alone or as a
 prefix. A single output may have any name. Whether values are probabilities is set by
 `program.outputs`, or inferred from the outputs for real examples.
 """
