@@ -16,8 +16,9 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 # With fewer features, only test each one separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# A value that occurs this often in a sample, and this many times as often as the rarest counted
-# value, has surely been counted in the other sample too.
+# A value is compared only if it occurs at least `_FEWEST_EXAMPLES` times, and more than `_TWICE`
+# times as often as the rarest counted value. Then it has surely been counted in the other sample
+# too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -43,7 +44,7 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both samples certainly counted, and the sum of all others."""
+    """Yield a table per sample: counts of values that both surely counted, and of all others."""
     # If a text has many values, only the most frequent are counted, and these differ by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
@@ -138,9 +139,9 @@ def _describe_change(new: FeatureProfile, old: FeatureProfile) -> str:
 def compare_together(question: Question) -> Iterator[Finding]:
     """Test whether all numeric features together have drifted from the champion's dataset.
 
-    Use the test of Bai and Saranadasa (1996) on ranks. For p features with rank correlations R, the
-    sum of squared Mann-Whitney statistics (scaled to variance 1) has mean p and variance 2 tr(R^2).
-    The p-value comes from a gamma distribution with these moments.
+    Use the test of Bai and Saranadasa (1996) on ranks. For p features with the rank correlation
+    matrix R, the sum of squared Mann-Whitney statistics (scaled to variance 1) has mean p and
+    variance 2 tr(R^2). The p-value comes from a gamma distribution with these moments.
     """
     sample = question.dataset.splits["train"].sample if "train" in question.dataset.splits else {}
     pairs = [

@@ -1,8 +1,8 @@
 """Rules on whole examples: duplicates within a split, and leakage between splits.
 
 Examples are identified by the hashes of their inputs. For a large split, only the smallest hashes
-are known. These are a uniform sample of the split's distinct examples: an example in one sample is
-in the samples of all splits that contain it.
+are known, which are a uniform sample of its distinct examples. Two splits are compared up to the
+smaller of their largest known hashes, because both samples are complete up to there.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
 from flotilla.trainer.data_gate.two_samples import fisher_test
 from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
-# A number can identify examples if at least this share of its values is distinct.
+# A numeric feature can identify examples if it has at least this many distinct values per distinct
+# example.
 _TELLS_APART = 0.9
-# Factor by which the values of a number may be denser than if they were spread evenly.
+# Factor by which the values of a feature may be denser than if they were spread evenly.
 _DENSER = 4.0
 # If duplicates by chance are less probable than this, use the binomial test.
 _RARE = 0.005
@@ -86,9 +87,9 @@ def _get_champion_share(question: Question, split: str) -> float | None:
 def _estimate_chance(dataset: DatasetProfile) -> float | None:
     """Return the probability that an example has a duplicate by chance; None if it is unknown.
 
-    It is 0 if an input is an image or a tensor, which are hardly ever equal by chance. The number
-    of possible values of a number is estimated as its range divided by the smallest step in a
-    sample.
+    The probability is 0 if any input is an image or a tensor, because these are hardly ever equal
+    by chance. The number of possible values of a numeric feature is estimated as its range divided
+    by the smallest step in a sample.
     """
     train = dataset.splits.get("train")
     if train is None or not train.copies.sum():
@@ -116,7 +117,7 @@ def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Examples of one split that are also in another: `found` of the `asked` examples examined.
+    """The number of examples of one split that are also in another: `found` of `asked` examples.
 
     In a large split, only a sample is examined. `whole` is the size of the split, and `expected` is
     the share that is expected by chance.

@@ -30,7 +30,7 @@ _MOST_VALUES = 50
 
 
 class ExpectedFeature(Section):
-    """Constraints on a feature; keys that are not set are not checked."""
+    """Constraints on a feature; a constraint that is not set is not checked."""
 
     type: Literal["", "number", "text", "class", "tensor", "image"] = ""
     required: bool = True

@@ -19,7 +19,7 @@ from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 # Names that need no quotes in a YAML list.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
-#: NaN and infinities are given as text.
+#: A value in a finding. In JSON, NaN and infinities become text.
 Value = float | int | str | None
 
 
@@ -50,7 +50,11 @@ class Finding:
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line that tells how to configure its rule."""
+        """Return the finding as one line.
+
+        Unless the text already names a configuration key, the line also tells how to change the
+        action of the rule.
+        """
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
@@ -86,7 +90,7 @@ class Question:
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield name and profiles of each feature that has the same kind in both datasets."""
+        """Yield the name and both profiles of features that have the same kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -94,7 +98,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the feature that groups the splits; empty if the inputs determine the split."""
+        """Return the feature that groups examples when splits are drawn; empty if there is none."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 
@@ -106,9 +110,9 @@ class Question:
     def independent(self, dataset: DatasetProfile, split: str, *, by_inputs: bool) -> float:
         """Return the effective sample size of a split.
 
-        Examples of a group are dependent, and so are equal examples if the inputs decide the split.
-        The effective number of groups is the squared sum of their sizes, divided by the sum of
-        their squared sizes ("Survey Sampling", Kish 1965).
+        Examples of a group are dependent. Equal examples are dependent too if the inputs determine
+        the split. The effective number of groups is the squared sum of their sizes, divided by the
+        sum of their squared sizes ("Survey Sampling", Kish 1965).
         """
         found = dataset.splits[split]
         size = max(found.examples, 1)

@@ -44,7 +44,7 @@ def classes(question: Question) -> Iterator[Finding]:
 
 
 def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the number of examples of the champion's classes, by the dataset's class names."""
+    """Return the class counts of the champion's dataset, under the class names of this dataset."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)

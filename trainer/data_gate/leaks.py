@@ -1,11 +1,15 @@
 """The rule on leaks: an input determines a label, which legitimate inputs hardly ever do.
 
-An input leaks a class if all examples with the same value have the same class, or if a few
-thresholds separate the classes. Natural classes may also be separable, such as the petals of an
-iris species, but then examples become rare near the threshold. If the label is derived from the
-input, the threshold cuts a distribution in two, or all examples of a class have one value. An input
-leaks a numeric label if the two have a linear relation or the same order, or if each value of the
-input has only one label.
+An input leaks a class if all examples with the same value have the same class, if a few thresholds
+separate the classes, or if the remainder of a row number determines the class. An image or a tensor
+leaks a class if, in one of its projections, the values of each class are close together.
+
+Natural classes may also be separable, as iris species are by their petals, but then examples become
+rare near the threshold. If the label is derived from the input, the threshold cuts a distribution
+in two, or all examples of a class have one value.
+
+An input leaks a numeric label if the two have a linear relation or the same order, or if each value
+of the input has only one label.
 
 The rule uses the sample of the training split.
 """

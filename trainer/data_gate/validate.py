@@ -87,7 +87,7 @@ class Validation:
 
     @property
     def digest(self) -> str:
-        """A text that is equal for equal validations."""
+        """A string that is equal for equal validations."""
         return json.dumps(self.facts, sort_keys=True)
 
 

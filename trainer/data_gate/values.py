@@ -34,7 +34,7 @@ _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find numbers that equal the champion's numbers after a unit conversion."""
+    """Find features whose numbers equal the champion's numbers after a unit conversion."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
@@ -108,7 +108,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
 
 
 def missing(question: Question) -> Iterator[Finding]:
-    """Find features without values, and features with more missing values than the champion's."""
+    """Find features without values, and features with more missing values than the champion had."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
@@ -166,7 +166,7 @@ def _is_constant(each: FeatureProfile) -> bool:
 
 
 def new_values(question: Question) -> Iterator[Finding]:
-    """Find features with more values that the champion's dataset lacks than chance explains."""
+    """Find inputs with values that the champion's dataset lacks, unless chance explains them."""
     pairs = [
         pair
         for pair in question.pairs()
