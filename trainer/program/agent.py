@@ -17,10 +17,10 @@ folder. The leading task holds the lease of the checkpoints, publishes them, emi
 events and records the end of training. While the program runs, only background threads access the
 object store, so that a slow store delays neither progress, nor a stop, nor the end of the program.
 
-The exit code of the program decides what follows (see `judge_end`). 0 means done. 2, 126 and 127
-are errors of the configuration and are final, and so are other codes from 3 to 127. With several
-tasks, 1 causes a retry, because a worker also exits with 1 when another task is lost; with one task
-it is final. Codes from 128 up and signals cause a retry.
+The exit code of the program decides what follows (see `judge_end`). 0 means done. Codes from 2 to
+127 are final; 2, 126 and 127 are configuration errors. If there are several tasks, 1 causes a
+retry, because a worker also exits with 1 when another task is lost. With one task, 1 is final.
+Codes from 128 up and signals cause a retry.
 """
 
 from __future__ import annotations

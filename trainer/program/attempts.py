@@ -1,10 +1,10 @@
 """The attempts of a program whose workers all lead: they start together, or not at all.
 
-Each worker that starts writes a new ticket next to the checkpoints. The leader starts an attempt
-when every worker has a ticket that no earlier attempt used. It then writes the checkpoint and these
-tickets to a file, so that no two tasks ever start from different checkpoints. A worker whose ticket
-is not in the file waits. If the leader finds a new ticket of a worker, it restarts, and so does a
-worker that finds a new attempt.
+Each worker except the leader writes a new ticket next to the checkpoints when it starts. The leader
+starts an attempt when each of these workers has a ticket that the previous attempt did not use. It
+then writes the checkpoint and these tickets to a file, so that no two tasks ever start from
+different checkpoints. A worker whose ticket is not in the file waits. If the leader finds a new
+ticket of a worker, it restarts, and so does a worker that finds a new attempt.
 """
 
 from __future__ import annotations

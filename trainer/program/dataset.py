@@ -81,7 +81,7 @@ def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]
 
 def describe_features(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
     """Return the content of `features.json`, by the name of the feature in a record."""
-    # Names are escaped as in `data/blocks.py`. Features whose shape has a 0 are left out.
+    # Names are escaped as in `data/blocks.py`. Features with a dimension of size 0 are left out.
     return {
         f"\0{name}" if name.startswith("\0") else name: _describe(spec, name, feature)
         for name, feature in spec.features.items()

@@ -121,7 +121,7 @@ def _kill(is_meant: Callable[[int], bool]) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        # Only the end of a child can be waited for; poll for other processes.
+        # `waitpid` waits only for children, so other processes are polled.
         select.select([], [], [], PAUSE_SECONDS)
 
 

@@ -2,7 +2,8 @@
 
 A line is an object with `step` (or `global_step`). The names `loss`, `learning_rate`, `epoch`,
 `epochs`, `steps` (of the whole training) and `steps_per_second` have a fixed meaning. The prefixes
-`val_` and `validation_` mark metrics of a validation. Every other number is a training metric.
+`val_` and `validation_` mark metrics of a validation. Other numbers are training metrics, except
+`time` and `seconds`, which are ignored.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Metrics:
         self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps validations and about `MAX_ROWS` other rows."""
+        """Add a row to the history, which has the validations and about `MAX_ROWS` other rows."""
         last = self._history.rows[-1]["global_step"] if self._history.rows else -1
         every = max(self.steps, self.step) / MAX_ROWS
         if row["global_step"] >= last and (

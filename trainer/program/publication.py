@@ -1,9 +1,10 @@
 """Restores published checkpoints into the folder of a program, and publishes new ones from it.
 
-A checkpoint is published when it is complete and did not change between two looks. The publication
-has its files below `checkpoint/` and, after the end of the program, the model below `model/`. The
-files are first linked into another folder, so that the program may delete them. If the program
-changes a file during the publication, the publication is discarded.
+A checkpoint is published when it is complete. If its layout does not tell, it counts as complete
+when it has not changed between two looks. The publication has its files below `checkpoint/` and,
+after the end of the program, the model below `model/`. The files are first linked into another
+folder, so that the program may delete them. If the program changes a file during the publication,
+the publication is discarded.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class Publisher:
         ]
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
-        """Return a new URI; checkpoints of the step are kept until the new one is published."""
+        """Return a new URI, because an earlier checkpoint is kept until the new one is published."""
         counts = [_count_of(storage.name_of(each)) for each in earlier]
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 
