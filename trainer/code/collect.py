@@ -41,7 +41,7 @@ _DEFAULT = "default"
 
 
 class Rules:
-    """The rules of `.gitignore` files, with their origins; the last matching rule wins."""
+    """Rules in the syntax of `.gitignore`, with their origins; the last matching rule wins."""
 
     def __init__(self) -> None:
         """Start without rules."""
@@ -61,7 +61,7 @@ class Rules:
         found = self._spec.check_file(f"{path}/" if is_folder else path)
         if not found.include or found.index is None:
             return ""
-        # The rule matches the content of the folder, but not the folder itself.
+        # A rule `folder/**` matches the content of the folder, but not the folder itself.
         if is_folder and self._lines[found.index].endswith("/**"):
             return ""
         return self._origins[found.index]
@@ -86,7 +86,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Collected:
-    """The files of a bundle, sorted by path, and the paths that were left out."""
+    """The files of a bundle, sorted by path, and left-out paths to report to the user."""
 
     files: list[Found] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
     if origin == _SECRET:
         collected.secrets.append(path)
-    # Report default rules that may have matched a user's package.
+    # Report a left-out folder that may be a package of the user.
     if origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
         collected.modules_left_out.append(path)
 

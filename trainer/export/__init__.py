@@ -1,1 +1,1 @@
-"""Export of a blessed model in several formats, with a proof that they are equivalent."""
+"""Export of a blessed model in several formats, with a check that they are equivalent."""

@@ -1,6 +1,6 @@
 """The formats of an exported model: how to write each, load it from disk, and call it.
 
-For TensorFlow Lite, a serving function is converted, with floats or 8-bit integers.
+The TensorFlow Lite files are converted from the serving function, with floats or 8-bit integers.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Subject:
     spec: DatasetSpec
 
     def answers(self, inputs: Inputs) -> Answers:
-        """Return the expected answers for inputs by feature; all formats must return them."""
+        """Return the expected predictions for inputs by feature; all formats must return them."""
         return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Format:
             path `format_path` returns.
         write: writes a model to a path; the last argument has calibration examples by feature.
         read: returns a predictor for each way to call the model; all must predict the same.
-        tolerance: the largest allowed difference of an answer from the original.
+        tolerance: the largest allowed difference of a prediction from the original's.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
             worse the main metric may be.
     """
@@ -154,7 +154,7 @@ def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
 
 
 def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
-    """Return the answers of a model for inputs by feature, as arrays."""
+    """Return the predictions of a model for inputs by feature, as arrays."""
     return {
         name: each.numpy() for name, each in task.answers(call_model(model, task, inputs)).items()
     }

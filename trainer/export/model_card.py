@@ -98,6 +98,6 @@ def template() -> jinja2.Template:
 
 
 def _cell(text: object) -> str:
-    """Escape a text, so that it can neither end its table cell nor create a link or tag."""
+    """Escape text so that it can neither end its table cell nor create a link or tag."""
     plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)

@@ -60,7 +60,7 @@ Batch = tuple[Inputs, tuple[Any, Any, Any]]
 class Original(Subject):
     """The model in memory, with real examples.
 
-    `batches` returns a new iterator over batches of test examples. `calibration` is training
+    `batches` returns a new iterator over batches of test examples. `calibration` has training
     examples by feature, or None if no format needs them.
     """
 
@@ -75,7 +75,7 @@ class Original(Subject):
         raise UserError("there are no test examples, so the exported model cannot be verified")
 
     def columns(self) -> list[dict[str, Any]]:
-        """Return the columns of the answers: `name`, `shape` for one example, and `dtype`."""
+        """Return the columns of the predictions: `name`, `shape` for one example, and `dtype`."""
         inputs, _ = self.first()
         one = {name: np.asarray(values)[:1] for name, values in inputs.items()}
         return [
@@ -85,7 +85,7 @@ class Original(Subject):
 
 
 def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Write every format to `folder`, load it, and compare its answers with the original's.
+    """Write every format to `folder`, load it, and compare its predictions with the original's.
 
     Returns:
         `examples`, the number of examples, and `formats` by name. A format has `max_difference`
@@ -94,12 +94,13 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         the value has `lost`.
 
     Raises:
-        UserError: a format cannot be written or loaded, or its answers differ.
+        UserError: a format cannot be written or loaded, or its predictions differ by more than the
+        tolerance.
     """
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # Keep only rows in use. The expected answers must be computed before this call.
+    # Keep only the rows in use. The expected predictions must be computed before this call.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
@@ -125,7 +126,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
     """Compare the main metric of a quantized format with the original's; raises `UserError`.
 
-    If these examples do not define the metric, compare the loss.
+    If the metric is undefined for these examples, compare the loss.
     """
     objective, metric = subject.objective, subject.objective.main_metric
     own, original, count = [], [], 0
@@ -141,7 +142,7 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     value, expected = rounded[metric], whole[metric]
     lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
-    # With few examples, a single one may exceed the tolerance.
+    # With few examples, a single wrong prediction may exceed the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
@@ -221,12 +222,13 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
 
 
 def largest_difference(expected: Answers, found: Answers) -> float:
-    """Return the largest relative difference between answers; NaN if one of them is NaN.
+    """Return the largest relative difference between predictions; NaN if one of them is NaN.
 
-    A difference is divided by the answer, but at least by 1 and by the typical size of the output's
-    answers, because the rounding error of a sum is relative to its largest terms.
+    A difference is divided by the largest of 1, the magnitude of the expected value, and the root
+    mean square of the output's expected values, because the rounding error of a sum is relative to
+    its largest terms.
     """
-    # NumPy's maximum propagates NaN, but for Python's `max` this depends on the order.
+    # NumPy's maximum propagates NaN, but the result of Python's `max` depends on the order.
     return float(np.max([_relative(values, found[name]) for name, values in expected.items()]))
 
 
@@ -246,7 +248,8 @@ Fresh = subprocess.Popen[str]
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
     """Start a process that will load and call the model in `folder`; kill it at the end."""
-    # Isolated mode ignores this folder and PYTHONPATH, so that the process cannot import Flotilla.
+    # With -I, Python ignores PYTHONPATH and the script's folder, so that the process cannot import
+    # Flotilla.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(
         command,
@@ -272,13 +275,14 @@ def _environment() -> dict[str, str]:
 def answer_in_process(
     subject: Original, folder: Path, saved_model: str, process: Fresh
 ) -> dict[str, Any]:
-    """Write `request.json` to `folder`, let a new process answer it, and compare the answers.
+    """Write `request.json` to `folder`, let a new process answer it, and compare the predictions.
 
     Returns:
-        `max_difference` of the answers, and `milliseconds` for one example (the median).
+        `max_difference` of the predictions, and `milliseconds` for one example (the median).
 
     Raises:
-        UserError: the process cannot load the model, or its answers differ.
+        UserError: the process cannot load the model, or its predictions differ by more than the
+        tolerance.
     """
     inputs, _ = subject.first()
     few = {name: np.asarray(values)[:SMOKE_EXAMPLES] for name, values in inputs.items()}

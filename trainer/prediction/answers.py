@@ -1,7 +1,7 @@
 """The columns that a prediction writes: class names, probabilities, numbers.
 
-They depend on the kind of task. With several outputs, each output has a struct with these columns,
-named after the output.
+They depend on the kind of task. A model with several outputs writes one column for each output: a
+struct with the name of the output and these fields.
 
     classification            prediction, probability, probabilities by class
     binary classification     the same; the model's threshold determines the prediction
@@ -33,7 +33,7 @@ Columns = dict[str, pa.Array]
 
 
 def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
-    """Return the columns for the predictions of a batch, with examples of these lengths."""
+    """Return the columns for a batch; `lengths` are the lengths of padded examples, or None."""
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}
@@ -57,7 +57,7 @@ def unsound(answers: Answers) -> int:
 def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
     labels = model.labels.get(output, ())
     made, needs = _KINDS.get(model.kinds[output], (_raw, ()))
-    # A user's subclass of a built-in task may have other answers.
+    # A user's subclass of a built-in task may have other outputs.
     if not all(each in answers for each in needs):
         made = _raw
     if made is _binary:

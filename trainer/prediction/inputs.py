@@ -267,7 +267,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the requested batch size, or the default one, limited to 64 MiB of inputs."""
+    """Return the requested batch size, or else the usual one, limited to 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)

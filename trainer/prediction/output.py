@@ -2,7 +2,7 @@
 
 A file is written under a temporary name that starts with a dot, and renamed at the end. If the
 process is killed, no file with the final name remains, and the next process that writes this file
-deletes the temporary file. A temporary file that is being written is locked.
+deletes the temporary file. A temporary file that is being written is locked, and is not deleted.
 """
 
 from __future__ import annotations

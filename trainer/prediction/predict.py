@@ -1,7 +1,7 @@
 """Predicts data of any size with an exported model, and writes one row per example.
 
 Memory use does not grow with the number of rows, because files are read and rows written batch by
-batch. Prediction runs in a separate process, so that only this process imports TensorFlow. Request,
+batch. Prediction runs in a separate process, so that no other process imports TensorFlow. Request,
 events and summary are passed in files, so that TensorFlow's messages do not mix with the rows.
 """
 

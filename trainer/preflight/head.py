@@ -17,13 +17,14 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Maximum numbers of table files, of images, and of class folders. A folder has at least one image.
+# Maximum numbers of table files, images, and class folders in a sample. At least one image is taken
+# from each of these folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
 # Remote files are skipped when their total size exceeds this number of bytes.
 _FETCHED = 64 << 20
-# Only the first bytes of a larger CSV file are copied, because the CSV reader searches the whole
-# file for quotes.
+# A larger CSV file is replaced by a copy of its first bytes, because the CSV reader searches the
+# whole file for quotes.
 _HEAD = 8 << 20
 _ENDS = 1000
 
@@ -45,9 +46,9 @@ class FewFiles:
 
 
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
-    """Return some files of a source, evenly spaced. Large files are copied in part below `scratch`.
+    """Return some files of a source, evenly spaced.
 
-    Raises:
+    Of large CSV files, the start is copied to `scratch`. Raises:
         UserError: the format of the files cannot be inferred.
     """
     pieces = choose_reader(config, found.files, scratch, found.hidden)
@@ -107,7 +108,7 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
     copy = root / file.path
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(head[: _end(head)])
-    # An empty tag, because the copy differs from the listed file.
+    # Clear the tag, because the copy differs from the listed file.
     return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size, tag="")
 
 

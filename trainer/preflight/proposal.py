@@ -65,7 +65,7 @@ class Proposal:
 
     @property
     def file_name(self) -> str:
-        """The name of the configuration file, after the name of the model."""
+        """The name of the configuration file, derived from the name of the model."""
         return f"{self.tree['name']}.yaml"
 
     def text(self, folder: Path) -> str:
@@ -187,7 +187,7 @@ def _examine(data: DataConfig, scratch: Path) -> Rows:
     taken = _list_files(data)
     size = sum(each.size for each in taken.files)
     form, _ = one_format(data, taken.files)
-    # Do not read TFRecord files, because that imports TensorFlow.
+    # Skip TFRecord files, because reading them imports TensorFlow.
     few = few_files(data, taken, scratch) if form != "tfrecord" else None
     if not few or not few.listing.files:
         return Rows(0, {}, is_whole=False, parsed=False, size=size)
@@ -383,7 +383,7 @@ def _is_constant(scan: Any, classes: Collection[str]) -> bool:
 
 
 def _ids(data: DataConfig, rows: Rows, inputs: Sequence[str]) -> list[str]:
-    """Return the columns of row ids: unique values, with the name or the form of an id."""
+    """Return the columns of row ids: their values are unique, and name or values look like ids."""
     splits = data.splits
     used = {*data.inputs, *data.types, data.weight, data.group}
     used |= {splits.column, splits.group, splits.time}
@@ -418,7 +418,7 @@ def _is_formatted(scan: Any) -> bool:
 def _named_things(
     data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
 ) -> dict[str, str]:
-    """Return the integer columns that hold repeated ids, which become texts."""
+    """Return the integer columns that hold repeated ids, which are proposed as text."""
     if data.types or data.map or rows.form:
         return {}
     kinds = {name: _kind(rows, name) for name in inputs}

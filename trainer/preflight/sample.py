@@ -32,7 +32,7 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
-# Maximum number of rows that have image paths, because an image takes milliseconds to read.
+# Maximum number of rows if a column has image paths, because an image takes milliseconds to read.
 _PICTURES = 64
 # In an incomplete sample, one in this many rows is put into each of the test and validation splits.
 _TENTH = 10
@@ -44,7 +44,7 @@ class Sample:
 
     Attributes:
         uri: URI of the dataset; empty if there is none.
-        is_whole: whether it has all rows of the source, and so all classes.
+        is_whole: whether it has all rows of the source, and therefore all classes.
         by_builder: whether the dataset builder's metadata makes a sample unnecessary.
         notes: possible errors in the first rows, and what could not be examined.
     """
