@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def gained(self) -> bool:
-        """Return whether a comparison with the champion proves a gain larger than the margin."""
+        """Return whether a comparison with the champion proves a gain of at least the margin."""
         if self.key != MARGIN or not math.isfinite(self.value):
             return False
         gain = self.value if self.bound == "min" else -self.value
@@ -111,7 +111,7 @@ class Decision:
 
     @property
     def gained(self) -> bool:
-        """Return whether the model is proven to beat the champion by more than the margin."""
+        """Return whether the model is proven to beat the champion by at least the margin."""
         return any(rule.gained for rule in self.rules)
 
     @property
@@ -224,7 +224,7 @@ def _parts(
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rule that the model must be significantly better than the best constant."""
-    # An evaluation of an earlier version lacks this value, and so does a metric without a constant.
+    # This value is missing in evaluations of earlier versions, and for a metric without a constant.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return

@@ -4,7 +4,7 @@ The decision is a published directory with `registration.json`:
 
     {"decision": "promoted" | "refused", "headline", "reasons": [one line each],
      "rules": [as in decision.json], "version", "promotion", "model": URI,
-     "predecessor": URI of the previous champion or ""}
+     "predecessor": URI of the previous champion or "", "lineage"}
 
 A model is registered only if it passes every rule. Every promotion, by a run or by a person, is
 announced to the trackers.
@@ -78,7 +78,8 @@ def register(request: Request, scratch: Path) -> Registration:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted first. The loop ends when no other run is promoted.
+            # Another run was promoted first. The loop ends when no other run is promoted in
+            # between.
             _log.info("%s: comparing with the new champion", lost)
 
 
@@ -103,7 +104,7 @@ def _register(request: Request, scratch: Path) -> Registration:
     made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
-            # An earlier attempt may have promoted it already.
+            # This is skipped if an earlier attempt has already promoted the model.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
         # An earlier attempt may have won this promotion, but died before it published the result.

@@ -1,6 +1,7 @@
 """The model registry: models by name, their versions, and which version is the champion.
 
-Published directories below `<root>/registry` are written once and never changed:
+These are the records below `<root>/registry`. Published directories are written once and never
+changed.
 
     names/NAME                       marks that a model of this name exists
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
@@ -52,7 +53,7 @@ from flotilla.trainer.tracking import mlflow_model
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
-# After this time in seconds, an unfinished promotion or removal is considered dead.
+# Time in seconds after which an unfinished promotion or removal is considered abandoned.
 _SECONDS = 3600.0
 _Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
@@ -73,7 +74,10 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """A promotion by a run or a person; `restores` is the number of the one it repeats, or 0."""
+    """A promotion by a run or a person.
+
+    `restores` is the number of the promotion that it repeats, or 0.
+    """
 
     number: int
     uri: str
@@ -475,7 +479,7 @@ def read_labels(model: str) -> list[str]:
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:
-    """Return the last champion with a proven gain; None if it is `champion` itself."""
+    """Return the last champion with a proven gain; None if it is `champion` or was removed."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
     found = {each.number: each for each in versions(root, name)}
     return found.get(number)

@@ -24,8 +24,8 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# Keys that do not affect the model. Of `code`, only the modules that the configuration names and
-# their imports do.
+# Keys that do not affect the model. Of the bundle in `code`, only the modules that the
+# configuration names, and their imports, affect it; `digest` includes these.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,

@@ -1,6 +1,6 @@
 """Summarizes the result of a run in one sentence, and adds notes.
 
-    churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
+    churn v2: average precision 0.41, +0.03 against the champion, constant 0.03; promoted
 
 The terminal, the tables, the report, the gate's decision and the pages of a KFP instance show this
 sentence. The facts are `name`, `version`, `verdict`, `measured` (see `describe_metric`), the

@@ -2,9 +2,9 @@
 
 A rule is plain data as in `decision.json`: `metric`, `bound` (`min` or `max`), `threshold`,
 `value`, `key`, `note`, `passed`. The value of a comparison is a confidence bound of the difference.
-`found` describes a comparison, as far as known: `metric`, `own` with its `interval`, `other`,
-`opponent`, `label` (a class), `answer` (of a constant), `examples`, and `needed`, the sufficient
-number of examples.
+`found` describes a comparison, with those of these keys that are known: `metric`, `own` with its
+`interval`, `other`, `opponent`, `label` (a class), `answer` (of a constant), `examples`, and
+`needed`, the sufficient number of examples.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
 
 
 def because(rule: Facts) -> str:
-    """Return the reason for a refusal, to follow `refused:`."""
+    """Return the reason for a refusal, as text that follows `refused:`."""
     metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _comparison(rule)
     if metric in _SEEN:
         return _SEEN[metric][1]

@@ -16,7 +16,7 @@ from flotilla.trainer.report.wording import capital, shorten_name, side_by_side,
 from flotilla.trainer.runtime.masking import one_line
 
 PUBLISHED, ATTEMPT = "checkpoint_published", "attempt_begin"
-# Maximum number of classes in a confusion matrix. Of more classes, only the most frequent
+# Maximum number of classes in a confusion matrix. If there are more, only the most frequent
 # confusions are listed.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
@@ -232,7 +232,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
-    """Return the steps as bars over the active time of the run, and the idle seconds left out.
+    """Return the steps as bars over the active time of the run, and the idle time in seconds.
 
     Each try of a step has its own bar with the events of that time. The tries of a step are
     numbered if there are several. Idle time between the tries is left out.

@@ -1,4 +1,4 @@
-"""Formats numbers and names for display. The confidence interval of a number sets its digits."""
+"""Formats numbers and names for display. A number is rounded to the precision of its interval."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Signs models with OpenSSF model signing, and verifies that a model matches its manifest.
 
-`model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files. It is made
-with a private elliptic-curve key, without an online service. One of the signed files is
-`signed_fields.json`, a copy of the manifest's fields, such as the inputs and the version. Two
-environment variables hold the paths of the key files, so that no configuration, record or log
+`model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files except the
+manifest. It is made with a private elliptic-curve key, without an online service. One of the signed
+files is `signed_fields.json`, a copy of the manifest's fields, such as the inputs and the version.
+Two environment variables hold the paths of the key files, so that no configuration, record or log
 contains a key.
 
 `signing.json` is the provenance of a registered version: an in-toto statement with the SLSA
@@ -52,7 +52,7 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
         ConfigError: the key is unusable, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
-    # Remove the signature of the original files.
+    # Remove an earlier signature, which is of the original files.
     signature.unlink(missing_ok=True)
     (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
@@ -143,7 +143,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # A failed publication left this file. Readers and servers do not look for its name.
+        # A failed publication may have left a file with this suffix. Readers and servers ignore it.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)
@@ -235,7 +235,7 @@ def _usable(variable: str, key: Path) -> Any:
 
 
 def _hashing() -> Any:
-    # The signature cannot cover itself, nor the manifest, which lists it and is written later.
+    # The signature covers neither itself nor the manifest, which is written later and lists it.
     paths = [SIGNATURE, MANIFEST]
     config = _package().hashing.Config()
     return config.set_ignored_paths(paths=paths, ignore_git_paths=False)
