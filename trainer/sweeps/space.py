@@ -1,7 +1,7 @@
 """The search space of a sweep, and its trials if they are known in advance (grid or random).
 
-A key of `--set` is searched, with a distribution of Optuna, if it has several values, `key=a,b,c`,
-or a range, `key=low..high`. Commas within brackets or quotes are part of a value.
+A key of `--set` is searched if it has several values, `key=a,b,c`, or a range, `key=low..high`.
+These become a distribution of Optuna. Commas within brackets or quotes are part of a value.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def is_searched(assignment: str) -> bool:
 def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     """Return a search space for the configured model, as `--set` assignments.
 
-    It has learning rate, weight decay and batch size, and for built-in models also width, depth and
-    dropout. A key is left out if `given` sets it or a part of it.
+    It has the batch size and, unless the model defines its optimizer, the learning rate and the
+    weight decay. For most built-in models it also has arguments such as width and dropout. A key is
+    left out if `given` sets it, a part of it, or a section that contains it.
     """
     training = config.training
     rate = _choose_value(training.optimizer.learning_rate, 0.001)
@@ -184,6 +185,7 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
             if not is_known:
                 yield settings
 
+    # Check every value, because the random trials may not include all of them.
     corners(space)
     return _check_trials(space.base, draws(), count)
 

@@ -106,7 +106,7 @@ class Sweep:
     """The state of a sweep.
 
     Attributes:
-        config: the configuration that all trials share, as JSON keys.
+        config: the configuration that all trials share, as JSON data.
         source: the file of that configuration, for `command`; or empty.
         fixed: `section.key=value` assignments for all trials, for `command`.
         rungs: the global steps of each rung; a single 0 if there is no halving.
@@ -115,8 +115,8 @@ class Sweep:
             run ends.
         test: metrics of the best trial on the test split.
         sampler: `grid` or `random`, whose trials are known in advance, or `tpe`.
-        minutes: the time after which no more trials start, in minutes since the sweep was started
-            or resumed; 0 for no limit.
+        minutes: the time limit for starting trials, in minutes after the sweep was started or
+            resumed; 0 for none.
         space: the distribution of each searched key in Optuna's format; empty on a cluster.
     """
 

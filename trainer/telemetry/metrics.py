@@ -67,7 +67,7 @@ _GAUGES = {
 }
 
 
-# Metrics that a user's own program need not report; 0 or -1 means that it reports none.
+# Metrics that a user's program may leave out; 0 or -1 means that it does not report them.
 _SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
 
@@ -82,7 +82,7 @@ class RunMetrics(Collector):
             "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        # A user's own program reports at which step it ends.
+        # A user's program reports its last step itself.
         self._is_program = bool(config.program.command)
         self._target = 0 if self._is_program else config.training.steps
         self._state = RunState()

@@ -99,7 +99,7 @@ class TensorBoardLog:
 
     @contextmanager
     def _stop_on_error(self) -> Iterator[None]:
-        """Stop writing after an error such as a full disk, because it must not end the run."""
+        """Stop writing after an error such as a full disk, which must not end the run."""
         try:
             yield
         except tf.errors.OpError as error:

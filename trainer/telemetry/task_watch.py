@@ -40,7 +40,7 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from task `this`. `report` gets the living tasks, all tasks and the restarts."""
+        """Watch from task `this`. `report` gets the running tasks, all tasks and the restarts."""
         self._cluster, self._this, self._report = cluster, this, report
         # Make the path absolute, because this process changes its working directory later.
         self._file = folder.absolute() / FILE

@@ -41,8 +41,8 @@ _TYPES = {
     "float32": "float", "float64": "double", "int32": "integer", "int64": "long",
     "bool": "boolean", "string": "string",
 }  # fmt: skip
-# MLflow rejects an int if the signature has a float. These columns therefore accept any type, such
-# as ints with missing values, times and numbers in text.
+# MLflow rejects an int if the signature has a float. Therefore columns that may have several types
+# accept any type, such as ints with missing values, times, and numbers in text.
 _ANY = {"type": "any"}
 _NEEDS = {
     "classification": ("probabilities",),
@@ -71,7 +71,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     labels = lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else []
     outputs = [*_list_outputs(fields, kinds, labels)]
     program = _PROGRAM.read_bytes()
-    # A unique name, because a process may load models of several versions.
+    # Use a unique name, because a process may load models of several versions.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
     # The folder exists if the version number was taken and the files are written again.
     (folder / FOLDER).mkdir(exist_ok=True)

@@ -31,8 +31,8 @@ from flotilla.trainer.tracking.run_origin import describe_dataset, describe_orig
 OWN_ID = "flotilla.run_id"
 # Timeout of one request, in seconds.
 REQUEST_SECONDS = 10
-# MLflow's limits for one request. The length of a parameter is the lowest limit of any MLflow
-# version.
+# MLflow's limits for one request. The maximum length of a parameter is the lowest of all MLflow
+# versions.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_TAGS, _LONGEST_PARAMETER = 1000, 100, 100, 500
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_SECONDS),
@@ -229,7 +229,7 @@ class MlflowRun:
         missing = [Param(key, value) for key, value in wanted.items() if key not in known]
         for some in _parts(missing, _MOST_PARAMETERS):
             self._client.log_batch(run_id, params=some)
-        # MLflow does not allow changing a parameter.
+        # MLflow does not allow changing a parameter, so new values are written as tags.
         tags = {
             f"flotilla.resumed_with.{key}": value
             for key, value in wanted.items()

@@ -1,7 +1,7 @@
 """Predicts raw rows in MLflow: the loader module of the flavor `python_function`.
 
-Each registered model has a copy of this file, which depends only on MLflow, TensorFlow and pandas.
-`mlflow/model.json` describes the model:
+Each registered model has a copy of this file, which imports only NumPy, pandas, TensorFlow and, for
+images, Pillow. `mlflow/model.json` describes the model:
 
     {"saved_model": its folder, "size": maximum number of rows in a batch,
      "inputs": [{"feature", "argument", "type" of the column, "shape", "dtype", "labels", "padding",
@@ -9,7 +9,7 @@ Each registered model has a copy of this file, which depends only on MLflow, Ten
      "outputs": [{"name", "kind", "labels", "threshold",
                   "answers": {column: key in the output of the SavedModel}}]}
 
-Rows are converted like in `flotilla predict`, and the result has the same columns.
+Rows are converted as in `flotilla predict`, and the result has the same columns.
 """
 
 from __future__ import annotations

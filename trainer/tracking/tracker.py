@@ -1,7 +1,7 @@
 """Writes the events of a run to MLflow in a background thread.
 
-Errors never end or delay a run. While MLflow is unavailable, a limited number of values is kept. At
-its end, the run waits a few seconds for them to be written. MLflow's own asynchronous queue is not
+Errors never end a run. While MLflow is unavailable, a limited number of values is kept. At its end,
+the run waits up to `CLOSE_SECONDS` for them to be written. MLflow's own asynchronous queue is not
 used, because it drops values while the server is unavailable and keeps the process from exiting.
 """
 
@@ -351,7 +351,7 @@ class LocalRun:
             )
 
     def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
-        """Write how the run ended, within a few seconds; return whether everything was written.
+        """Write how the run ended, within `CLOSE_SECONDS`; return whether everything was written.
 
         `word` is MLflow's status, if it does not follow from `status`.
         """
@@ -366,7 +366,7 @@ class LocalRun:
 
 @contextmanager
 def following_training(job: Job, *, leads: bool) -> Iterator[None]:
-    """Track the events of training in this process, unless the command line does."""
+    """Track the events of training in this process, unless a CLI process does."""
     if not addresses.writes_itself():
         yield
         return
