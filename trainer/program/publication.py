@@ -253,7 +253,7 @@ class Publisher:
         ]
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
-        """Return a new URI, because an earlier checkpoint is kept until the new one is published."""
+        """Return a new URI, so that an earlier checkpoint is kept until this one is published."""
         counts = [_count_of(storage.name_of(each)) for each in earlier]
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 

@@ -1,4 +1,4 @@
-"""Thirty kinds of errors in data, each with the rules that detect it.
+"""Kinds of errors in data, each with the rules that detect it.
 
 A skew takes a random generator and the splits of a clean dataset, and returns changed splits.
 """

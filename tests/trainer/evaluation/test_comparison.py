@@ -1,4 +1,4 @@
-"""Tests that the metric decides how models are compared and which side of the bound is worse."""
+"""Tests that the metric decides how models are compared and in which direction a bound is worse."""
 
 import keras
 import numpy as np

@@ -64,7 +64,7 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
         ([(True, 0.75, 1), (False, 0.25, 1)], 0.5),
         # Of several best thresholds, the one closest to 0.5 is chosen.
         ([(True, 0.9, 1), (True, 0.7, 0), (False, 0.1, 1)], 0.5),
-        # Scores that are inverted, equal, from one class only, without weight, or missing.
+        # Cases: inverted scores, equal scores, no positive example, no weight, no example.
         ([(False, 0.75, 1), (True, 0.5, 1), (False, 0.25, 1)], 0.375),
         ([(True, 0.3, 1), (False, 0.3, 1)], None),
         ([(False, 0.3, 1), (False, 0.4, 1)], None),

@@ -56,7 +56,8 @@ with open(os.environ["FLOTILLA_METRICS"], "wb") as file:
 """
 EVERYWHERE = "import socket\nopened = socket.socket()\nopened.bind(('', 0))\nopened.listen()\n"
 WRITES = "open('left-behind.txt', 'w').write('x')\n"
-# A program with four unusual habits, none of which is an error.
+# This program writes invalid metrics, listens on all interfaces, leaves a file in its working
+# directory and prints nothing. None of these is an error.
 ODD = CORRUPT + EVERYWHERE + WRITES + COUNT.replace("print(", "(lambda *_, **__: None)(")
 
 

@@ -58,7 +58,7 @@ class Asker:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Replace the store by one in memory, where each request waits for its proposer's turn."""
+    """Replace the store with one in memory, in which each request waits for its proposer's turn."""
     found: dict[str, bytes] = {}
     askers: dict[threading.Thread, Asker] = {}
 

@@ -250,7 +250,7 @@ def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
     first = crowned(root, tmp_path, 1)
     assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
-    # A run that resumes after its promotion is compared with the champion of that time.
+    # A run that is resumed after its promotion is compared with the champion that it replaced.
     assert opponent_of(root, second) == 1
     # A model that has since been replaced is compared with its successor.
     assert opponent_of(root, first) == 2
@@ -437,7 +437,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
     server.plan.unconditional, server.plan.before = False, None
 
 
-# The S3 stand-in takes half a minute, and the GCS stand-in three seconds.
+# These tests take half a minute with the S3 stand-in, and three seconds with the GCS stand-in.
 bucket = pytest.fixture(
     store,
     params=[

@@ -142,7 +142,8 @@ def test_idle_time_is_not_counted_as_duration() -> None:
     tries = [
         {"step": "train_model", "began": 1795470000.0, "seconds": 60.0},
         {"step": "train_model", "began": 1795477200.0, "seconds": 30.0},
-        # This step begins 5 s after the previous one ended; so short a gap counts as work.
+        # This step begins 5 s after the previous one ended; such a short gap does not count as idle
+        # time.
         {"step": "evaluate_model", "began": 1795477235.0, "seconds": 5.0},
     ]
     assert dict(heading.particulars({"tries": tries}))["Duration"] == "1 min 40 s"

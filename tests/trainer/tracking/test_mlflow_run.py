@@ -59,7 +59,7 @@ class MlflowServer:
                 break
         else:
             raise RuntimeError("".join(lines))
-        # The server would block if the pipe were full.
+        # Read the output, because the server would block if the pipe were full.
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
@@ -81,7 +81,7 @@ class MlflowServer:
         for name in addresses.VARIABLES:
             environment.delenv(name, raising=False)
         environment.setenv(addresses.URI, self.url)
-        # On a busy machine the server may be slow, which must not count as absent.
+        # On a busy machine, the server may be slow, but it must not count as unavailable.
         environment.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
         environment.setattr(tracker, "CLOSE_SECONDS", 120.0)
 
