@@ -50,11 +50,7 @@ class Finding:
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line.
-
-        Unless the text already names a configuration key, the line also tells how to change the
-        action of the rule.
-        """
+        """Return the finding as one line, which may tell how to change the action of its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"

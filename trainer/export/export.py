@@ -190,7 +190,6 @@ def _write_forms(
 
 
 def _list_formats(config: Config, trained: TrainedModel) -> list[str]:
-    """Return the configured formats, without `keras` if the model is a program's SavedModel."""
     if not is_saved_model(trained.described):
         return list(config.export.formats)
     return [form for form in config.export.formats if form != "keras"]

@@ -124,10 +124,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 
 
 def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
-    """Compare the main metric of a quantized format with the original's; raises `UserError`.
-
-    If the metric is undefined for these examples, compare the loss.
-    """
+    """Compare the main metric, or the loss if it is undefined, with the original's."""
     objective, metric = subject.objective, subject.objective.main_metric
     own, original, count = [], [], 0
     for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
