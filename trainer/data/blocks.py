@@ -2,11 +2,11 @@
 
 A block is a `tf.train.Example` that stores many rows column by column. Each feature is one list
 with the values of all rows: numbers as int64 or float32, texts and encoded images as bytes.
-Tensors, and sequences of numbers, are a single value: the bytes of all rows, concatenated. The
-number of rows is a separate entry, and so are the lengths of each sequence.
+Tensors, and sequences of numbers, are stored as a single value: the concatenated bytes of all rows.
+The number of rows is a separate entry, and so are the lengths of each sequence.
 
-A block is written from Arrow columns and parsed by a few ops, without per-row work. A large example
-is a block of one row.
+A block is written from Arrow columns and parsed by a few ops, without per-row work. It has only one
+row if examples are large.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.features.names import length_name
 
 #: Approximate size of a block in bytes; larger blocks are not faster to read.
 BYTES = 128 << 10
-# Maximum size of a block in bytes if the sizes of its rows differ widely.
+# Maximum size of a block in bytes, even if all its rows are as large as the largest row.
 _LARGEST_BYTES = 64 << 20
 _COUNT = "\0rows"
 # `decode_raw` does not support these types, so the signed type of the same size is decoded.
@@ -48,9 +48,9 @@ def choose_rows(rows: int, size: int, largest: int) -> int:
 def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
-    """Yield blocks of `size` rows of a table from `columns.make_table`; the last is shorter.
+    """Yield blocks of `size` rows of a table from `columns.make_table`.
 
-    Equal rows give equal bytes.
+    The last block may have fewer rows. Equal rows give equal bytes.
     """
     # Sort the features, because the order of entries in a protobuf map is arbitrary.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
@@ -87,14 +87,15 @@ def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict
 def complete(
     features: Mapping[str, FeatureSpec], rows: Mapping[str, tf.Tensor]
 ) -> dict[str, tf.Tensor]:
-    """Return a batch of rows from `parse_blocks`: images are decoded, and sequences padded."""
+    """Return a batch from rows of `parse_blocks`, with images decoded and sequences padded."""
     return {name: _complete(features[name], values) for name, values in rows.items()}
 
 
 def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
     """Parse a batch of one-row records (strings of shape (n,)), as sent by clients.
 
-    A record is a block with one row. The lengths of sequences are inferred from their content.
+    A record has the format of a block with one row, but needs no row count and no lengths: the
+    lengths of sequences are inferred from their content.
     """
     if not features:
         return {}
@@ -262,7 +263,7 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
     if not _is_sequence(feature):
         return values
     first, *inner = feature.shape
-    # Pad to at least 1, because layers cannot reduce an empty axis.
+    # Pad to a length of at least 1, because layers cannot reduce an empty axis.
     longest = tf.cast(first or tf.maximum(values.bounding_shape(axis=1), 1), tf.int64)
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
     padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))

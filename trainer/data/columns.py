@@ -1,13 +1,13 @@
 """Columns of examples in memory, and the tables of parts, without a Python object per row.
 
-Sources give columns by feature name, in one of three forms:
+A column has one of three forms:
 
 - numbers of a fixed shape: a NumPy array whose first axis is the example;
 - texts and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
 - sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, one flat list per
   example (`bfloat16` is stored as `float32`).
 
-A table has the same columns in their stored form: int64, float32, or the bytes of a tensor.
+A table has the same columns in their stored form: int64, float32 or bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.features.names import length_name
 
 #: An `NDArray`, or a `pa.Array`, which has no type stubs.
 Column: TypeAlias = Any
-#: Features of some examples by name.
+#: Columns of examples, by feature name.
 Columns = Mapping[str, Column]
 # Neither NumPy nor Arrow has this type; its values are truncated float32 values.
 _SHORT_FLOAT = "bfloat16"
@@ -71,7 +71,7 @@ def make_texts(values: Iterable[Any]) -> pa.Array:
 def count_lengths(
     features: Mapping[str, FeatureSpec], columns: Mapping[str, Column]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of columns of variable length, by the names of their length features."""
+    """Return the lengths of examples in columns of variable length, by length feature."""
     return {
         length_name(name): _lengths(columns[name]) // math.prod(feature.sizes[1:])
         for name, feature in features.items()
@@ -80,7 +80,7 @@ def count_lengths(
 
 
 def make_table(features: Mapping[str, FeatureSpec], columns: Columns) -> pa.RecordBatch:
-    """Convert examples to their stored form."""
+    """Convert columns to a table of their stored forms."""
     names = list(features)
     return pa.record_batch([_store(features[name], columns[name]) for name in names], names)
 

@@ -44,7 +44,7 @@ class Selection(Roles):
 def select(config: DataConfig, info: Any) -> Selection:
     """Select features of a dataset from its `tfds.core.DatasetInfo`, before any download.
 
-    A feature without a role is kept if it has a fixed shape.
+    A feature without a role is kept if its shape is fixed, or set in the configuration.
 
     Raises:
         ConfigError: a key of the data section is wrong or missing; the message suggests a fix.
@@ -166,10 +166,7 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the configured roles; the dataset's own roles are the defaults.
-
-    A length feature is an input only if `data.inputs` names it.
-    """
+    """Return the configured or default roles; a length feature is an input only if it is named."""
     by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
     weight, group = (

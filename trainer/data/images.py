@@ -67,7 +67,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image in its stored form, which is unchanged if `decode` can read it.
+    """Return an encoded image in its stored form; it is unchanged if `decode` reads it correctly.
 
     Raises:
         UndecodableError: the image cannot be decoded.

@@ -1,4 +1,4 @@
-"""List the files of a source by name, without reading them. Free of TensorFlow.
+"""List the files of a source by name, without reading them and without TensorFlow.
 
 A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
 across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,
@@ -278,7 +278,6 @@ def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Sou
 
 
 def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
-    """Yield the files below the root of a pattern, and count the hidden ones."""
     with report_errors(f"list {pattern.key} {pattern.text}"):
         try:
             for found in choose_store(pattern.root).files(pattern.root):

@@ -188,7 +188,7 @@ def newest_version(config: DataConfig, scratch: Path) -> str:
 
 
 def select_features(config: DataConfig, scratch: Path) -> Selection:
-    """Return the features of a dataset, without a download.
+    """Return the features of a dataset. Nothing is downloaded, unless files or `data.map` are used.
 
     Raises:
         ConfigError: the dataset does not exist.

@@ -186,7 +186,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Return whether the whole training split fits in `held` examples, by default in 256 MiB."""
+    """Return whether the training split has fixed lengths and fits in `held` rows, or 256 MiB."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 
@@ -273,7 +273,6 @@ def _index(files: Files) -> tf.Tensor:
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
-    """Return the number of blocks in the shuffle buffer."""
     found = max(1, (_fitting(spec) if examples is None else examples) // spec.block_rows)
     if examples is None and spec.block_rows > 1:
         return max(found, SHUFFLE_BYTES // blocks.BYTES)
@@ -326,7 +325,7 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
 
 
 def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows; for targets in `swapped`, the classes are exchanged."""
+    """Return features of a batch of rows; the two classes of targets in `swapped` are exchanged."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

@@ -1,4 +1,4 @@
-"""Roles of features, as configured in the data section. Free of TensorFlow."""
+"""Roles of features, as configured in the data section. Does not import TensorFlow."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from flotilla.trainer.data.features import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a source.
+    """A range of a source that one process reads.
 
     Attributes:
         number: number of the part; examples are ordered by it.
@@ -84,7 +84,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part; TensorFlow may not be loaded yet.
+        """Yield the examples of a part. Import TensorFlow here if the source needs it.
 
         Raises:
             UserError: the part cannot be read, or has an invalid row.

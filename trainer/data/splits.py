@@ -46,10 +46,14 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
 def plan(
     name: str, sizes: Mapping[str, int], *, validation: float, seed: int
 ) -> dict[str, NDArray[np.int8]]:
-    """Draw a validation split, and a test split if there is none, from the training split.
+    """Assign the examples of each split of a source to the splits of the dataset.
 
-    If the source has both a validation and a test split, they are used unchanged. For each split of
-    the source, return the target split of each example as an index into `SPLITS`.
+    If the source has both a validation and a test split, both are used unchanged, but the
+    validation split is left out if `validation` is 0. If it has only one of them, this one is the
+    test split, and validation examples are drawn from the training split. If it has neither, test
+    examples are drawn too.
+
+    For each split of the source, return the target split of each example as an index into `SPLITS`.
 
     Args:
         name: name of the dataset, for errors.
@@ -97,7 +101,7 @@ def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> ND
             f"data.validation: {what} would take {taken} of the {examples} training examples of "
             f"{name}; set a smaller share or count"
         )
-    # `RandomState` is the only NumPy generator with the same draw in every version.
+    # `RandomState` is the only NumPy generator that draws the same numbers in every version.
     order = np.random.RandomState(seed).permutation(examples)
     target = np.full(examples, TRAIN, np.int8)
     target[order[:held]] = VALIDATION

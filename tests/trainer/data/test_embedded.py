@@ -1,4 +1,4 @@
-"""Tests that the generated datasets are equal on every machine and contain their patterns."""
+"""Tests that the embedded datasets are the same on every machine and have the stated patterns."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Tests which files a source has, and how their spans, splits and changes are detected."""
+
 import os
 
 import pytest

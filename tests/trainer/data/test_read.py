@@ -284,7 +284,7 @@ def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
 
 @pytest.fixture
 def batches(prepared):
-    """Return a function that reads a builder's training examples as one batch, in both ways."""
+    """Return a function that reads 40 examples as a training batch and as an evaluation batch."""
 
     def read(name, **section):
         dataset = prepared(name, validation=0, **section)

@@ -36,8 +36,8 @@ def batches(  # noqa: PLR0913, PLR0917
     """Yield the selected features of the examples in a range of a split, by feature name.
 
     Raises:
-        UserError: a file is missing or corrupted, or the number of examples differs from the
-        declared one.
+        UserError: a file is missing or corrupted, an image cannot be decoded, or the number of
+        examples differs from the declared one.
     """
     left = end - first
     whole = end == source.info.splits[split].num_examples
@@ -63,7 +63,7 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # Examples, even images, may have any shape, so read them one at a time.
+    # With `data.map`, the examples of a feature may differ in shape, so read them one at a time.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})
@@ -118,7 +118,6 @@ def _dataset(
 
 
 def _skip_decoding(selection: Selection) -> dict[str, Any]:
-    """Return the TFDS decoders that leave stored images encoded."""
     tree: dict[str, Any] = {}
     for path in _list_encoded(selection):
         *outer, last = path.split("/")

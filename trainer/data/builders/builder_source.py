@@ -35,7 +35,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the builder out of the pickle; another process finds it by its name."""
+        """Omit the builder from the pickle; it is made again from the configuration when needed."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property
@@ -57,7 +57,7 @@ class BuilderSource(Source):
         download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:
-        """Return ranges of the splits as parts."""
+        """Return the parts, which are ranges of the splits."""
         selection = self.select()
         size = max(1, PART_BYTES // max(1, selection.example_bytes))
         ranges = [
@@ -72,11 +72,11 @@ class BuilderSource(Source):
 
     @property
     def total(self) -> int:
-        """The number of examples in the selected splits."""
+        """The number of examples in the splits that are used."""
         return sum(map(len, self._plan().values()))
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a range."""
+        """Yield the examples of a part."""
         splits = self._plan()[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in self._batches(selection, part.origin, at, end):

@@ -43,7 +43,8 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     files in `data_dir`. `data.builder_args` are passed to the builder.
 
     Raises:
-        ConfigError: the dataset, its config, its version or the class does not exist.
+        ConfigError: the dataset, its config, its version or the class does not exist, or the
+        builder rejects its arguments.
     """
     if remedy := _MOVED.get(config.dataset):
         raise ConfigError(f"data.dataset: {config.dataset} {remedy}")
@@ -75,7 +76,7 @@ def is_folder(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
-    """Return whether a builder generates any range of a split on demand (`sizes` and `columns`)."""
+    """Return whether a builder can generate any range of a split (it has `sizes` and `columns`)."""
     return hasattr(found, "sizes") and hasattr(found, "columns")
 
 
@@ -85,7 +86,7 @@ def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of the files of a folder builder, as a mapping; empty for other builders."""
+    """Return a digest of a folder builder's file names, sizes and times; {} for other builders."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

@@ -34,11 +34,11 @@ _GCS = "https://storage.googleapis.com"
 
 
 class UnreachableError(ConnectionError):
-    """The host does not answer; the message is only the reason."""
+    """The host cannot be reached or is overloaded; the message is only the reason."""
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
-    """Check that the host of `url` can be reached; the download itself reports other errors."""
+    """Raise `UnreachableError` if the host of `url` cannot be reached; ignore other errors."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     # Use a daemon thread, because DNS lookups have no timeout.
     threading.Thread(
@@ -69,14 +69,14 @@ def _network_failure(url: str, seconds: float) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # requests wraps urllib3's error, which wraps the system's; the innermost is the most specific.
+    # requests wraps the error of urllib3, which wraps the system's; the innermost says most.
     inner = error.args[0] if error.args else error
     text = str(getattr(inner, "reason", inner) if isinstance(inner, Exception) else error)
     return " ".join(text.rpartition(": ")[2].split()) or type(error).__name__
 
 
 _FILES_NAMED = 8
-# RetryError means that TFDS has sent ten requests within seconds.
+# TFDS retries ten times within seconds; `RetryError` means that all attempts failed.
 _BROKEN = (
     ConnectionError,
     TimeoutError,
@@ -132,7 +132,7 @@ _MIB = 1 << 20
 
 
 class _Bar:
-    """An invisible TFDS progress bar, which reports its counts as progress."""
+    """A TFDS progress bar that is not displayed and reports its counts as progress."""
 
     def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
@@ -207,7 +207,7 @@ def _folder(manual_dir: str) -> Path | None:
 
 
 def _manual_folder(builder: Any, folder: Path | None) -> Path:
-    # TFDS itself uses the second folder by default.
+    # By default, TFDS looks for manual files in `downloads/manual`.
     return folder or Path(builder.data_dir_root) / "downloads" / "manual"
 
 
@@ -222,7 +222,7 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 
 
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
-    """Call `ask(url)` before each real download.
+    """Call `ask(url)` before each file that is downloaded and not reused.
 
     A builder's URLs are unknown until it downloads them: its list of checksums covers all its
     configs, and may be missing. TFDS has no public hook for this.

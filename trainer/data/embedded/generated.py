@@ -5,8 +5,8 @@ each position, and whether a bracket is still open at the end of the sequence.
 
 `Clicks` records which user was shown which item, and whether the user clicked. Users and items have
 `RANK` latent factors; a click is more likely if the factors of user and item agree. Some items are
-slightly more popular, and some are shown more often. The signal is in the pairs: a prediction by
-the item alone is correct in 53 % of the cases, and one that knows all factors in 83 %.
+slightly more popular, and some are shown more often. The signal is in the pairs: a prediction from
+the item alone is correct in 53 % of the cases, and a prediction from all factors in 83 %.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
-        # `RandomState` is the only NumPy generator with the same numbers in every version.
+        # `RandomState` is the only NumPy generator that draws the same numbers in every version.
         random = np.random.RandomState(SEED)
         drawn = [_sequence(random) for _ in range(SEQUENCES)]
         return {
@@ -83,7 +83,7 @@ ITEMS = 500
 EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
-# Scales of the terms of a score, whose sigmoid is the probability of a click.
+# Factors of the two terms of a score. The sigmoid of a score is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
 # A fixed seed instead of the configured one, because every run needs the same examples.
@@ -94,7 +94,7 @@ Column = NDArray[np.int64]
 
 def draw() -> tuple[Column, Column, Column]:
     """Return the user, item and click of every example, in the order of creation."""
-    # `RandomState` is the only NumPy generator with the same numbers in every version.
+    # `RandomState` is the only NumPy generator that draws the same numbers in every version.
     random = np.random.RandomState(SEED)
     of_users = random.normal(size=(USERS, RANK))
     of_items = random.normal(size=(ITEMS, RANK))

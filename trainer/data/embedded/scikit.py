@@ -1,6 +1,7 @@
 """Small tables and images that ship with scikit-learn, for each learning task.
 
-Table inputs are standardized by the training examples, which are the same in every run.
+The inputs of tables are standardized with the mean and standard deviation of the training examples,
+which are the same in every run.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class DigitProperties(tfds.core.GeneratorBasedBuilder):
 
 
 class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Base class of tables: rows of numbers, named `features`, with labels."""
+    """Base class of tables: each row has numbers, named `features`, and one or several labels."""
 
     VERSION = tfds.core.Version("1.0.0")
     LABELS: ClassVar[Mapping[str, Any]]

@@ -1,7 +1,7 @@
 """Sequences of variable length: stored without padding, and padded to the longest of a batch.
 
-The length of an example is stored next to the sequence, as an integer feature. A model gets it if
-`data.inputs` names it, and batches are bucketed by it.
+The length of each example is stored as an integer feature. A model gets the length only if this
+feature is one of its inputs. Batches are bucketed by length.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def fill_batches(
 ) -> tf.data.Dataset:
     """Return windows of full batches; the rows of a batch have lengths in the same bucket.
 
-    The length of a row is the length of its longest input. Batches are in the order in which they
-    fill up. No row of an endless dataset is dropped: rows of an incomplete batch wait until it is
-    full.
+    The length of a row is the length of its longest input or, if no input varies in length, of its
+    longest label. Batches are in the order in which they fill up. No row of an endless dataset is
+    dropped: rows of an incomplete batch wait until it is full.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
     names = [length_name(name) for name in inputs or varying(spec)]

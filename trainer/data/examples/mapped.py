@@ -2,8 +2,8 @@
 
 The function is called with an example, a dict of values by name. It returns an example, or None to
 leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
-returns arrays of as many examples. Texts are `str`, encoded images are bytes, and other values are
-numbers or NumPy arrays.
+returns arrays with the same number of examples. Texts are `str`, encoded images are bytes, and
+other values are numbers or NumPy arrays.
 
 The features of the result are inferred from the first examples; later examples must match.
 """
@@ -52,7 +52,7 @@ class UnsuitableError(ValueError):
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration for reading the source, without roles and shapes of the results."""
+    """Return the configuration for reading the source, without the results' roles and shapes."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
@@ -69,7 +69,7 @@ class MappedSource(Source):
     """The examples of another source, converted by the user's function."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
-        """Convert the examples of `source`, which was made for the same configuration."""
+        """Convert the examples of `source`, which was made for `source_config(config)`."""
         self.name = f"data.map: {config.map}"
         # A digest of the function's code is already part of the dataset's key.
         self.identity: Mapping[str, Any] = source.identity
@@ -88,8 +88,8 @@ class MappedSource(Source):
     def select(self) -> Selection:
         """Return the features of the function's results, inferred from the first examples.
 
-        This fetches the source, and reads all of it if a text feature has classes. The result is
-        cached, and pickled with the source.
+        This fetches the source, and reads all of it if the classes of a feature have to be
+        collected. The result is cached, and pickled with the source.
         """
         if self._selection is None:
             self._selection = self._infer()
@@ -122,7 +122,7 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the function's results; raises `UserError` if the function fails."""
+        """Yield the function's results; raises `UserError` if it fails or a result does not fit."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         before = 0
         for batch, rows in self._map(part):
@@ -165,7 +165,6 @@ class MappedSource(Source):
                 raise self._make_error(error, part, number) from None
             # The user's code may raise any exception.
             except Exception as error:
-                # Locating an example may read the part again.
                 said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
                 raise UserError(f"{self.name}: {said}") from error
             number = end
@@ -195,7 +194,7 @@ class MappedSource(Source):
         for row in rows:
             try:
                 values.append(convert_value(name, row.example[name], said))
-                # Report the first example that does not match an earlier one.
+                # Infer the feature at the first difference, so that an error names this example.
                 if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
                     infer_leaf(name, values, classes)
             except UnsuitableError as error:
@@ -310,7 +309,7 @@ def make_value(name: str, value: Any) -> Value:
     if value is None:
         raise UnsuitableError(f"returns None for {name!r}; return NaN for a missing number")
     try:
-        # Store bytes as an object, because NumPy would strip trailing zeros.
+        # Store bytes as an object, because NumPy would strip trailing zero bytes.
         array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
         raise UnsuitableError(f"returns lists of different lengths within {name!r}") from None

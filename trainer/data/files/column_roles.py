@@ -1,4 +1,4 @@
-"""Roles of the columns of files, from the configuration and column names. Free of TensorFlow."""
+"""Roles of columns, from the configuration and column names. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assign(
         ConfigError: a key names a missing column, or no label can be inferred.
     """
     where, column = where or config.source, "column"
-    # An empty name means "no column" for an optional role. TensorFlow Lite ends names at a NUL.
+    # Reject "", which means "no column" for a role, and NUL, which ends names in TensorFlow Lite.
     if odd := [name for name in names if not name or "\0" in name]:
         what = f"named {odd[0]!r}" if odd[0] else "without a name"
         raise ConfigError(f"data.source: {where} has a column {what}; rename it")

@@ -21,7 +21,8 @@ MOST_CLASSES = 1_000_000
 _SEEN = 10_000
 #: Up to this value, a float type represents every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
-# Minimum number of representable steps within the range of a column.
+# Minimum number of representable steps within the range of a column: in its stored type, and in the
+# float32 predictions of a label.
 _STEPS, _FEW_STEPS = 4096, 64
 # Below this magnitude, a float32 has fewer digits.
 _TINY = 1e-37
@@ -34,17 +35,18 @@ class ColumnScan:
 
     Attributes:
         kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
-            float, bool, time, text, tensor, image.
-        empty: number of values that are null or an empty text.
+            float, bool, time, text, tensor, image; a code is a number with leading zeros.
+        empty: number of values that are null, NaN or an empty text.
         marks: counts of words for a missing value, such as NA; not used for text columns.
         texts: the first text values, with their piece and row number.
         writing: counts of the notations and units of formatted numbers and dates among the texts.
         values: distinct values as texts; cleared if there are more than `most`.
-        gathers: whether fractions are collected too, as they may be classes.
-        shapes: shapes of tensors.
-        tensor: the widest kind of their elements: bool, int, float, text.
-        lowest: lowest finite number, also in tensors, exact for integer types; `highest` is the
-            highest one.
+        gathers: whether `values` includes fractions and elements of lists, because they may be
+            classes.
+        shapes: shapes of tensors, or sizes of images.
+        tensor: the widest kind of the elements of tensors: bool, int, float or text.
+        lowest: lowest finite number, also in tensors; exact for integers, and unknown for float32.
+            `highest` is the highest one.
         whole: whether all finite numbers are whole.
     """
 
@@ -124,7 +126,7 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Return whether a float type represents all whole numbers and resolves the range."""
+        """Return whether a float type keeps whole numbers exact and resolves the column's range."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
@@ -222,11 +224,7 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the times among texts of a typed format; return a mask of the other texts.
-
-        A typed format may lack a type for times, as JSON does, so texts of every format are
-        checked.
-        """
+        """Add times that are written as texts, as in JSON; return a mask of the other texts."""
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))
         return ~times

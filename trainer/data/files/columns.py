@@ -15,7 +15,7 @@ from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# Note that classes may be sets of labels if at least this many names contain a separator.
+# Minimum number of class names with a separator for a note that they may be sets of labels.
 _FEWEST_SETS = 2
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
@@ -76,9 +76,9 @@ def decide(  # noqa: PLR0913
     digits, which is needed if splits depend on it.
 
     Raises:
-        UserError: the values have several types or shapes, or there are too many classes.
+        UserError: the values have no common type or shape, or there are too many classes.
     """
-    # A label whose lists have at most one element is a single value.
+    # Some formats store a single value as a list of one; an empty list is then a missing value.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):
@@ -110,7 +110,7 @@ def decide(  # noqa: PLR0913
 
 
 def _note_sets(name: str, classes: Sequence[str]) -> str:
-    """Return a note if each class looks like a set of several, as in `red|blue`."""
+    """Return a note if the classes look like sets of labels, as in `red|blue`."""
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}
@@ -154,7 +154,6 @@ def _set_dtype(
 
 
 def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
-    """Raise `UserError` if lists of whole numbers would lose digits in any type."""
     largest = max(scan.highest, -scan.lowest)
     if (held == "int" and largest >= _INT64) or (
         held == "float" and scan.whole and EXACT["float64"] < largest < _INT64
@@ -190,7 +189,6 @@ def _int_or_id(
 
 
 def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label: bool) -> Column:
-    """Set the shape of a column of lists, from `data.shapes` or inferred."""
     name, shapes = column.name, sorted(scan.shapes)
     ranks = {len(each) for each in shapes if each != (0,)} or {1}
     given = config.shapes.get(name)
@@ -227,7 +225,6 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
 
 
 def _check_said(name: str, said: str, scan: ColumnScan) -> None:
-    """Raise `UserError` if nearly all values need a number type other than the configured one."""
     best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(
@@ -237,7 +234,6 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 
 
 def _unit(name: str, scan: ColumnScan) -> str:
-    """Return the common unit of formatted numbers; raises `UserError` if there are several."""
     units = written_numbers.list_units(scan.writing)
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
@@ -335,7 +331,7 @@ def _hint(scan: ColumnScan, kind: str) -> str:
 
 
 def describe_columns(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """Return the columns for a manifest."""
+    """Return descriptions of the columns for a manifest."""
     return [
         {"name": each.name, "type": each.type, "why": each.why}
         | ({"unit": each.unit} if each.unit else {})

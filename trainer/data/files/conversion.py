@@ -34,7 +34,8 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 class Values(NamedTuple):
     """Converted values of a column by row, a mask of the broken ones, and why they are broken.
 
-    A `missing` number or class is broken if a value is required.
+    `missing` is a mask of missing numbers and classes. A missing value is also broken if it is
+    required, or if the type cannot represent it.
     """
 
     values: Column
@@ -44,7 +45,7 @@ class Values(NamedTuple):
 
 
 def make_spec(column: FileColumn) -> FeatureSpec:
-    """Return the stored form of a column."""
+    """Return the spec of a column's feature, which includes its stored form."""
     if column.type in ("tensor", "image"):
         whole = "bytes" if column.dtype == "string" else "raw"
         stored = column.stored or ("sequence" if None in column.shape else whole)
@@ -101,7 +102,8 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times or numbers by which examples are ordered, in full precision.
 
-    `said` is the configured kind; if empty, texts are read as the kind of most values.
+    Missing and invalid values are left out. `said` is the configured kind; if it is empty, texts
+    are read as the kind that most of them have.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
     if is_text(array.type) and not said:
@@ -161,7 +163,7 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
 
 
 def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
-    """Convert floats, NaN if missing, to numbers of a kind; other numbers are invalid."""
+    """Convert floats to a kind; NaN is missing, and numbers of another kind are invalid."""
     missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
     if kind == "bool":
@@ -247,7 +249,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     """Convert all lists at once; return None if any might need padding or conversion."""
     fixed, of_texts = None not in column.shape, column.dtype == "string"
     is_nested = is_list(array.type.value_type)
-    # Inner lists may have different shapes.
+    # Inner lists may differ in shape, so each row must be converted separately.
     if len(column.shape) > 1 and (of_texts or not fixed):
         return None
     whole = math.prod(size or 0 for size in column.shape) if fixed else None
@@ -337,7 +339,7 @@ def _format_shape(shape: tuple[int | None, ...]) -> str:
 
 
 def _only_values(array: pa.Array) -> pa.Array:
-    """Unpack lists of one value; an empty list becomes null."""
+    """Unpack lists of one value; other lists become null."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)

@@ -1,4 +1,4 @@
-"""Files of a source, divided into pieces that can be read independently, and grouped into parts.
+"""Divide files into pieces, which can be read independently, and group the pieces into parts.
 
 Local files are read in place; remote files are downloaded, and deleted after use.
 """
@@ -207,7 +207,8 @@ def choose_reader(
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
     """Return the files to train on, with the splits that their names indicate; raises `UserError`.
 
-    A file without a label is left out if its name indicates that it is for prediction.
+    A file whose name indicates that it is for prediction is left out if it has no label. A file
+    whose name indicates answers is also left out if it lacks other columns.
     """
     doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
     files, notes = list(pieces.files), list(pieces.notes)
@@ -274,7 +275,7 @@ def _reader(form: str) -> Reader:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing, and its files; raises `ConfigError`."""
+    """Return the format of a listing, and the files that have it; raises `UserError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
@@ -312,13 +313,7 @@ def _infer_format(path: str) -> str:
 
 
 def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
-    """Return a note on files of a source that are not read; empty if all are read.
-
-    Args:
-        files: all files that are not hidden.
-        kept: the files that are read.
-        hidden: hidden files by suffix; only suffixes of the files that are read count.
-    """
+    """Return a note on files that are not read; `hidden` counts the hidden files by suffix."""
     taken = {id(file) for file in kept}
     others = [file.path for file in files if id(file) not in taken]
     suffixes = Counter(Path(path).suffix.lower() or "without an ending" for path in others)

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source):
-    """Files of one format from a `flotilla.trainer.data.listing`."""
+    """The files of a listing that have one format, as a source."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
         """Read the files of a listing; remote files are copied to `scratch` while they are read."""
@@ -107,7 +107,7 @@ class FileSource(Source):
                     "a length"
                 )
             lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
-        # Whole numbers are padded with 0; floats need a length feature to tell padding from values.
+        # Add the lengths of float lists to the inputs, because 0 may be padding or a value.
         needed = (
             length_name(each)
             for each in roles.inputs
@@ -269,12 +269,11 @@ class FileSource(Source):
         return total
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Raise `UserError` if a column has incompatible types in different files."""
         for name in roles.kept:
             found = list(scan.families.get(name, {}).values())
-            # A large file is read in several pieces.
             if name in self._said or len(found) < _SEVERAL:
                 continue
+            # A large file of texts may have different types in different pieces.
             if self._files.reader.parsed and found[0][0].file == found[1][0].file:
                 continue
             if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:

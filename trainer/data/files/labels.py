@@ -1,4 +1,4 @@
-"""Labels of files: whether they are classes or a quantity, decided from all rows of any format."""
+"""Decide from all rows of a table whether a label is a class or a quantity."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Choose the type of a single-valued label; empty if the label is read like other columns.
+    """Choose the type of a single-valued label, or an empty one to read it like other columns.
 
     Args:
         name: name of the column.
@@ -152,7 +152,7 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
-    """Yield notes on numbers written as texts; raises `UserError` if they are not classes."""
+    """Yield notes on numbers and dates; raises `UserError` if numbers cannot be classes."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.count_writing(pa.array(texts))
     kind = written_numbers.find_kind(writing, texts=len(texts))
@@ -174,7 +174,7 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
 
 @lru_cache(maxsize=16)
 def _index(classes: tuple[str, ...]) -> ClassIndex:
-    # Cache the index: a million classes take seconds to index, and rows come in blocks.
+    # Cache the index: a million classes take seconds to index, and rows are converted by block.
     return ClassIndex(classes)
 
 

@@ -62,7 +62,7 @@ class Pictures:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """The configured height, width and channels; raises `ValueError` if there are none."""
+        """The configured height, width and channels; raises `ValueError` if no size is set."""
         height, width = self.config.size
         return height, width, self.config.channels
 

@@ -94,7 +94,7 @@ class BrokenRows:
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
-        """Return the first positions and their reasons as texts."""
+        """Return texts with the positions of the first broken rows, and the reasons."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
     def check(self, name: str, allowed: float, place: Callable[[Piece, int], str]) -> None:
@@ -120,7 +120,7 @@ def _share(count: int, rows: int) -> str:
 
 @dataclass
 class Scan:
-    """Statistics of files; the statistics of later pieces are merged into the earlier ones.
+    """Statistics of files, into which the statistics of later pieces can be merged.
 
     Attributes:
         names: names of all columns.
@@ -160,7 +160,7 @@ class Scan:
             self.times = _thin(self.times)
 
     def close(self) -> None:
-        """Count missing keys of records; called after all pieces."""
+        """Count rows without a column as empty; called after the last piece."""
         for column in self.columns.values():
             column.lack(self.broken.rows - self.broken.count)
         self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
@@ -177,7 +177,7 @@ class Wanted:
         images: columns that name images.
         time: column of the times by which splits are made, or empty.
         time_type: its type in `data.types`, or empty.
-        whole: whether a later file must not have columns that the first one lacks.
+        whole: whether to reject a file with columns that the first file lacks.
         measures: whether the sizes of images are needed.
     """
 
@@ -225,7 +225,7 @@ class PieceScan:
         return found
 
     def _see_written(self, name: str, column: ColumnScan) -> None:
-        """Record the type family of a text column if its many values all belong to one family."""
+        """Record the type family of a text column if it has many values, all of one family."""
         families = {_WRITTEN.get(kind, "") for kind in column.kinds}
         if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
             family = families.pop()

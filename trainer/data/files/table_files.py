@@ -42,7 +42,7 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Return whether a file's name suggests that it lacks a label, like a contest's test file."""
+    """Return whether a file's name suggests that it lacks a label, as a test file may."""
     return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
@@ -52,14 +52,15 @@ def answers_only(file: Any) -> bool:
 
 
 def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
-    """Return the index columns, which a file declares or which have pandas' default names."""
+    """Return the columns that a file declares as an index, or that have pandas' index names."""
     return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
     """Return files with the splits that their names or folders indicate, and a note on it.
 
-    No split is inferred if the configuration has splits, or if a file belongs to none.
+    No split is inferred if splits are configured or files have spans. Otherwise, every file must
+    belong to a split, and there must be files for training and for another split.
     """
     drawn = config.splits != SplitsConfig() or any(file.span or file.split for file in files)
     found = {} if drawn else {file.path: _find_split(file.path) for file in files}

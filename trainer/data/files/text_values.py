@@ -19,7 +19,8 @@ _WRITTEN = (
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# Missing values as people write them, in lower case: missing in number columns, texts elsewhere.
+# Missing values as people write them, in lower case. They are missing in columns of numbers, bools
+# and times, and texts elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
@@ -54,12 +55,12 @@ _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 
 class Counted(NamedTuple):
-    """Trimmed texts of some rows; if texts repeat, each occurs about once.
+    """Trimmed texts of some rows. If texts repeat, rows with the same text share one entry.
 
     Attributes:
         values: the texts, "" for null.
         counts: number of rows with each text.
-        places: index in `values` for each row; None if the rows are the values.
+        places: index in `values` for each row; None if each row has its own entry.
     """
 
     values: pa.Array

@@ -22,7 +22,7 @@ from flotilla.trainer.data.files.text_values import matches
 
 #: A column has a type if at least this share of its values has it.
 NEARLY_ALL = 0.9
-# A column with more units has other texts that begin with a number, such as addresses.
+# A column with more units probably has texts that only begin with a number, such as addresses.
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
@@ -69,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts, NaN if missing; also return a mask of invalid texts and other units."""
+    """Parse trimmed texts, NaN if invalid or in another unit; also return a mask of the NaNs."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -150,7 +150,7 @@ def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
-    """Return whether some values are amounts of money, percentages, or numbers without a unit."""
+    """Return whether no value has a unit, or some are amounts of money or percentages."""
     units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 

@@ -1,1 +1,1 @@
-"""Makes shards from a source: maps its parts one by one, then assembles them."""
+"""Make shards from a source: map its parts one by one, then assemble the shards."""

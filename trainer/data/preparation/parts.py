@@ -1,8 +1,9 @@
 """A mapped part of a source: its rows by split, in random order, and their statistics.
 
-The folder of a part has an Arrow file for each split, and `sums.json`, which is written last. It
-may be published and read on another machine. A file has chunks of about `CHUNK_BYTES`. Each chunk
-is shuffled, so any range of it is a random selection of its rows.
+The folder of a part has an Arrow file of rows and a file of statistics for each split, and
+`sums.json`, which is written last. The folder may be published and read on another machine. An
+Arrow file has chunks of about `CHUNK_BYTES`. Each chunk is shuffled, so any range of it is a random
+selection of its rows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Sums:
         }
 
     def add(self, split: str, columns: Columns, table: pa.RecordBatch) -> None:
-        """Add examples of a split, and their stored form."""
+        """Add examples of a split, given as columns and as a table in stored form."""
         self.examples[split] += table.num_rows
         self.bytes[split] += table.nbytes
         self.largest = max(self.largest, sum(map(_largest, table.columns)))
@@ -109,7 +110,7 @@ class _ChunkWriter:
     """Writes the rows of a split to a file of chunks, each in random order."""
 
     def __init__(self, path: Path, seed: tuple[int, ...]) -> None:
-        """Write to `path`, which is created with the first row."""
+        """Write to `path`, which is created with the first chunk."""
         self._path = path
         self._random = np.random.RandomState(seed)
         self._pending: list[pa.RecordBatch] = []
@@ -183,7 +184,6 @@ def map_part(  # noqa: PLR0913
 
 
 def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, Columns]]:
-    """Yield each split that has examples, and its examples."""
     for index, split in enumerate(SPLITS):
         chosen = splits == index
         if chosen.any():

@@ -1,7 +1,8 @@
 """Map the parts of a source in parallel processes on this machine.
 
-A process takes seconds to import TensorFlow, so if there are only a few parts, they are mapped in
-the current process. Each process ends when its parent ends, even if the parent is killed.
+A process takes seconds to import TensorFlow. If there are only a few parts, they are mapped in the
+current process, unless `data.runner.processes` is set. On Linux, each process ends when its parent
+ends, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def map_parts(  # noqa: PLR0913
         source: the source to read.
         parts: the parts that have not been mapped yet.
         folder: local folder; the subfolder of a part has the part's number as its name.
-        config: has the number of processes to start if there are enough parts.
+        config: the data section, with the maximum number of processes.
         work: counts the examples.
         done: called in this process with the folder of each mapped part.
 

@@ -1,4 +1,4 @@
-"""The shards of a split: TFRecord files of blocks, whose sizes differ by at most one example."""
+"""The shards of a split are TFRecord files of blocks, equal in size up to one example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCKS = 64
 
 
 class ShardWriter:
-    """Writes rows in their order to one shard after another.
+    """Writes the rows of a split to its shards, in order.
 
     Attributes:
         examples: number of examples of each shard.
@@ -91,7 +91,7 @@ def write_shards(  # noqa: PLR0913
     count: int = 1,
     rows: int = BLOCK_ROWS,
 ) -> tuple[int, ...]:
-    """Write the shards of examples in their order; return the number of examples of each shard."""
+    """Write examples to shards, in order; return the number of examples of each shard."""
     table = make_table(features, make_columns(features, columns))
     writer = ShardWriter(folder, split, features, examples=table.num_rows, count=count, rows=rows)
     writer.add(table)

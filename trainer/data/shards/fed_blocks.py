@@ -1,4 +1,4 @@
-"""Blocks of streaming shards as a TensorFlow graph, which is the client of `ShardFeed`."""
+"""Read blocks of streaming shards in a TensorFlow graph, as a client of `ShardFeed`."""
 
 from __future__ import annotations
 

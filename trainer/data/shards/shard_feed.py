@@ -11,7 +11,8 @@ Therefore a reader, `flotilla.trainer.data.shards.fed_blocks`, does this for eac
    was opened for another request, and the reader starts again.
 4. After the last block of a shard, it writes `done READER ATTEMPT NAME` to `ask`.
 
-A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.
+A graph of an earlier attempt may still wait at a gate: all its requests fail. This module does not
+import TensorFlow.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class ShardFeed:
             gates = (self._folder / f"{reader}.gate{odd}" for reader in orders for odd in (0, 1))
             for path in (workdir / ASK, *gates):
                 os.mkfifo(path)
-            # Open it for writing too, so that it never ends and no writer blocks.
+            # Open the pipe for writing too, so that it never ends and no writer blocks.
             self._requests = os.open(workdir / ASK, os.O_RDWR | os.O_NONBLOCK)
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -176,7 +177,7 @@ class ShardFeed:
             return
         self._path(ask).write_text(answer, encoding="utf-8")
         gate = self._folder / f"{ask.reader}.gate{ask.number % 2}"
-        # Open it for reading too, so that this call does not wait for the reader.
+        # Open the gate for reading too, so that this call does not wait for the reader.
         self._gates[ask.reader] = os.open(gate, os.O_RDWR | os.O_NONBLOCK)
 
     def _path(self, ask: _Ask) -> Path:

@@ -4,8 +4,8 @@ The chief and all workers come to the same decision about streaming, because it 
 configuration, the manifest and the number of workers.
 
 Readers announce the shards that they will use, in order. A thread prefetches the next shards while
-there is room, and evicts those that will be used last. A held shard is never evicted. The bytes of
-a shard count from the start of its fetch. Free of TensorFlow.
+there is room, and evicts the shards that will be used last. A held shard is never evicted. The
+bytes of a shard count from the start of its fetch. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the streaming parameters; None if all shards of a worker fit in `data.disk`.
+    """Return the streaming parameters; None if `data.disk` is empty or all shards fit.
 
     Raises:
         ConfigError: not even two shards fit, or all workers share one folder.

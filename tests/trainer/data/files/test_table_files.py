@@ -102,7 +102,7 @@ def test_names_of_splits_are_splits(tmp_path: Path, names: tuple[str, ...]) -> N
     assert "data.splits: by the names of the files" in notes(tmp_path)[0]
     _, drawn = opened(tmp_path, splits={"test": 0.3})
     assert sizes(drawn)["test"] > 5
-    # If one file names no split, the splits are drawn at random.
+    # If the name of one file indicates no split, the splits are drawn at random.
     write(tmp_path, more_dot_csv=rows(30, 9000))
     assert sizes(opened(tmp_path)[1])["train"] > 30
 

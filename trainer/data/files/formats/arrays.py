@@ -92,7 +92,6 @@ class NpzReader(Reader):
 
 @contextmanager
 def _open(path: Path) -> Iterator[dict[str, _Array]]:
-    """Open the arrays of a file; raises `UserError`."""
     try:
         with zipfile.ZipFile(path) as archive, ExitStack() as stack:
             members = [each for each in archive.infolist() if each.filename.endswith(_SUFFIX)]
@@ -126,7 +125,6 @@ def _header(file: IO[bytes]) -> _Array:
 
 
 def _check(path: Path, arrays: dict[str, _Array]) -> None:
-    """Raise `UserError` for arrays that cannot be columns of one table."""
     if not arrays:
         raise UserError(f"data.source: {path} has no array; write it with numpy.savez")
     for name, each in arrays.items():
@@ -160,7 +158,6 @@ def _count(arrays: dict[str, _Array]) -> int:
 
 
 def _count_rows(arrays: Iterable[_Array], size: int) -> int:
-    """Return the number of rows that take about `size` bytes."""
     return max(1, size // sum(each.row_bytes for each in arrays))
 
 

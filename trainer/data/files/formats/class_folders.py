@@ -23,7 +23,7 @@ _CLASS = -2
 
 
 class ImageFilesReader(Reader):
-    """Reads only names; the images are decoded like the images of any table."""
+    """Reads only the names of images, which are decoded later like the images of any table."""
 
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
@@ -67,7 +67,7 @@ class ImageFilesReader(Reader):
 
 
 def find_class(path: str) -> str:
-    """Return the class of an image, which its folder names; raises `UserError` if it has none."""
+    """Return an image's class, which is the name of its folder; raises `UserError` without one."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
@@ -78,10 +78,10 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits named by folders above the class folders, and these folders.
+    """Return files with the splits that folders above the class folders name, and split by folder.
 
     Raises:
-        UserError: only some of the folders are split folders.
+        UserError: only some of the folders are split folders, or there are no class folders.
     """
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}

@@ -1,4 +1,4 @@
-"""Parquet: a file's metadata has schema and row count; row groups are read independently."""
+"""Read Parquet files: the metadata has schema and row counts, and row groups are independent."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ParquetReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the rows of a range of row groups; a row of Parquet is never broken."""
         with _file(path) as file:
-            # Select whole structs, because the name of a struct selects all its fields.
+            # Arrow selects whole structs by name; their fields are selected below.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             groups = list(_groups(file, piece))
             most = _rows_at_once(path, file, groups, outer)
@@ -170,7 +170,7 @@ def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: 
 
 
 def _longest(array: pa.Array, otherwise: int) -> int:
-    """Return the length of the longest value in a dictionary, which may be nested."""
+    """Return the length of the longest value in a nested dictionary; `otherwise` without one."""
     while not pa.types.is_dictionary(array.type):
         if pa.types.is_struct(array.type):
             array = array.field(0)

@@ -153,7 +153,7 @@ class _Head:
         self._lines: list[int] = []
         line, kept = 1 + bool(given), []
         for each in records:
-            # An empty row of Excel consists only of delimiters.
+            # Skip empty rows. Excel writes them with delimiters.
             if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
                 kept.append(each)
                 self._lines.append(line)

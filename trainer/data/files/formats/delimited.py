@@ -162,7 +162,8 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
         for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
             broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
             bad[place] = True
-    # Repeated headers occur in concatenated files; a single value may equal its column's name.
+    # Concatenated files repeat the header. A file with one column is not checked, because a value
+    # may equal the column's name.
     if len(columns) > 1 and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
         for name in columns[1:]:
             again = pc.and_(again, pc.equal(table[name], name))
@@ -180,7 +181,7 @@ def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) ->
     """Yield the records from number `done` on, with their numbers; empty blocks are skipped."""
     start = 0
     for batch in batches:
-        # Pyarrow calls the handler for all records of a block before it returns the block.
+        # Pyarrow calls the handler for all invalid records of a block before it returns the block.
         late = [each for each in skipped if each >= start]
         every = np.arange(start, start + batch.num_rows + len(late))
         kept = every[~np.isin(every, late)][: batch.num_rows]
@@ -242,7 +243,7 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:
-    """Yield record ends about `size` bytes apart; None if an end is ambiguous."""
+    """Yield record ends about `size` bytes apart; 0 at the end, and None if one is ambiguous."""
     quotes = 0
     while chunk := file.read(size):
         if _STRAY.search(chunk):

@@ -30,7 +30,7 @@ _FIRST = 100
 
 
 class ExampleReader(Reader):
-    """Reads records with Python's protobuf; each number is read as a list of one value."""
+    """Reads records with Python's protobuf; a single value is read as a list of one."""
 
     varies = True
     at_once = _AT_ONCE

@@ -38,7 +38,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _AT_ONCE = 8192
-# Number of rows after which a missing label is reported, before the whole file is read.
+# Number of records from which the names of columns are read.
 _FIRST = 1000
 _LONGEST = 64 << 20
 _CHUNK = 1 << 20
@@ -181,7 +181,6 @@ def _has_lines(path: Path) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any] | str:
-    """Return the object in a line, or the reason why it is invalid."""
     try:
         found = _DECODER.decode(line.removeprefix(_BOM).decode())
     except UnicodeDecodeError:

@@ -33,8 +33,10 @@ class QuoteUse:
     Attributes:
         swallows: where a quote swallows the rows below it, and how many; empty if none does.
         is_escaped: whether quotes within quoted values are escaped by a backslash.
-        stray: with `is_escaped`, a row with a backslash outside quotes; 0 if there is none.
-        is_literal: whether all rows have equally many values if quotes are ordinary characters.
+        stray: if `is_escaped`, the number of a row with a backslash outside quotes; 0 if there is
+            none.
+        is_literal: whether all rows have the same number of values if quotes are ordinary
+            characters.
     """
 
     swallows: str = ""

@@ -17,7 +17,7 @@ from flotilla.trainer.runtime.errors import UserError
 #: Called with the number of a broken record, and the reason.
 Broken = Callable[[int, str], None]
 END = -1
-#: Maximum number of columns. Reading this many takes a minute, and no model has more inputs.
+#: Maximum number of columns. Reading this many takes a minute.
 MOST_COLUMNS = 10_000
 # With more than `_SOME` columns, at least the share `_FILLED` of a block's cells must be filled.
 _SOME, _FILLED = 1000, 0.02
@@ -28,9 +28,10 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A range of a file: bytes of text, or row groups of Parquet. `END` is the end of the file.
+    """A range of a file: bytes of text, row groups of Parquet, or rows of npz.
 
-    For a folder of images, a piece is a range of files, and `file` is the first one.
+    `END` is the end of the file. For a folder of images, a piece is a range of files, and `file` is
+    the first one.
     """
 
     file: int

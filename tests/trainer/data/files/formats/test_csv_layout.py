@@ -21,7 +21,7 @@ READER = CsvReader()
 
 
 def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the rows of a file and the invalid ones among them."""
+    """Return the rows of a file, and messages about the broken ones."""
     path = folder / "t.csv"
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     broken: list[str] = []
@@ -230,7 +230,7 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     rows, _ = table(tmp_path, titles(row3=r'3,"say \"a, b\" \\ twice\"",a', row4='4,"x\ny",b'))
     assert len(rows) == 300
     assert rows[3]["title"] == r'say "a, b" \ twice"'
-    # If backslashes escape quotes, the one in this path would be lost.
+    # If backslashes escaped quotes, the backslash in this path would be lost.
     with pytest.raises(UserError, match="row 6 has one outside"):
         table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
 

@@ -20,7 +20,7 @@ LINES = [json.dumps(row) for row in ROWS]
 
 
 def table(folder: Path, data: str | bytes) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the records of a file and the invalid ones among them."""
+    """Return the records of a file, and messages about the broken ones."""
     path = folder / "t.json"
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     broken: list[str] = []
