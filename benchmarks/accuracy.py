@@ -87,7 +87,7 @@ def time_to_accuracy() -> Comparison:
 
 
 def first_reach(course: Course, goal: float) -> tuple[float, bool]:
-    """Return the time at which a course reaches the goal or ends, and whether it reached it."""
+    """Return when the goal is reached, or else when the course ends, and whether it is reached."""
     seconds = 0.0
     for at, share in course:
         seconds = at

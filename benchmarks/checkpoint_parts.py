@@ -1,4 +1,4 @@
-"""Measures saves by parts: the memory of the chief, and how long training pauses.
+"""Measures checkpoints in parts: the memory of the chief, and how long training pauses.
 
 Two servers hold tables that are larger than the chief's memory. The chief is a separate process
 that builds the model on the servers, saves and restores it, and prints its measurements.

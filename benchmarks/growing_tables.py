@@ -26,9 +26,8 @@ RATE = 0.01
 # from. With the batches of `benchmarks.memory`, each id occurs eight times on average, and then
 # never again.
 IDS, NEW_IDS, LIVE_IDS = 4, 8, 8_000
-# Fewer rows than a step draws from, and a maximum age in steps that is shorter than the time in
-# which an id may occur. Rows are therefore evicted because the table is full, and because of their
-# age.
+# The table has fewer rows than a step draws from, and its maximum age is shorter than the time in
+# which an id occurs. Rows are therefore evicted for lack of space, and because of their age.
 DRIFTING_ROWS, OLDEST = 6_000, 500
 Step = Callable[[tf.Tensor], tf.Tensor]
 

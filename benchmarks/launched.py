@@ -41,8 +41,8 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Share of the steps, at the start, that is not measured, because graphs are traced during them,
-# including the graph of turns. Similarly, the first of the four epochs of `fit` is not measured.
+# Share of the steps that is skipped at the start, because graphs are traced then, including the
+# graph of turns. The measurement of `fit` similarly skips the first of four epochs.
 _WARM = 0.25
 
 

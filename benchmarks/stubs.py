@@ -1,7 +1,8 @@
 """Runs a chief with stub workers: `python -m benchmarks.stubs SPEC SECONDS`.
 
 The strategy itself runs on TensorFlow's servers, but without a model: an update only increments a
-counter on the parameter server. All messages are real. See `benchmarks.handout`.
+counter on the parameter server. All messages between the processes are real. See
+`benchmarks.handout`.
 """
 
 from __future__ import annotations

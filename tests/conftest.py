@@ -56,7 +56,8 @@ def _clear_environment() -> None:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
     # Without these variables, object store clients would request the credentials of the machine.
     os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
-    # A shell starts background processes with SIGINT ignored, which child processes inherit.
+    # Processes that a shell starts in the background ignore SIGINT, and so do their children.
+    # Handle SIGINT again.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -85,7 +86,8 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 _load = load._load
 _pickled = functools.lru_cache(256)(lambda text, path: pickle.dumps(_load(text, path)))
 load._load = lambda text, path=(): pickle.loads(_pickled(text, tuple(path)))
-# Must come before the import of any test module, because TensorFlow reads its variables only once.
+# This must come before the import of any test module, because TensorFlow reads its variables only
+# once.
 _clear_environment()
 
 # Tests must not fail because the machine is busy, nor differ between runs of the same commit.

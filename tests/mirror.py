@@ -23,7 +23,7 @@ from tests.house_rules.source import all_imports, module_name, tree
 
 ROOT = Path(__file__).parent.parent
 MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
-# Tests of files that have no test with their name and that no test imports.
+# Tests of files that have no test of the same name, and that no test imports.
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "CONTRIBUTING.md": ("tests/docs",),

@@ -198,7 +198,7 @@ def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, bo
 
 @pytest.fixture
 def borrowing_venv(tmp_path):
-    """Create a folder with a `pip` and a `python` that can read the installed packages."""
+    """Create a folder with a `pip` and a `python` that find the packages of this environment."""
     place = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (packages,) = place.glob("lib/python*/site-packages")

@@ -16,7 +16,7 @@ from typing import Any
 
 from flotilla.trainer.runtime import signals
 
-# Share of the time, at the start of training, that is not measured.
+# Share of the training time that is skipped at the start of the measurement.
 _WARM = 0.1
 # Interval at which the tasks are checked, in seconds.
 _LOOK = 0.05
@@ -50,7 +50,9 @@ def free_ports(count: int) -> list[int]:
 def train(
     folder: Path, *, steps: int, workers: int = 2, sync: bool = False, snapshots: int = 0
 ) -> Trained:
-    """Run the program up to a global step, and keep the weights every `snapshots` steps if set.
+    """Run the program up to a global step.
+
+    If `snapshots` is set, keep the weights every `snapshots` steps.
 
     Workers write the weights when they exit, which not all of them do in synchronous training.
 

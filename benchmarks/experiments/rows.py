@@ -104,7 +104,7 @@ def _softmax(kind: str, least: float, *settings: str) -> Row:
 
 
 def _mlp(kind: str, *settings: str) -> Row:
-    """Return a row for one hidden layer; without a goal if `settings` keep the rate constant."""
+    """Return the row of a network with one hidden layer; a constant learning rate has no goal."""
     least = 0.0 if settings else 0.97
     exact = "" if kind == "async" else "; 2 local steps an update"
     goal = f"none{exact}; the rate stays at 0.01" if settings else f"{least}{exact}; cosine decay"

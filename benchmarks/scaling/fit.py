@@ -127,7 +127,7 @@ def _of_server(point: Point, dispatch: Dispatch) -> tuple[float, ...]:
 def _worker(
     points: Sequence[Point], cores: int, dispatch: Dispatch
 ) -> tuple[Sequence[float], float]:
-    """Return the worker's constants and `cold`, which slows down workers that share a core."""
+    """Return the worker's constants, and the value of `cold` that fits best."""
 
     def solved(cold: float) -> tuple[float, Sequence[float]]:
         rows, sums = [], []

@@ -55,7 +55,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield all runs: each model with two values of `pull_every`, and one with other tasks."""
+    """Yield all runs: each model with two values of `pull_every`, and one with other clusters."""
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)

@@ -67,8 +67,8 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# The text for each kind of bound, and the function that selects the stricter value, because a type
-# and a key may both have a bound.
+# The text for each kind of bound, and the function that selects the stricter bound if a type and a
+# key both have one.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),
@@ -77,7 +77,7 @@ _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 }
 # Longer deadlines are written in days.
 _MOST_HOURS = 48
-# Larger bounds only keep a number within its type, and are left out.
+# Larger bounds only keep a number within the range of its type, so the page omits them.
 _NEVER_REACHED = 10_000
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration

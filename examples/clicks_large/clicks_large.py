@@ -39,14 +39,15 @@ VISIT = 8
 RANK = 2
 # In units of the score, whose sigmoid is the probability of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
-# Exponent of the users' activity, and number of users that are about as active as the first.
+# Exponent of the users' activity, and number of users that are about as active as the most active
+# one.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
 # A prime above `_MOST`, so that no two ranks of users share a slot.
 _STRIDE = 2654435761
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
-# Must be increased when a change of this code changes the events of a day.
+# Increase this number if a change of the code changes the events of a day.
 _RELEASE = "1.1."
 _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
@@ -64,7 +65,7 @@ Hashes = npt.NDArray[np.uint64]
 class Law:
     """Zipf's law over the ranks 0 to `count - 1`: `1 / (rank + 1 + flat) ** exponent`.
 
-    The continuous distribution is cut into ranks, so that no sums must be computed or stored.
+    Ranks are intervals of a continuous distribution, so that no sums must be computed or stored.
     """
 
     count: int

@@ -85,7 +85,7 @@ def export(shape):
 
 
 def main():
-    # Keep resource variables. With TensorFlow 1's reference variables, --sync may read a step too
+    # Keep TensorFlow 2's resource variables. With reference variables, --sync may read a step too
     # early.
     tf.disable_eager_execution()
     parser = argparse.ArgumentParser()

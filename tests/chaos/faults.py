@@ -87,7 +87,7 @@ class Target:
 
 
 def lie_of(workdir: Path) -> Path:
-    """Return the file that makes the process whose id it contains exit too early with code 0."""
+    """Return the file that names the process that is to exit early with code 0."""
     return workdir / "lie"
 
 

@@ -135,7 +135,6 @@ def _followed(
     lost = Lost()
 
     def tick() -> None:
-        """Evict a worker every `every` seconds, and end the run after `seconds`."""
         began = time.monotonic()
         for number in itertools.count(1):
             at = number * every

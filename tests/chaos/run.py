@@ -42,7 +42,6 @@ class Run:
     def __init__(
         self, plan: Plan, folder: Path, say: Say, store: Store, variables: Mapping[str, str]
     ) -> None:
-        """Work below `folder`, with additional environment variables."""
         self._plan = plan
         self._workdir = folder / f"run-{plan.seed}"
         self._read: dict[Path, int] = {}

@@ -121,7 +121,7 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
-            # The models learn little, because these runs only test survival.
+            # These runs only test survival, and their models may be no better than a constant.
             "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }

@@ -19,8 +19,6 @@ OF_ALL = ("faults", "missed", "attempts", "restarts", "steps repeated")
 
 
 class Tally:
-    """Counts over many runs."""
-
     def __init__(self) -> None:
         self._all: Counter[str] = Counter()
         self._rows: dict[str, Counter[str]] = {}

@@ -306,7 +306,7 @@ def test_fifty_seeds_have_each_kind_of_fault_under_each_strategy(first):
     plans = [draw_plan(seed) for seed in range(first, first + 50)]
     found = {(plan.strategy, fault.kind) for plan in plans for fault in plan.faults}
     everything = {(strategy, kind) for strategy in STRATEGIES for kind in KINDS}
-    # A `single` run without an evaluator has only one task, so it may have no pair to kill.
+    # A `single` run without an evaluator has only one task, so no pair can be killed.
     assert found >= everything - {("single", "kill pair")}
 
 
@@ -315,7 +315,7 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
-        # When data has arrived, the proxy knows the connection, and the outage closes it.
+        # Wait until data arrives: the proxy then knows the connection, and closes it in the outage.
         before.sendall(b"x")
         assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)

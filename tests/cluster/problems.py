@@ -76,7 +76,7 @@ def problem(
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        # A test may replace the model by one that does not compute a loss.
+        # A test may replace the model with one that does not compute a loss.
         loss=lambda model, batch, outputs: objective.loss(objective.attach(model), batch, outputs),
         chance_loss=objective.task.chance_loss(),
         batches=batches,
@@ -497,7 +497,7 @@ def dense(batch_size: int, workers: int = 1) -> Problem:
 
 
 def rows(batch_size: int, workers: int = 1) -> Problem:
-    """Table rows are looked up on the table's device."""
+    """The model of `embedded`, with the examples of `dense` as row numbers."""
     floats = dense(batch_size, workers).batches
 
     def batches() -> tf.data.Dataset:

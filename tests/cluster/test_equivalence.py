@@ -30,8 +30,8 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
-# Two problems with tasks: standardized labels and weighted examples, or two outputs whose losses
-# have weights.
+# Problems of two learning tasks: one has standardized labels and weighted examples, the other has
+# two outputs whose losses have weights.
 TASKS = ["regressed", "two_outputs"]
 
 

@@ -27,7 +27,8 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# Strategies that support `cluster.in_process`. The others always use several processes, or one.
+# Strategies that support `cluster.in_process`. The others always use several processes, or always
+# one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 

@@ -61,7 +61,6 @@ def holders(run):
 
 
 def content(run):
-    """Return the files of all checkpoints, with their modification times."""
     folder = storage.local_path(run.checkpoints)
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 

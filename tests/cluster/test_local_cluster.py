@@ -104,7 +104,10 @@ def test_no_stranger_reaches_a_task_of_a_local_run(dataset, tmp_path, config, ta
 
 
 def scrape_until(port, wanted):
-    """Return the first scrape that `wanted` accepts; only the metrics show that a task is alive."""
+    """Return the first scrape that `wanted` accepts.
+
+    Poll, because only the metrics show that a task is alive.
+    """
     until, pause = time.monotonic() + SECONDS, threading.Event()
     while not wanted(found := scrape(port)):
         assert time.monotonic() < until, found
@@ -270,8 +273,8 @@ def test_all_tasks_train_and_publish(folder, dataset):
         "PYTHONPATH": str(ROOT),
         "HOME": "/absent",
         "TMPDIR": str(folder / "tmp"),
-        # Keras imports matplotlib, which needs this folder, if it is installed. The image does not
-        # contain it.
+        # Keras imports matplotlib if it is installed, and matplotlib writes to this folder. The
+        # image does not contain matplotlib.
         "MPLCONFIGDIR": str(folder / "tmp"),
         events.VARIABLE: str(folder / "events.jsonl"),
     }

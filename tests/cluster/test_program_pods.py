@@ -71,7 +71,7 @@ def make_image(kube, tmp_path):
 
 
 class Run:
-    """A run of the program, with its launcher and what it has published."""
+    """A run of the program, with its launcher and its published checkpoints."""
 
     def __init__(self, kube, engine, folder):
         self.kube, self.engine, self.folder = kube, engine, folder

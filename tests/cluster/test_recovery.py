@@ -116,7 +116,7 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
 ):
     """Only a lost server's variables go back in time; a lost chief or worker costs no steps."""
     end = END + EVERY
-    # Allow for the restarts of tasks whose memory has grown, which a new attempt also causes.
+    # Allow more restarts, because a new attempt also restarts tasks whose memory has grown.
     config = settings(training={"checkpoint_parts_mb": 0, "steps": end}, max_restarts=9)
     lost = []
     with launched(config, dataset, tmp_path) as run:

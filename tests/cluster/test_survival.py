@@ -151,7 +151,7 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 CHIEF_ATTEMPTS_SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # With full recovery, the servers keep no values between attempts; these would take memory.
+    # With full recovery, the servers keep no values between attempts, which would take memory.
     "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 
 NAME = "pod.fleet.test"
 # Maximum time until a reconnection, in seconds. gRPC itself would resolve a name again only after
-# 30 s, and a connection attempt takes up to 20 s.
+# 30 s, and each of its connection attempts takes up to 20 s.
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500

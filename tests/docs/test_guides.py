@@ -298,7 +298,6 @@ LABELS = RANDOM.normal(150, 80, 60).astype("float32")
 
 @pytest.fixture
 def task_folder(tmp_path, monkeypatch):
-    """Create a user's folder with the files of the page."""
     (tmp_path / "quantiles.py").write_text(CODE.text)
     (tmp_path / "quantiles.yaml").write_text(CONFIGURATION.text)
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))

@@ -94,7 +94,7 @@ def test_popularity_drifts_by_as_much_as_was_asked_for():
     ids = np.unique(joined(everyone.draw(0, 0, part) for part in range(3))["item"])
     days = [everyone.exposure(ids, day) for day in range(11)]
     moved = [np.abs(after - before).sum() / 2 for before, after in pairwise(days)]
-    # Within ten days, one ranking replaces another, by an equal share on each day.
+    # Within ten days, the ranking changes completely, by an equal share on each day.
     np.testing.assert_allclose(moved, np.abs(days[10] - days[0]).sum() / 20, rtol=1e-6)
     assert sum(moved) > 0.5
     still = Clickstream(**{**SMALL, "new_items": 0}, drift=0.0)

@@ -25,7 +25,7 @@ def test_a_configuration_is_short_and_names_its_program(path):
     assert config.program.working_dir == "examples/programs"
 
 
-# `tf1_async` is not run, because it is the program of `tf1_sync` without a flag.
+# `tf1_async` is not run, because it runs the same program as `tf1_sync`, without `--sync`.
 @pytest.mark.slow
 @pytest.mark.cluster
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def python_files(*packages: str) -> list[Path]:
-    """Return all Python files, or those in some top-level folders."""
+    """Return all Python files, or those in the given top-level folders."""
     return [
         path
         for path in files()

@@ -58,7 +58,7 @@ def numbered_definitions():
 
 
 def identifiers(module):
-    """Yield every name that is defined or used, with its line."""
+    """Yield the line and the name of each definition and each use."""
     for node in ast.walk(module):
         for attribute in ("name", "arg", "id", "attr"):
             if isinstance(name := getattr(node, attribute, None), str):

@@ -17,8 +17,8 @@ FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
-# Maximum number of lines per folder. If a folder needs more, its decision page says what was
-# removed.
+# Maximum number of lines per folder. A decision that raises a number says what was removed in
+# return.
 BUDGETS = {
     "components": 1785,
     "components/jobset": 300,

@@ -42,7 +42,6 @@ def feature(values):
 
 
 def described(columns, targets, shards, roles):
-    """Return the manifest fields of a dataset."""
     return {
         "dataset_schema": SCHEMA,
         "block_rows": BLOCK_ROWS,
