@@ -136,7 +136,7 @@ def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
 
 
 def training(wiring: Wiring) -> None:
-    """Prepare data, train a model, and promote the model if it passes the gate."""
+    """Train a model that passes its gate, and promote it."""
     with (
         dsl.ExitHandler(wiring.add_exit_step(finish), name="run"),
         wiring.ready() as (run, dataset),
