@@ -30,7 +30,8 @@ class Instance(ThreadingHTTPServer):
         multi_user: whether requests must specify a namespace.
         pipeline_store: where pipelines are stored: `database`, or `kubernetes` (fewer filters).
         has_ui: whether the server also acts as the UI, which forwards API requests.
-        has_v1beta1: whether v1beta1, which returns a run's nodes and which KFP 3 drops, is served.
+        has_v1beta1: whether API version v1beta1 is served. It returns the nodes of a run; KFP 3
+            drops it.
         received: request line, headers and body of each request, without credentials.
     """
 

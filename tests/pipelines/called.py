@@ -88,7 +88,7 @@ def call(command: str, workdir: Path, *arguments: str, cwd: Path) -> Called:
 
 
 def processes_of(workdir: Path) -> list[psutil.Process]:
-    """Return the processes of a workdir; each has the workdir on its command line."""
+    """Return the processes whose command line contains the workdir."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Tests what the package for KFP that `flotilla compile` writes must and must not contain."""
+"""Tests what the package that `flotilla compile` writes must and must not contain."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def test_the_sdk_loads_it(compiled):
 
 
 def test_it_is_small(compiled):
-    # The package is this large because every group of steps declares all of its inputs again.
+    # The package has this size because every group of steps declares all of its inputs again.
     assert len(compiled.encode()) < 60_000
 
 
@@ -105,8 +105,8 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
 
 
 def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled):
-    # KFP 2.16 and later sets the first value for a step's container and the second for its pod;
-    # from the pipeline, it only takes the user.
+    # KFP 2.16 and later sets `least` on the container of a step and `whole` on its pod. From the
+    # pipeline, it takes only the user.
     least = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     whole = {"seccompProfile": {"type": "RuntimeDefault"}}
     pods = documents(compiled)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -301,7 +301,6 @@ def test_they_compile_into_another_pipeline(folder, tmp_path):
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
     spec = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     executors = spec["deploymentSpec"]["executors"]
-    # The old pipeline lacks steps that are new in this version.
     assert {name.removeprefix("exec-") for name in executors} <= set(loaded(folder))
     assert {each["container"]["image"] for each in executors.values()} == {THEIRS}
 
@@ -313,7 +312,6 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answer = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
     assert Config.model_validate_json(answer["config"]) == config
-    # There is no dataset to cache.
     assert (answer["root"], answer["run_id"]) == (config.storage.root, RUN)
     assert answer["Output"] == "ready"
 

@@ -139,7 +139,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     expected = {
         "train-model": {"dataset_descriptor": "dataset"},
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
-        # Inside a group, values have the names from the group's graph.
+        # The inputs of a group are named as in KFP's graph.
         "condition-2": {"dataset": dataset},
         "condition-3": {
             "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",
@@ -188,7 +188,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
 
 
 def test_a_step_needs_no_artifact(spec):
-    # In a user's pipeline, KFP cannot create an artifact from its URI.
+    # A user's pipeline may have only the URI, from which KFP cannot create an artifact.
     for component in spec["components"].values():
         if "executorLabel" in component:
             taken = component["inputDefinitions"].get("artifacts", {})

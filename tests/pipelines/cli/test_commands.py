@@ -11,7 +11,7 @@ from flotilla.trainer.config.load import load_config
 
 GROUP = typer.main.get_command(app.app)
 CALLED = dict(flat(GROUP.commands))
-# A sentence without a subject begins like this: "Of SOURCE, to be predicted".
+# Words that begin a sentence without a subject, such as "Of SOURCE, to be predicted".
 PREPOSITIONS = {"At", "By", "For", "From", "In", "Of", "On", "Such", "To", "Where", "Which", "With"}
 WIDTH = 80
 

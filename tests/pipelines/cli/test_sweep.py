@@ -1,4 +1,4 @@
-"""Tests which options of `flotilla sweep` exclude each other, and its output."""
+"""Tests the output of `flotilla sweep --compile`."""
 
 import json
 

@@ -354,7 +354,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
-    # This instance rejects configurations that set a service account.
+    # A single-user instance refuses requests that name a namespace, so none may be sent.
     instance.closed[EXPERIMENTS] = 400
     report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
     assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")

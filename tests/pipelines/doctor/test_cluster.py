@@ -34,7 +34,7 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     assert "TFJob CRD" not in report.states()
     assert report["storage"]["state"] == "skipped"
     jobset.faults.add("GET .*/apis/jobset", 403)
-    # Without permission to check for JobSet, it is used anyway; the launcher reports what is
+    # If it may not check for JobSet, `auto` selects JobSet anyway, and the launcher reports what is
     # missing.
     assert of_auto()["engine"]["message"].startswith("auto selects jobset: ")
 
@@ -89,7 +89,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     assert (found["state"], said in found["message"]) == ("ok", True)
     said = "auto is local here; --kubernetes checks it anyway"
     assert report["Kubernetes API"]["message"] == said
-    # A run stores its results at this location.
+    # A run that is started here writes to this storage root.
     assert report["storage"]["state"] == "ok"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
     report = of_auto(options=("--kubernetes",))

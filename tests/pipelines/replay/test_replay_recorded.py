@@ -93,7 +93,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     assert "are not recorded" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
     assert find(settings=settings).given.version
-    # This step is one of nine.
+    # In an earlier version, which had nine steps, this step had these arguments.
     named = {"data": "{}", "root": root, "seal": "", "dataset": {}}
     storage.write_bytes(uri, json.dumps({**tree, "arguments": named, "version": "0.1"}).encode())
     with pytest.raises(UserError) as caught:

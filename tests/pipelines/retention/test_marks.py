@@ -1,4 +1,4 @@
-"""Tests use and removal marks that are damaged, from another clock, or from a killed process."""
+"""Tests marks of use and removal that are damaged, from another clock or from a killed process."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_mark_of_removal_that_says_nothing_makes_nobody_wait(root, dataset, cl
 
 def test_a_removal_is_waited_for_no_longer_than_it_may_last(root, dataset, clock, caplog):
     with in_use.removing(storage.uri_of(root), PATH, 0.0):
-        # Another `gc` starts each time.
+        # In each pause, another `gc` marks the dataset for removal.
         clock.each = lambda: in_use._write(storage.uri_of(root), PATH, "removing-2.json")
         assert in_use.use(dataset)
     assert clock.passed == pytest.approx(600, abs=1)

@@ -128,7 +128,7 @@ def inventory(history) -> Inventory:
 
 
 def chain(history, number) -> set[str]:
-    """Return the dataset and initial weights of a version, as the oracle knows them."""
+    """Return the paths that a version needs, as the oracle knows them."""
     run = history.made[number]
     at = name(history, run)
     found = {place(number), at, run.dataset, run.code, checkpoint(history, run)}
@@ -140,7 +140,7 @@ def chain(history, number) -> set[str]:
 
 
 def needed(history, wanted) -> set[str]:
-    """Return the paths to keep: champion, rollback target, and recent or active runs."""
+    """Return all paths that the oracle keeps under a policy."""
     kept = set(history.made) if wanted.versions is None else set()
     kept |= set(sorted(history.made)[-(wanted.versions or 1) :])
     if history.champion:

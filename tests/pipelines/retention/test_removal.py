@@ -247,7 +247,7 @@ def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
 def test_what_cannot_be_deleted_of_a_dead_removal_is_said(root, monkeypatch, caplog):
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     with monkeypatch.context() as patched:
-        # The folder contains another user's file, and the disk fails to delete.
+        # Delete nothing, as if the folder contained a file of another user.
         patched.setattr("flotilla.trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
         assert swept(root) == ["digits-0001", "datasets/d"]
         assert not storage.collect_garbage(storage.uri_of(root))
@@ -342,7 +342,6 @@ def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsy
 
     def failing(at):
         calls.append(at)
-        # The first runs only prepare data; no version has been marked as used yet.
         if len(calls) % 7 == 0:
             raise storage.Unavailable(f"cannot delete {at}: the store does not answer")
         delete(at)

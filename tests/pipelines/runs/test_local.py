@@ -110,7 +110,7 @@ class TestLayingOut:
         ]
         with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
             assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
-        # Wait until the run has begun to train.
+        # The configuration is not written before training begins.
         assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
         again.save_config()
         assert load_config(local.config_file(workdir, run.run_id)).training.steps == 9
@@ -414,10 +414,7 @@ def test_no_value_of_these_is_the_default(config):
         for name, (key, _) in keys().items()
         if reduce(getattr, key, config) == reduce(getattr, key, default)
     }
-    # Servers are either joined or started in one process; pull_every says how many batches already;
-    # data are a dataset by name or files; a bundle, a registry and callbacks would have to exist;
-    # a program has no keys of a model; a port and a profile belong to a cluster that trains; memory
-    # of a GPU is limited in one way.
+    # Each of these keys excludes another key that is set, or names an object that does not exist.
     assert same == {
         "cluster_existing_servers",
         "cluster_gpu_memory_mb",

@@ -1,6 +1,6 @@
-"""Tests a model of rare positives: one in a hundred customers leaves.
+"""Tests a model for rare positives: one in a hundred customers leaves.
 
-A champion that finds most of them must remain champion every night.
+A champion that finds most of them must not be replaced by a model that finds fewer.
 """
 
 import csv
@@ -19,8 +19,8 @@ CUSTOMERS, MORE, SHARE = 28_000, 2_000, 0.01
 def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
     """Write customers; the first customers are the same for any count.
 
-    One in ten customers is in the validation split and two in ten are in the test split, which
-    depends on `shift`. With `shuffled`, the labels outside the test split are shuffled.
+    Of ten customers, one is in the validation split and two are in the test split; `shift` selects
+    which. With `shuffled`, the labels outside the test split are shuffled.
     """
     rng = np.random.default_rng(11)
     total = CUSTOMERS + MORE
@@ -51,8 +51,8 @@ def night(tmp_path_factory):
             "label": "left",
             "splits": {"column": "part"},
         },
-        # By chance, a larger model trained on shuffled labels ranks customers slightly better than
-        # random.
+        # Use a small model. A larger one that is trained on shuffled labels may by chance rank
+        # customers better than random.
         "model": {"name": "tabular", "args": {"pieces": 0, "hidden_units": [64, 32], "dropout": 0}},
         "training": {
             "strategy": "single",

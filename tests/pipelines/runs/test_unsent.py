@@ -1,4 +1,4 @@
-"""Tests that a later run sends data that a tracker missed earlier, once and up to a limit."""
+"""Tests that later runs send the data that a tracker missed, with a limited number of attempts."""
 
 import fcntl
 import json

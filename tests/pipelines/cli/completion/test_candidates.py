@@ -1,4 +1,4 @@
-"""Tests the completions of settings, runs, models, versions and steps; completion never fails."""
+"""Tests the completion of settings, runs, models, versions and steps, which never fails."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests the completions that a shell gets when the user presses Tab, by protocol and in bash."""
+"""Tests what a shell completes when the user presses Tab, by its protocol and in a real bash."""
 
 import os
 import pty
