@@ -104,8 +104,8 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 def _explain_loss(client: Client, run: RemoteRun) -> str:
     """Return why the end of a run will never be reported, or an empty string.
 
-    If the Workflow of a run was deleted, the instance keeps the last reported state. Before KFP
-    2.16, deleting a schedule also deletes the Workflows of its runs.
+    If the Workflow of a run was deleted, the instance keeps the last reported state. Deleting a
+    schedule may also delete the Workflows of its runs.
     """
     is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
     if not is_scheduled and run.state != "CANCELING":
