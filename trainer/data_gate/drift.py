@@ -13,7 +13,7 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# With fewer features, only test each one separately.
+# Minimum numbers of numeric features and of rows for testing all features together.
 _FEWEST = 5
 _FEWEST_ROWS = 50
 # A value is compared only if it occurs at least `_FEWEST_EXAMPLES` times, and more than `_TWICE`
@@ -44,7 +44,7 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield a table per sample: counts of values that both surely counted, and of all others."""
+    """Yield the counts of each sample; values that one sample may not have counted are merged."""
     # If a text has many values, only the most frequent are counted, and these differ by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)

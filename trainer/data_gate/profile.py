@@ -31,7 +31,7 @@ _GAPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureProfile(FeatureStatistics):
-    """A feature in one split; numbers that are not known are NaN.
+    """A feature in one split; unknown numbers are NaN.
 
     `numbers` is a sorted sample of the values; for a tensor, of the means of its examples.
     """

@@ -1,4 +1,4 @@
-"""Check a dataset against the rules, and publish the findings.
+"""Checks a dataset against the rules, and publishes the findings.
 
 A validation is a published directory:
 

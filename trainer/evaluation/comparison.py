@@ -37,10 +37,10 @@ class Opponents:
 
 
 def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return the comparison by a rule's metric for the gate; raises `UserError`.
+    """Compare the models by a rule's metric; raises `UserError`.
 
-    It has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`, and
-    also `pairs` if each prediction is either right or wrong.
+    The result has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`,
+    and also `pairs` if each prediction is either right or wrong.
     """
     metric = rule.metric or opponents.objective.main_metric
     own = Metric.make(opponents.objective, opponents.own, metric)

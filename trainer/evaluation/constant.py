@@ -4,7 +4,7 @@
 
     {"answer": a description of the best constant by the main metric,
      "metrics": {name: the best value of any constant},
-     "paired": the comparison with it, from `flotilla.trainer.evaluation.comparison.compare`,
+     "paired": the comparison with the best constant, see `comparison.compare`,
      "champion": whether the champion, if any, has a better main metric than the constant}
 
 The best constant is fitted to the labels of the evaluated examples, so that no model that ignores
@@ -137,7 +137,7 @@ def _mean(own: Examples) -> Constant:
 
 
 def _condense(objective: Objective, own: Examples) -> Examples:
-    """Merge the examples with equal labels into one with their total weight, if this is equivalent.
+    """Merge examples with equal labels into one with their total weight, if no metric changes.
 
     The outputs of a constant are equal for all of them.
     """

@@ -1,9 +1,10 @@
 """Estimates the influence of each unit on a metric of a model.
 
-Units are examples. For a ranking they are queries, because scores in a query are dependent.
+A unit is an example or, for a ranking, a query, because the scores of a query are dependent. The
+method depends on the metric:
 
-    a mean       of values of the units: the distance of each value from the mean
-    an area      the influence of each example, exactly
+    a mean       the distance of each unit's value from the mean
+    an area      the exact influence of each example
     any other    the delete-a-group jackknife: units are divided into groups, and the metric is
                  recomputed without each group
 """

@@ -81,8 +81,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
 ) -> Evaluation:
     """Evaluate `checkpoint` on the test split of `dataset`, and publish the result at `output`.
 
-    A champion predicts the same examples. If `output` has already been published for the same
-    inputs, return its metrics. All strings are URIs. Raises `UserError`.
+    If a champion is given, it predicts the same examples. If `output` has already been published
+    for the same inputs, return its metrics. All strings are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **describe_request(config, champion)}
@@ -204,7 +204,7 @@ def build_model(
 ) -> keras.Model:
     """Return the configured model for a dataset, with initial weights and the task's loss.
 
-    If `check` is given, it checks the model instead of the objective.
+    If `check` is given, it replaces the objective's check of the model.
     """
     parts = objective.task.parts.values()
     inputs = InputSpec.of(
@@ -254,7 +254,7 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
         found = restore_model(checkpoint, model, scratch)
         require_positive(objective.task, spec, found)
         return TrainedModel(model=model, global_step=found.global_step)
-    # Otherwise the model would include files of another checkpoint.
+    # Remove the files of another checkpoint, which would become part of this model.
     shutil.rmtree(scratch / PROGRAM, ignore_errors=True)
     found = fetch(checkpoint, scratch / PROGRAM)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)

@@ -78,7 +78,7 @@ def correct_bias(count: int) -> float:
 
 
 def shares(pairs: Pairs, confidence: float) -> Compared:
-    """Compare two fractions of correct answers by Tango's score interval; higher is better."""
+    """Compare two fractions of correct predictions by Tango's score interval; higher is better."""
     count, own, other = sum(pairs), pairs.only_challenger_right, pairs.only_champion_right
     counts = np.array([[own], [other], [count]], np.float64)
     bound = lower_bounds(counts[0], counts[1], counts[2], confidence)

@@ -301,7 +301,7 @@ class Writer:
 
 
 def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
-    """Return a function from a batch of inputs to the model's outputs; it raises `UserError`."""
+    """Return a function that computes the outputs for a batch of inputs; it raises `UserError`."""
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
@@ -328,7 +328,7 @@ def predict(  # noqa: PLR0913, PLR0917
     `count` is called with the number of examples in each batch.
 
     Raises `SplitError` if a label is invalid for the task or all weights are 0, and `UserError` for
-    other errors of the user.
+    other user errors.
     """
     forward = make_forward(objective, model)
     worst = Worst(spec, objective.task)

@@ -93,7 +93,7 @@ def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[
 def _count(counter: Counter[Any], values: Values) -> None:
     found, each = np.unique(values, return_counts=True)
     for value, count in zip(found.tolist(), each.tolist(), strict=True):
-        # NaN does not equal itself, so that each part would add another NaN.
+        # NaN does not equal itself, so each part would add another NaN.
         key = value if value == value else np.nan  # noqa: PLR0124
         if key in counter or len(counter) < _MOST_COUNTED:
             counter[key] += count

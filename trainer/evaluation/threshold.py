@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# More examples would hardly change the threshold. Of a larger split, only some batches are read.
+# Only part of a larger split is read, because more examples would hardly change the threshold.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12

@@ -1,4 +1,4 @@
-"""Exports a blessed model in several formats, and checks that all predict the same.
+"""Exports a blessed model in several formats, and checks that their predictions agree.
 
 The published model consists of the formats in `flotilla.trainer.export.formats` and these files:
 

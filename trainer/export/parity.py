@@ -100,7 +100,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # Keep only the rows in use. The expected predictions must be computed before this call.
+    # Remove the unused rows of embedding tables, now that the expected predictions are computed.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():

@@ -9,8 +9,8 @@ struct with the name of the output and these fields.
     sequence to label         as for classification
     sequence labelling        prediction and probability (lists with the length of the example)
     regression                prediction
-    ranking                   score, probability
-    a user's task             its answers, unchanged
+    ranking, recommendation   score, probability
+    a user's task             its outputs, unchanged
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     Raises:
         ConfigError: files or columns are missing.
     """
-    # The run that created this version has checked the source.
+    # The run that created this dataset version has already checked the source.
     if not data.source or data.version:
         return ()
     if is_remote and (remark := remark_on_path(data)):

@@ -48,7 +48,9 @@ class FewFiles:
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     """Return some files of a source, evenly spaced.
 
-    Of large CSV files, the start is copied to `scratch`. Raises:
+    Of large CSV files, only the start is used, which is copied to `scratch`.
+
+    Raises:
         UserError: the format of the files cannot be inferred.
     """
     pieces = choose_reader(config, found.files, scratch, found.hidden)

@@ -1,4 +1,4 @@
-"""Runs a training program of the user: its start and end, its data, checkpoints and model.
+"""Runs a user's training program, and handles its data, checkpoints and model.
 
 Each task has two processes. The agent (`agent`) belongs to Flotilla: it prepares the folders,
 restores and publishes checkpoints, and decides how the exit of the program is handled. The guard

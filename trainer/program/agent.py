@@ -110,7 +110,7 @@ class Agent:
         grace: float = GRACE_SECONDS,
         is_local: bool = False,
     ) -> None:
-        """Store the run and the task; `on_signal` replaces `stop` if the guard gets a signal."""
+        """Store the run and the task; `on_signal` handles the guard's signals instead of `stop`."""
         self._job, self._cluster, self._task = job, cluster, task
         self._program = job.config.program
         self._folders = TaskFolders(folder=job.workdir.absolute())
@@ -137,7 +137,7 @@ class Agent:
     # Called from other threads.
 
     def stop(self, reason: str = "", *, code: int | None = None) -> None:
-        """Stop the program with its grace period, and publish a last checkpoint.
+        """Stop the program within its grace period, and publish a last checkpoint.
 
         If `code` is given, the guard exits with it instead of the code of an interruption.
         """
@@ -153,7 +153,7 @@ class Agent:
             self._link.wake()
 
     def lose_guard(self, seconds: float) -> bool:
-        """Make `run` return as if the program was killed, unless the guard is still connected.
+        """Make `run` return as if the program had been killed, unless the guard is still connected.
 
         Waits up to `seconds`; returns false if the guard is connected or the program was not
         started.

@@ -1,4 +1,4 @@
-"""The attempts of a program whose workers all lead: they start together, or not at all.
+"""The attempts of a program without a chief: its workers start together, or not at all.
 
 Each worker except the leader writes a new ticket next to the checkpoints when it starts. The leader
 starts an attempt when each of these workers has a ticket that the previous attempt did not use. It

@@ -243,7 +243,7 @@ class Guard:
         self._ended: Message | None = None
 
     def run(self) -> int:
-        """Obey the agent until it tells this process to exit; return the exit code."""
+        """Process the agent's messages until this process must exit; return the exit code."""
         wakes, wake = os.pipe()
         for end in (wakes, wake):
             os.set_blocking(end, False)

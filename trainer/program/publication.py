@@ -1,7 +1,7 @@
 """Restores published checkpoints into the folder of a program, and publishes new ones from it.
 
-A checkpoint is published when it is complete. If its layout does not tell, it counts as complete
-when it has not changed between two looks. The publication has its files below `checkpoint/` and,
+A checkpoint is published when it is complete. If its layout does not tell whether it is complete,
+it must not have changed between two looks. The publication has its files below `checkpoint/` and,
 after the end of the program, the model below `model/`. The files are first linked into another
 folder, so that the program may delete them. If the program changes a file during the publication,
 the publication is discarded.
@@ -170,7 +170,7 @@ class Publisher:
         found = newest if newest and newest.is_committed else before
         digest = self._digest(found) if found else self._known
         if found and digest != self._known and self._is_unchanged(found):
-            # Remember it, so that the next look does not queue it again.
+            # Remember this checkpoint, so that the next look does not queue it again.
             self._known = digest
             step = self._count(found, step_at(found.modified, found.number))
             self._uploads.put(CHECKPOINT, partial(self._publish, found, step, dict(metrics)))
@@ -260,7 +260,7 @@ class Publisher:
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
         if is_whole:
             storage.delete(uri)
-        # Forget it, so that the next look queues it again.
+        # Forget the checkpoint, so that the next look queues it again.
         self._known = self._read_known()
         if is_last:
             raise UserError(

@@ -109,7 +109,7 @@ def line_chart(  # noqa: PLR0913
     logarithmic: bool = False,
     named: str = "",
 ) -> Chart | None:
-    """Return a chart of the columns `series` over the column `across`, or None if there are none.
+    """Return a chart of the columns `series` over the column `across`, or None if all are empty.
 
     A row without a number adds no point, but still extends the horizontal axis. `flags` are
     positions and texts of events, and `named` is the title of the axis. With `logarithmic`,

@@ -408,10 +408,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def plain(text: object) -> str:
-    """Escape a text for Markdown and put it on one line."""
+    """Escape text for Markdown and put it on one line."""
     return _MARKS.sub(r"\\\1", " ".join(one_line(str(text)).split()))
 
 
 def code(text: str) -> str:
-    """Format a text as inline code in Markdown."""
+    """Format text as inline code in Markdown."""
     return f"`{' '.join(one_line(text).split()).replace('`', '')}`"

@@ -107,7 +107,7 @@ def weak_classes(evaluation: Facts) -> list[Facts]:
 
 
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
-    """Return ROC and precision-recall curves by class; of many classes, only the weakest."""
+    """Return the ROC and precision-recall curves of the few classes with the smallest areas."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (

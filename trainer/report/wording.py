@@ -118,7 +118,7 @@ def title_metric(name: object) -> str:
 
 
 def capital(text: str) -> str:
-    """Capitalize the first letter of a text."""
+    """Capitalize the first letter of text."""
     return text[:1].upper() + text[1:]
 
 

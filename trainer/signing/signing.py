@@ -52,7 +52,7 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
         ConfigError: the key is unusable, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
-    # Remove an earlier signature, which is of the original files.
+    # Remove an earlier signature, which covers the original files.
     signature.unlink(missing_ok=True)
     (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
@@ -72,8 +72,8 @@ def verifies() -> bool:
 def verify(uri: str, scratch: Path | None = None) -> Manifest:
     """Verify a published model as a server would load it; return its manifest.
 
-    The model must have exactly the files in its manifest, without damage, and a valid signature if
-    a public key is configured.
+    The model must have exactly the files in its manifest, undamaged, and a valid signature if a
+    public key is configured.
 
     Args:
         uri: URI of the model.

@@ -292,7 +292,7 @@ def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistrib
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at commas that are not within brackets or quotes."""
+    """Split text at commas that are not within brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

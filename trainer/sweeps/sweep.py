@@ -270,7 +270,7 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
     """Return the value of the objective; raises `ConfigError` if it was not measured."""
-    # An evaluator may have skipped the last checkpoint, even if it is the selected one.
+    # If the evaluator skipped the selected checkpoint, use the best validation of the run.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
         return float(value)

@@ -208,7 +208,7 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
         yield
         return
     metrics = RunMetrics(job.config, job.run_id)
-    # The tasks of a user's own program may not respond at their ports, so watch only this task.
+    # The tasks of a user's program may not respond at their ports, so watch only this task.
     own = {task.role: cluster.addresses[task.role][:1]} if job.config.program.command else None
     watched = Cluster(addresses=own) if own else cluster
     watch = TaskWatch(watched, task, job.workdir, metrics.tasks)

@@ -41,8 +41,8 @@ _TYPES = {
     "float32": "float", "float64": "double", "int32": "integer", "int64": "long",
     "bool": "boolean", "string": "string",
 }  # fmt: skip
-# MLflow rejects an int if the signature has a float. Therefore columns that may have several types
-# accept any type, such as ints with missing values, times, and numbers in text.
+# MLflow rejects an int if the signature has a float. Therefore a column accepts any type if its
+# values may be of several types, such as ints with missing values, times, or numbers in text.
 _ANY = {"type": "any"}
 _NEEDS = {
     "classification": ("probabilities",),

@@ -22,8 +22,8 @@ from flotilla.trainer.tracking.mlflow_run import (
 
 CHAMPION = "champion"
 _VERSION = "flotilla.version_uri"
-# Maximum number of earlier versions to register if MLflow lacks them, because local models are
-# uploaded.
+# Maximum number of earlier versions to register if MLflow lacks them. It is low, because local
+# models are uploaded.
 _MOST_EARLIER = 5
 # Maximum number of missing version numbers to fill.
 _MOST_NUMBERS = 1000

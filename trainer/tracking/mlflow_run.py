@@ -51,7 +51,7 @@ _CREATING = threading.Lock()
 class Point(NamedTuple):
     """A value of a curve, with its time as a Unix timestamp in milliseconds.
 
-    If `repeats`, the same step may be measured again.
+    `repeats` tells whether the same step may be measured again.
     """
 
     name: str

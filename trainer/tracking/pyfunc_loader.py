@@ -31,7 +31,7 @@ _WHOLE = 2.0**53
 _CHOICES = ("classification", "sequence_to_label", "binary_classification")
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "t", "y"), 1.0),
           **dict.fromkeys(("false", "no", "off", "f", "n"), 0.0)}  # fmt: skip
-# Lower-case texts that mean a missing number.
+# Lowercase texts that stand for a missing number.
 _MISSING = frozenset(
     (
         "", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "nan", "-nan", "1.#ind", "-1.#ind",

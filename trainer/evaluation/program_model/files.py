@@ -1,7 +1,7 @@
 """Reads a model that a user's program has written, as a SavedModel or a `.keras` file.
 
-A SavedModel is called through its serving signature. A `.keras` file is called as Keras 3 loads it,
-which includes some files of Keras 2.
+A SavedModel is called through its serving signature. A `.keras` file is loaded by Keras 3, which
+can also read some files of Keras 2.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Signature(keras.layers.Layer):
 
     def __init__(self, loaded: Any, function: Any) -> None:
         """Store a loaded SavedModel, to keep its variables alive, and the signature to call."""
-        # Without this, Keras would cast the inputs to the layer's type.
+        # Without `autocast=False`, Keras would cast the inputs to the layer's type.
         super().__init__(name="program", trainable=False, autocast=False)
         self._loaded, self._function = loaded, function
         self.supports_jit = False

@@ -2,7 +2,7 @@
 
 An argument receives the feature with the same name, or with the name that Flotilla's own signatures
 use for it. A single argument receives a single feature whatever its name is. Values are converted
-if type or shape differ without a change of meaning.
+if their type or shape differs, but their meaning does not change.
 """
 
 from __future__ import annotations
