@@ -82,7 +82,7 @@ def rows(tmp_path_factory):
 
 
 def asked(message):
-    """Return the first key in a message, if it belongs to the data section."""
+    """Return the first key in a message, or "" if it is not a key of the data section."""
     key = message.partition(":")[0].removeprefix("data.")
     return key if key in DataConfig.model_fields and "package.module" not in message else ""
 
