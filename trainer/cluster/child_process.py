@@ -1,4 +1,4 @@
-"""A module that runs in a child process: its request, environment, answer and errors.
+"""Calls a module in a child process: request, environment, answer and errors.
 
 The request is a JSON file. The answer is the last line of output that is a JSON object, and an
 error is the last line that starts with `flotilla: `. The child exits when its parent exits.
@@ -98,7 +98,7 @@ def call(  # noqa: PLR0913
 
 
 def answer(code: int, out: str, errors: str) -> dict[str, Any]:
-    """Return the answer of a process that ended with `code`; raises like `call`."""
+    """Return the answer of a process that ended with `code`; raises the errors of `call`."""
     if code != DONE:
         raise failure(code, errors)
     last = [line for line in out.splitlines() if line.startswith("{")][-1]

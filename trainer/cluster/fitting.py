@@ -12,7 +12,8 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# Time limit of the dry run; loading TensorFlow alone takes ten seconds on a busy machine.
+# Time limit of the dry run, in seconds. Loading TensorFlow alone can take ten seconds on a busy
+# machine.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 

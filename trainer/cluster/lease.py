@@ -1,11 +1,11 @@
 """The lease of a checkpoint folder: only one job at a time writes there.
 
-A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.json` below the
-folder, created by a write that never replaces a file. The file with the highest number holds the
-lease, unless it says `released` or was not renewed for `LEASE_SECONDS`. A new holder first creates
-the file with the next number, so that a replaced holder always notices. Clocks of machines may
-differ by hours, so a lease that has expired by the clock is watched for as long as a holder needs
-to renew it.
+A lease is a lock that expires unless it is renewed. It is a file below the folder, such as
+`.lock/000003.json`, created by a write that never replaces a file. The file with the highest number
+holds the lease, unless it says `released` or was not renewed for `LEASE_SECONDS`. A new holder
+first creates the file with the next number, so that a replaced holder always notices. Clocks of
+machines may differ by hours, so a lease that has expired by the clock is watched for as long as a
+holder needs to renew it.
 
 A killed task, such as a chief that Kubernetes restarts or a retried step, restarts at once, perhaps
 on another machine, and finds its own earlier lease. Only a renewal shows whether the holder is
@@ -42,8 +42,8 @@ WATCH_SECONDS = 2 * RENEW_SECONDS
 # Maximum time to try a release at exit, in seconds; if it fails, the next holder waits.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
-# A holder that cannot reach the store, or whose clock is wrong, may still train. The file of an
-# expired lease blocks no job, so it can be kept for a long time.
+# Time after which the file of an expired lease may be deleted, in seconds. It is long, because a
+# holder that cannot reach the store, or whose clock is wrong, may still train.
 ABANDONED_SECONDS = 24 * 3600.0
 _SUFFIX = ".json"
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class LeaseHolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether the file may be deleted; never before the lease expires."""
+        """Return whether the file may be deleted: its writer died, or it expired a day ago."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
@@ -182,7 +182,7 @@ class Lease(NoLease):
     def acquire(self, dead: LeaseHolder | None = None) -> None:
         """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
 
-        `dead` is a holder that has not renewed the lease for its duration, by this machine's clock.
+        `dead` is a holder that did not renew the lease while it was watched.
         """
         self._dead = dead
         while not self._number:

@@ -6,9 +6,9 @@ does not help. There are two signals:
 - Heartbeats of a child. A task regularly writes a byte into a pipe, and its parent waits for the
   bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so the task does not
   seem dead.
-- An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection
-  exists, and the kernel keeps it open. A live gRPC server sends its settings to each client that
-  connects (RFC 9113, section 3.4); a stopped process accepts connections but sends nothing.
+- A peer's answer on its port. TensorFlow waits for a stopped task as long as the connection exists,
+  and the kernel keeps it open. A live gRPC server sends its settings to each client that connects
+  (RFC 9113, section 3.4); a stopped process accepts connections but sends nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.background import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
-# Timeout of a starting task, which holds the interpreter lock while it loads TensorFlow.
+# Timeout of a starting task, in seconds. The task holds the interpreter lock while it loads
+# TensorFlow.
 STARTING_SECONDS = 180.0
 # Number of heartbeats per timeout; all but one may be missed.
 _BEATS = 5
 
-# Timeout of an answer, enough for a process on a busy machine.
+# Time limit for an answer, in seconds. It is long enough for a process on a busy machine.
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
@@ -55,7 +56,10 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Return true after `timeout` seconds without a heartbeat, false when the writer ends."""
+    """Return true after `timeout` seconds without a heartbeat, false when the writer ends.
+
+    The first heartbeat may take `STARTING_SECONDS`, if that is longer.
+    """
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -134,8 +138,8 @@ CHANNEL_OPTIONS = {
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC also sets TCP_USER_TIMEOUT to this: how long sent bytes may be unacknowledged. It must
-    # exceed the time for which a task may be stopped or swapped out (`training.stall_timeout`).
+    # gRPC also sets TCP_USER_TIMEOUT to this: how long sent bytes may be unacknowledged. A task may
+    # be stopped or swapped out for this long (see `training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
     # Ping throughout a call; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,

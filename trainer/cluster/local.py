@@ -95,7 +95,7 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 
 
 log = logging.getLogger(__name__)
-# Poll the logs, because a growing file sends no event.
+# Interval between two reads of the logs, in seconds.
 _LOOK_SECONDS = 0.5
 # A function that takes the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]

@@ -65,10 +65,12 @@ _SERVER_IF_LOOPBACK = [
 ]
 # This filter returns the number of bytes of a packet to keep.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# Tasks that look for this one connect several times per second.
+# Maximum number of connections that wait to be accepted. Tasks that wait for this one connect
+# several times per second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
-# A kernel that accepts the filter but ignores it distributes connections at random.
+# Number of test connections, and the timeout of each in seconds. A kernel that accepts the filter
+# but ignores it distributes connections at random.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
 # The sockets stay open as long as this process runs.
 _closed: list[socket.socket] = []

@@ -116,7 +116,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
 
 
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
-    """Return the variables that make only its own GPUs visible to a local task, by index.
+    """Return the variables that let a local task see only its own GPUs, by index.
 
     If workers share a GPU, `cluster.gpu_memory_mb` or `gpu_memory_fraction` splits its memory.
     """
@@ -128,7 +128,8 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow imports Keras 3 at start, but Keras 2 only when used, which a server never does.
+# Avoid an import of Keras: TensorFlow imports Keras 3 at start, but Keras 2 only when it is used,
+# which never happens on a server.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
@@ -308,7 +309,8 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide the task's own messages.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Make gRPC read a message in one piece: it is already in this machine's memory.
+            # Let gRPC read each message in one piece, because it is already in this machine's
+            # memory.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),

@@ -9,11 +9,12 @@ Every event is a `TaskEvent` in one queue: the end of a task, or a request to st
 - A task died: it is restarted, up to `cluster.max_restarts` incidents in total. Exit codes of a
   permanent failure (`End.is_final`) end the run.
 - A stop was requested: the leader gets SIGTERM, and has `GRACE_SECONDS` for a last checkpoint.
-- The evaluator ended: `EvaluatorSupervision` restarts it. It never ends a run.
+- The evaluator failed: `EvaluatorSupervision` restarts it. Its failure never ends a run.
 
 TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: tens of
 megabytes per attempt on a parameter server, and a hundred or more on a worker. When a chief
-restarts, `ServerMemory` restarts each server that has grown to twice its size.
+restarts, `ServerMemory` also restarts each server that would otherwise grow to more than twice its
+size during the next attempt.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 A table is a layer that looks up rows of variables on servers: Keras's embedding, or
 `ShardedEmbedding`, whose rows are split over several variables. `Lookups.find_ids` finds the ids of
 a batch before the model runs: it prunes the graph of the forward pass to the operations that
-compute the ids. One message from each server then brings the rows, which the model uses; one
-message returns their gradient, summed per row.
+compute the ids. For each server and dtype, one message then brings the rows that the model uses,
+and one returns their gradients, summed per row.
 
-A model has no `Lookups` if its ids cannot be known in advance, that is, if it has dynamic tables,
-computes ids from rows, or uses a table for more than lookups. The layers of such a model look up
-their rows one after the other.
+A model has no `Lookups` if one of its tables must do its own lookup, such as a dynamic table or a
+table with a regularizer. `find_ids` raises `Unforeseen` if the ids of a batch cannot be known in
+advance, for example because they are computed from rows. In both cases, the layers of the model
+look up their rows one after the other.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Lookups:
     def __init__(self, tables: Sequence[Table]) -> None:
         """Replace the `call` of each layer; outside of a trace, the layers behave as before."""
         self.tables = list(tables)
-        #: While set, the function that replaces a lookup: from the number of a table and ids to
+        #: The function that replaces lookups while it is set. It maps a table's number and ids to
         #: rows.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
@@ -209,8 +210,8 @@ def _make_table(layer: Any) -> Table | None:
             return None
         shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer with these attributes looks up rows as described for `Table`, but a subclass may
-        # not.
+        # A layer with these attributes looks up rows as described for `Table`, but a subclass with
+        # another `call` may not.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):
@@ -244,7 +245,7 @@ def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
 
 
 class Sent:
-    """The ids of each table, sent to the servers of their rows with one message per server."""
+    """The ids of each table, sent to their servers in one message per server and dtype."""
 
     def __init__(self, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> None:
         """Send the unique ids, one vector for each table. Runs in a worker's graph."""

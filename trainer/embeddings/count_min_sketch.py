@@ -4,7 +4,7 @@ Four cells count each id, and the count is the smallest of the four (Cormode and
 "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of the
 id that is being counted (Estan and Varghese 2002, "New Directions in Traffic Measurement and
 Accounting"). If the sketch holds too many ids, all cells are halved (Einziger et al. 2017,
-"TinyLFU"), but only after each id of the largest lookups has had time to reach the minimum count.
+"TinyLFU"), but not before an id that occurs in every lookup could reach the minimum count.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# Cells in a block; cells for one id, all in the same block; minimum number of blocks (otherwise one
-# per slot of a shard); number of ids per block above which all cells are halved.
+# Number of cells in a block, and of those that count one id. Minimum number of blocks; there is one
+# per slot of a larger shard. Number of ids per block above which all cells are halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -39,13 +39,7 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which are frequent enough, and by how much the number of ids changes.
-
-        Args:
-            keys: int64 [n], unique.
-            counts: how often each key occurred, [n].
-            sieved: the number of ids in the sketch.
-        """
+        """Count ids; return which are frequent enough, and the change in the number of ids."""
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
         block, own = hash_keys(keys + 1, blocks), _select_cells(keys)

@@ -1,10 +1,10 @@
 """A dynamic embedding table: ids are 64-bit integers or strings, without a vocabulary.
 
-An id gets a row once training has seen it `min_count` times, as long as rows are free; `capacity`
-is the number of rows. When all rows are in use, new ids get the least recently used ones. Rows that
-have not been used for `max_age` steps are evicted earlier. Two ids never share a row, except that
-all ids without a row use the same one. This shared row starts with zeros and learns from the ids in
-training that get no row. Unknown ids get it in evaluation and in the exported model.
+An id gets one of `capacity` rows once training has seen it `min_count` times. When all rows are in
+use, new ids get the least recently used ones. With a `max_age`, rows that were not used for that
+many steps are evicted earlier. Two ids never share a row, except for ids without a row: those of
+one shard share an extra row. This shared row starts with zeros and learns from the ids in training
+that get no row. Unknown ids use it in evaluation and in the exported model.
 
 A hash distributes the ids over shards, each of which is on one server (`table_shard`). Rows are
 variables, and a gradient touches only the rows of its batch, so every optimizer works.
@@ -91,7 +91,7 @@ class EmbeddingTable(keras.layers.Layer):
                 servers.
             min_count: how often training must see an id before the id gets a row, at most 255.
             min_age: the number of steps without use before another id may get the row, because
-                gradients for it may be in transit; must be greater than the number of workers.
+                gradients for it may be in transit; should be several times the number of workers.
             max_age: the number of steps without use after which a row is evicted; 0 to evict rows
                 only to make room.
             initializer: the initializer of new rows; must not depend on the number of rows.
@@ -207,7 +207,8 @@ class EmbeddingTable(keras.layers.Layer):
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # Otherwise, the counter could be read while the input still waits for its batch.
+        # Without this dependency, the counter could be read while the input still waits for its
+        # batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
@@ -309,7 +310,7 @@ class EmbeddingTable(keras.layers.Layer):
         return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
-        """Return the counts of rows in use, of reassigned rows, and of ids without a row.
+        """Return the counts of rows in use, of evicted rows, and of ids without a row.
 
         An id without a row is counted at each lookup in training.
         """
@@ -374,7 +375,7 @@ def shrink(model: keras.Model) -> None:
 
 
 def _recount(shard: Shard) -> None:
-    """Correct the count of rows: a snapshot may have read the rows later than their count."""
+    """Correct the count of rows: a checkpoint may have read the rows later than their count."""
     with tf.device(shard.device):
         tally = shard.noted.tally.value
         given, evicted = (

@@ -106,7 +106,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read only rows: a full read after an update copies the table."""
+    """Make Keras's embeddings read only rows. A full read after an update copies the table."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:

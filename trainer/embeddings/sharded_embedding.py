@@ -152,7 +152,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return a separate initializer for a shard: a Keras initializer repeats its numbers."""
+        """Return an initializer for a shard; a shared one would repeat its values in each shard."""
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()

@@ -28,7 +28,8 @@ from flotilla.trainer.embeddings.shared_branch import SharedBranch
 # ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# An eviction frees at least one in this many slots, because it has to search all slots.
+# A full shard frees one in this many slots at once, if that many rows are old enough, because each
+# eviction searches all slots.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -45,7 +46,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The unique ids of a lookup: keys [n], checks that tell equal keys apart, and counts [n]."""
+    """The unique ids of a lookup: keys [n], checks that detect equal keys, and counts [n]."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -107,12 +108,13 @@ class Shard:
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
-            # The number of steps of earlier runs, which count as part of the ages.
+            # The number of steps of earlier runs, which is added to the global step to get the time
+            # of a use.
             self.earlier = made(0)
             # The number of ids that the sketch has counted since it was last halved, and the number
             # in the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Use random names, because servers outlive this process, and a sequence number might
+            # Use random names, because servers outlive this process, and a sequential name might
             # belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
@@ -180,7 +182,7 @@ class Shard:
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._check_keys(found, asked.checks)
-        # Do this before an eviction, so that the rows of this batch are kept.
+        # Mark the rows of this batch as used before an eviction, so that they are kept.
         used, places = self.noted.used.value, self._none_to_last(slots)
         # A slow worker's step may be lower than the step of a more recent lookup by another worker.
         _put(used, places, tf.maximum(used.sparse_read(places), now))

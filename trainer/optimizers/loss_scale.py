@@ -2,7 +2,7 @@
 
 The loss is multiplied by the scale, and its gradient is divided by the scale (Micikevicius et al.
 2018, "Mixed Precision Training", section 3.2). As in Keras's `LossScaleOptimizer`, the scale is
-halved if a gradient is not finite, and doubled after `GROWTH` finite gradients.
+halved if a gradient is not finite, and doubled after `GROWTH` updates without such a gradient.
 
 Keras skips a step whose gradient is not finite. Here the gradient is computed again for the same
 batch with half the scale, so that no batch and no step is skipped.

@@ -2,11 +2,11 @@
 
 Workers pull the variables, compute a gradient and push it without waiting for each other, and the
 parameter servers apply each gradient as it arrives (Dean et al. 2012, "Large Scale Distributed Deep
-Networks", section 4.1). The chief schedules the updates up to the next checkpoint or validation (a
-stretch). It sends one closure to each worker through TensorFlow's `ClusterCoordinator`. A closure
-takes turns of a few updates (`Turns`) until no turn is left. About once a second, the chief reads
-the workers' reports. At the end of a stretch, it reschedules the updates that a dead worker took
-but did not apply.
+Networks", section 4.1). For the updates up to the next boundary, such as a checkpoint or a
+validation, the chief schedules a closure for each worker through TensorFlow's `ClusterCoordinator`.
+A closure takes turns of 1 or 20 updates (`Turns`) until no turn is left. About once a second, the
+chief reads the workers' reports. At the boundary, it reschedules the updates that a dead worker
+took but did not apply.
 
 With `data.partition: dynamic`, each update has its own range of examples. The chief schedules
 portions of updates, one closure each, and repeats a portion if its worker dies. A worker that was
@@ -53,22 +53,24 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between reads of the reports, and between checks whether the closures have ended.
+# Interval between reads of the reports, and between checks whether the closures have ended, in
+# seconds.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# Amount of work to schedule ahead, in seconds. If the chief dies, the workers continue this long.
+# How far ahead work is scheduled, in seconds. If the chief dies, the workers continue for about
+# that long.
 AHEAD_SECONDS = 10
-# Maximum time for workers to end their current turns, in seconds; a turn takes about a second.
+# Maximum time for workers to end their current turns, in seconds; a turn takes up to a second.
 HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
 
 class AsyncParameterServer(Served):
-    """One chief, parameter servers, and workers that never wait for each other."""
+    """Training by workers that never wait for each other, with variables on parameter servers."""
 
     capabilities = find_topology("async_parameter_server").capabilities
     _unit = 0
-    #: The global step at the start of the stretch, and the number of closures scheduled since then.
+    #: The global step at the last `Turns.deal`, and the number of closures scheduled since then.
     _began = _sent = 0
     #: The number of closures scheduled in this attempt.
     _closure = 0
@@ -84,7 +86,7 @@ class AsyncParameterServer(Served):
         self.hand_out(make(problem), choose_unroll(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
-        """Create the turn counters, and the closures, which apply turns of up to `turn` updates."""
+        """Create the turn counters and the closures. A turn has at most `turn` updates."""
         self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied, self.state and self.state.permit)
@@ -102,7 +104,10 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Schedule updates up to `boundary`; complete them if at most `steps` updates are left."""
+        """Schedule updates up to `boundary`; wait for all of them if at most `steps` are left.
+
+        With a stream, apply exactly `steps` updates.
+        """
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -157,7 +162,8 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Read this only now: a worker that found no turn before `extend` has ended its closure.
+            # Read the counters after `extend`, because a worker that found no turn before it has
+            # ended its closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
@@ -190,7 +196,8 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after it pushes, so only updates of other workers happen in between.
+        # A worker pulls right after it pushes, so each update of another worker falls between a
+        # pull and a push.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 

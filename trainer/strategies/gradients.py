@@ -110,7 +110,8 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
     """Send a gradient as `push` does, and the loss to `device`; the loss is last in the result.
 
-    Both are sent in one message if `device` is exactly the device of trainable float32 variables.
+    The loss shares a message with the trainable float32 variables whose device name equals
+    `device`.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
@@ -136,10 +137,10 @@ def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> Non
 class PureGradient:
     """A traced function from weights, state and batch to the loss, the gradients and the new state.
 
-    Gradients are dense: a table is pulled and pushed as a whole unless its rows are passed as
-    weights. `dense` lists the trainable variables except for those tables. `state` lists the
-    variables of the loss scale and the non-trainable variables, except for the bookkeeping of
-    dynamic tables.
+    Unless `in_place` is set, gradients are dense: a table is pulled and pushed as a whole, except
+    if its rows are passed as weights. `dense` lists the trainable variables without the tables
+    whose rows are passed. `state` lists the variables of the loss scale and the non-trainable
+    variables, except for the bookkeeping of dynamic tables.
     """
 
     def __init__(  # noqa: PLR0913
@@ -307,8 +308,8 @@ def build_rows_gradient(
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
     """Return a function from a batch to loss and gradients that pulls only the batch's table rows.
 
-    One message per server and direction carries the rows. The returned gradients are on the
-    servers.
+    For each server and dtype, one message brings the rows and one returns their gradients. The
+    returned gradients are on the servers.
 
     Args:
         model: the model; its variables may be on any device.

@@ -24,7 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The start and the length of a range of positions; in a plan, an example's index and position.
+# A range of positions: start and length. In a plan, an example's index and its position.
 Range = tuple[int, int]
 # Number of recent staleness values to keep; enough for a 95th percentile.
 STALENESS_WINDOW = 400
@@ -38,7 +38,10 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, position): from the n-th next example on, positions count up from it."""
+        """Return pairs (n, p): the n-th next example is at position p.
+
+        The examples after it are at p + 1, p + 2 and so on, up to the next pair.
+        """
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))

@@ -7,7 +7,8 @@ the copies stay equal. This module handles the state that gradients do not chang
   every step would give the same result, because they are linear in their inputs.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` runs one replica per GPU of a process, or a single replica. It is the reference strategy.
+`Single` runs one replica on each GPU of its process, or one on the CPU. It is the reference for the
+other strategies.
 
 `MultiWorkerMirrored` runs one replica in each worker, or one on each GPU of a worker. The workers
 all-reduce their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
@@ -99,7 +100,8 @@ class Replicated(KerasStrategy):
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # Otherwise, TensorFlow asks all replicas before each step whether a batch is left.
+            # Declare the dataset infinite. Otherwise, TensorFlow asks all replicas before each step
+            # whether a batch is left.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             of = max(1, self.cluster.count("worker"))
             return self.batches(problem, self.task.index, of).apply(without_end)
@@ -195,7 +197,7 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Return whether no code of an update is the user's, so that XLA can compile it."""
+    """Return whether an update runs no user code, so that XLA can compile it."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)

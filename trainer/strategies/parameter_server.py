@@ -62,10 +62,10 @@ def looks_up(model: keras.Model) -> bool:
 
 
 class Served(KerasStrategy):
-    """A strategy with a chief that leads workers, and with the variables on parameter servers."""
+    """A strategy whose chief leads workers, and whose variables are on parameter servers."""
 
     io_device = "/job:chief/task:0"
-    #: The lookups of the model, if the rows of a batch are known before the model runs.
+    #: The lookups of the model, if workers pull rows and no table does its own lookup.
     lookups: Lookups | None = None
     #: The state that servers keep for the next attempt, if the strategy supports it.
     state: ServerState | None = None
@@ -80,7 +80,8 @@ class Served(KerasStrategy):
             return
         except MisfitError:
             pass
-        # Remove the state after any error, or the next attempt would fail in the same way.
+        # Remove the state unless a server was lost. Otherwise, the next attempt would fail in the
+        # same way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -154,7 +155,7 @@ class Served(KerasStrategy):
         }
         saved = dict(self.variables())
         variables = {STEP: saved[STEP], **saved, **unsaved, **others}
-        # If other variables are frozen, a slot of the same path may belong to another variable.
+        # If `training.freeze` differs, a slot of the same path may belong to another variable.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
@@ -189,8 +190,9 @@ class Served(KerasStrategy):
     ) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
         """Return a function from the input of one step to the loss and the gradients.
 
-        It first pulls all variables, in one message per server and dtype. If a layer looks up rows,
-        it pulls only the rows of the batch. For `loss_on`, see `build_pulled_gradient`.
+        It first pulls all variables, in one message per server and dtype. If `pulls_whole` returns
+        false, it reads the variables on their servers, and lookups pull only the rows of the batch.
+        For `loss_on`, see `build_pulled_gradient`.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
@@ -207,7 +209,7 @@ class Served(KerasStrategy):
         )
 
     def _build_sparse(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
-        """Return a gradient function that pulls all rows in one message per server if possible."""
+        """Return a gradient function. If possible, it pulls all rows in one message per server."""
         directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
         directly = self.towers.gradient(build_gradient(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:
@@ -225,7 +227,7 @@ class Served(KerasStrategy):
         return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
-        """Return an iterator over each worker's own batches or, with a stream, stored examples."""
+        """Return an iterator over each worker's batches or, with a stream, the stored examples."""
         if self.stream:
             held = self.stream.held
             made = self.coordinator.create_per_worker_dataset(

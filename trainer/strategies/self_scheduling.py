@@ -5,8 +5,8 @@ and reports them, and repeats this until no turn is left. The chief sets the num
 does not assign them to workers. The counters are not part of a checkpoint.
 
 A worker that lost its connection to the chief may continue a closure while another worker repeats
-it. Therefore, only the newest run of a closure may take turns, and only in the current stretch.
-Portions check the same counters.
+it. Therefore, only the newest run of a closure may take turns, and only until the chief calls
+`deal` again. Portions of updates (`data.partition: dynamic`) check the same counters.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from flotilla.trainer.strategies.placement import fetch_value, run_on_device, wo
 # Number of updates to unroll in a graph. In a loop over several machines, TensorFlow sends control
 # messages through the network, so that one iteration costs more than a small update.
 TURN = 20
-# Number of steps from which unrolling is faster, because tracing an unrolled graph takes seconds.
+# Minimum number of steps in a run for unrolling. Tracing an unrolled graph takes seconds, which
+# shorter runs do not regain.
 LONG_RUN = 2000
 LOSS, UPDATES, OTHERS = range(3)
-# Number of closures of a stretch whose runs can be told apart; the counters take half a megabyte.
-# With more closures, the oldest ones would end early.
+# Number of closures whose newest run is recorded; the records take half a megabyte. If more
+# closures were scheduled between two calls of `deal`, the oldest ones would end early.
 CLOSURES = 1 << 16
-# Maximum number of steps in a portion: if its worker dies, up to this many steps are counted twice.
+# Maximum number of steps in a portion. If its worker dies, up to this many are applied twice.
 MAX_PORTION = 100
 
 
@@ -56,7 +57,7 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def choose_unroll(steps: int, *, whole: bool) -> int:
-    """Return the number of updates to unroll in a run of `steps`; 1 if the model looks up rows."""
+    """Return the number of updates to unroll; 1 in a short run or with row lookups."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
@@ -210,7 +211,7 @@ class Turns:
             return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 
     def deal(self, turns: int) -> None:
-        """Begin a stretch of `turns` turns. No worker may take turns during the call."""
+        """Reset the counters, and allow `turns` turns. No worker may take turns during the call."""
         self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:

@@ -61,7 +61,7 @@ _LOST = (
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
     ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),
-    # While a worker reconnects, the device is unknown to the chief.
+    # The device of a restarted server is unknown to a task until the task has reconnected.
     ("/job:ps", "unknown device"),
 )
 
@@ -88,8 +88,7 @@ class State:
         variables: the number of variables on all servers.
         maps: the number of shards of dynamic tables on all servers.
         held: the number of checkpoint variables on this server, without the step counter.
-        is_whole: 1 if this server's values are complete; 0 while the chief is assigning some of
-        them.
+        is_whole: 1 if this server's values are complete; 0 while the chief assigns some of them.
         reached: the last known global step; only on the first few servers.
         saved: the global step of the newest published checkpoint; -1 if none.
         noted: when `saved` was recorded, in seconds since 1970.
@@ -117,7 +116,7 @@ class ServerState:
     """The variables on the servers that belong to this attempt or to earlier ones."""
 
     def __init__(self, uri: str, servers: int) -> None:
-        """Find the state of the run whose checkpoints are at `uri`; raises `OpError`."""
+        """Find the state of the run with checkpoints at `uri`; remove earlier chiefs' permits."""
         self._run = f"run-{FORM}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
         self._servers = range(servers)
         self.servers = frozenset(self._servers)
@@ -269,7 +268,7 @@ class ServerState:
             # Only a checkpoint of a later global step was saved after the reset.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # If the only server is lost, no value is left that could be reused.
+        # With a single server, nothing could be reused after its loss.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 

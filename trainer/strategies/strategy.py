@@ -53,8 +53,8 @@ class Problem:
         chance_loss: the loss of an uninformed guess; a training loss far above it means divergence.
         batches: builds the endless training dataset of one task, with elements as in `Batch`. The
             function is traced, and runs in the working directory of a worker.
-        totals: returns a vector of sums over a part of the validation examples, all of which every
-            worker has. Traced like `batches`.
+        totals: returns a vector of sums over a part of the validation examples; every worker has
+            all of these examples. Traced like `batches`.
         stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
@@ -105,7 +105,7 @@ class Strategy(ABC):
         self.position = Position()
 
     def begin_visits(self, stream: Stream | None) -> None:
-        """Start at the input position of a stream, if there is one."""
+        """Start at the input position of `stream`, if there is one."""
         self.stream = stream
         self.position = stream.position if stream else Position()
 
@@ -127,7 +127,8 @@ class Strategy(ABC):
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all tasks that run the outer loop; return the maximum of each value over them.
 
-        All tasks must pass the same number of values. A lost task raises TensorFlow's error.
+        All tasks must pass the same number of values. If a task is lost, TensorFlow's error is
+        raised.
         """
         return values
 
@@ -148,7 +149,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates; raises `ClusterLostError`."""
+        """Apply `steps` updates.
+
+        The loss of a required task raises an error that `is_lost` recognizes.
+        """
 
     def advance(self, steps: int, boundary: int) -> Report:
         """Apply about `steps` updates, at most up to the global step `boundary`.
@@ -299,7 +303,8 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's `compile`, as the model's own may take other arguments. It keeps an earlier loss.
+    # Call Keras's `compile`, because the model's own may need other arguments. Without a loss
+    # argument, it keeps the loss that the model was compiled with.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
@@ -347,7 +352,10 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, with a number if it is taken: Adafactor names all row factors `kernel`."""
+    """Return the path, with a number appended if it is taken.
+
+    For example, Adafactor names all row factors `kernel`.
+    """
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 

@@ -7,8 +7,8 @@ Synchronous SGD", section 3).
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
 worker takes the token, computes one gradient, stages it on the servers (`Staging`), and then
 announces it. The first N announced gradients of the open step form the update; a gradient is used
-whole or not at all. In an inner loop, each worker runs a single function for all steps. So does the
-chief, whose operations run on the servers.
+whole or not at all. In an inner loop, each worker runs a single function for all steps. The chief
+also runs a single function, whose operations are placed on the servers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
-    """One chief, parameter servers, and workers; the first N gradients form an update."""
+    """Training on parameter servers whose updates use only the first N gradients of a step."""
 
     capabilities = find_topology("sync_parameter_server").capabilities
 
@@ -131,7 +131,7 @@ class SyncParameterServer(Served):
                 return (step,)
 
             with tf.device(HUB):
-                # Send it to the server once, instead of with every announcement.
+                # Send `own` to the server once, instead of with every announcement.
                 own = tf.identity(own)
                 # After a restart, the previous loop of this worker may have taken the token of the
                 # open step, or may take the one put below. So start with the open step in any case.

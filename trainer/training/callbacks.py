@@ -2,8 +2,8 @@
 
 Training has no epochs, so an epoch of a callback is the interval between two validations
 (`training.validate_every`). A callback may read metrics, write summaries with `tf.summary`, and end
-training by setting `self.model.stop_training = True`. Batch hooks are rejected, because other
-processes train the batches in graphs.
+training by setting `self.model.stop_training = True`. Batch hooks are rejected, because batches are
+trained in graphs, often in other processes.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _end(
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
         cluster = job.config.cluster
-        # The local launcher waits for the evaluator itself, and sees its permanent failure.
+        # The local launcher waits for the evaluator itself, and detects its permanent failure.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
@@ -212,8 +212,7 @@ def _convert_lost_task(strategy: Strategy) -> Iterator[None]:
             raise UserError(line) from error
         if not is_lost(error):
             raise
-        # The message follows the stack trace of the graph; its second line has the names of the
-        # tasks.
+        # The actual message follows the graph's stack trace. Its second line names the tasks.
         text = user_code.full_message(error).strip().split("\n\n")[-1]
         first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first

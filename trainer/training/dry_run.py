@@ -1,10 +1,10 @@
 """The dry run, which checks model, task, dataset and configuration before a cluster starts.
 
-The dataset is described by its first rows or its builder. The model is built for one example; most
-variables of a large model get no values. If the model is not too large, it is tried: one step and
-one validation on two examples, real or artificial, and an export. Artificial values should not make
-any model fail: they are random bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in
-turn, and short texts.
+The dataset is described by its manifest, its first rows or its builder. Most variables of a large
+model get no values. If the model is not too large, it is tried: one step and one validation on a
+few examples, real or artificial, and an export. Artificial values should not make any model fail:
+they are random bytes, random numbers from 0 to 1, the whole numbers 0 and 1 (also as classes), and
+the text "a".
 """
 
 from __future__ import annotations
@@ -77,12 +77,14 @@ from flotilla.trainer.training.task_contract import (
 MOST_TRIED = 10_000_000
 # Maximum number of layers in a user's model to export and read back: 150 layers take five seconds.
 MOST_LAYERS = 50
-# The strategies that support a custom train_step: each replica has a whole model.
+# The strategies that support a custom train_step, because each of their replicas has the whole
+# model.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # Number of examples in a step, and in a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
 _MADE_UP = "made-up"
-# Largest shard to fetch for its first examples, in bytes; the step requests little disk space.
+# Largest shard to fetch for its first examples, in bytes; the pipeline step requests little disk
+# space.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
@@ -108,7 +110,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
-        # This check is first, because its error asks for another strategy or another model.
+        # Check this early, because its error asks for another strategy or another model.
         _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
@@ -226,8 +228,8 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     """Build the model of a configuration for its dataset; try it unless it is large.
 
     `uri` is empty before the dataset is prepared; `scratch` is removed. With `whole=False`, only
-    the first rows are known, so an error is raised only if it occurs for every possible dataset
-    with these rows. Raises `UserError`.
+    the first rows are known, so an error is raised only if it occurs under every assumption about
+    the other rows that is tried. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))
@@ -294,7 +296,7 @@ def _objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
-    """Return the dataset of a configuration as published, or as its builder describes it."""
+    """Return the dataset published at `uri` or, if that is empty, as its source describes it."""
     if uri:
         learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
@@ -322,7 +324,7 @@ def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
 def _read_as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
     """Return the dataset with numeric labels as quantities, not as classes.
 
-    They look like classes in a few rows. Raises `ConfigError` if there is no such label.
+    A few such labels look like classes. Raises `ConfigError` if there is no such label.
     """
     features, said = dict(sample.features), config.data.types
     for name in sample.targets if config.data.source and not config.data.map else ():

@@ -54,8 +54,9 @@ INNER_LOOP_SECONDS = 1.0
 # Unless it ends at a boundary, an inner loop has a multiple of this number of steps, which suits
 # the turns of strategies.
 STEP_MULTIPLE = 20
-# Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss:
-# weights that Adam has moved far away give finite losses but never recover.
+# Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss.
+# The limit is needed because weights that Adam has moved far away give finite losses but never
+# recover.
 DIVERGED = 1e4
 
 
@@ -282,7 +283,8 @@ class _OuterLoop:
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._process(step, self._inner_loop(step, advance))
             if self._goes_on_since and step < self._training.steps:
-                # Do this while workers continue, because the first save would wait for it.
+                # Prepare while workers continue. Otherwise, the first save would wait for the
+                # preparation.
                 self._journal.prepare_save(variables, self._strategy.io_device)
         # End the trace first, because its files are uploaded with the last checkpoint.
         self._profiler.end()

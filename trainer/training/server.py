@@ -32,7 +32,8 @@ from flotilla.trainer.data.shards.shard_store import (
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
-# With fewer inter-op threads, servers in one process that wait for each other would hang.
+# Number of inter-op threads. With fewer, servers in one process that wait for each other would
+# hang.
 IN_PROCESS_THREADS = 16
 _SERVERS: list[tf.distribute.Server] = []
 
@@ -65,7 +66,8 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    # Do this before the server runs, because `start` clears the folder that the chief's graphs use.
+    # Start the part server before TensorFlow's server, because `start` clears the folder that the
+    # chief's graphs use.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
         # Leave the folder: an earlier process may have left its record there, and the chief's
         # graphs would wait forever for that process.
@@ -107,7 +109,8 @@ def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     return settings
 
 
-# Graphs of the chief run in the worker's process, and read its number from its working directory.
+# The chief's graphs run in the worker's process, and read the worker's number from this file in its
+# working directory.
 NUMBER_FILE = "number.txt"
 SHARDS = "shards"
 PATTERN = f"{SHARDS}/*.tfrecord"
@@ -124,7 +127,7 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
 
     The validation split goes to `<workdir>/validation`. If `data.disk` is too small for both,
-    nothing is fetched, and the returned feed serves the graphs of this process.
+    nothing is fetched, and the returned feed streams shards to the graphs of this process.
     """
     workers = cluster.count("worker")
     elsewhere = workers and not job.config.cluster.in_process

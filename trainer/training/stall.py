@@ -39,7 +39,7 @@ class StallWatch:
         self._began = time.monotonic()
         self._has_stepped = False
         self._seen = -1
-        # The number of consecutive timeouts without a step although every task answered.
+        # The number of consecutive timeouts in which every task answered but no step was made.
         self._waits = 0
         self._moved = threading.Event()
         self._stepping = threading.Event()

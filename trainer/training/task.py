@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         tasks, this = add_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
         start_first_worker(tasks, command, config.cluster.max_restarts)
-    # Parts of TensorFlow read it; it must list the chief, but not the evaluator.
+    # Parts of TensorFlow read TF_CONFIG, which must list the chief, but not the evaluator.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
     liveness.find_tasks_soon()
     # Graphs in this process find shards by relative paths.
@@ -134,7 +134,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Read this before the process changes its folder: the command line may have relative paths.
+    # Read the folder before this process changes it: the command line may have relative paths.
     here = os.getcwd()
 
     def supervise() -> None:

@@ -1,4 +1,4 @@
-"""Rows of a batch are collected before the forward pass, each once, with unchanged gradients."""
+"""Tests that a batch's rows are pulled once, before the forward pass, with equal gradients."""
 
 import keras
 import numpy as np

@@ -158,7 +158,7 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
     trained(layer, [1, 2])
-    # As after a warm start.
+    # This is the state after a warm start.
     steps.assign(0)
     layer.rebuild()
     steps.assign(112)
@@ -190,7 +190,7 @@ def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
         steps.assign(step)
         trained(layer, ids)
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
-    # As after a warm start.
+    # This is the state after a warm start.
     steps.assign(0)
     layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):

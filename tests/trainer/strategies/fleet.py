@@ -1,4 +1,4 @@
-"""A simulation of asynchronous workers, without TensorFlow: they take turns, update and die."""
+"""Simulates asynchronous workers without TensorFlow: they take turns, make updates and may die."""
 
 from collections import deque
 from collections.abc import Callable

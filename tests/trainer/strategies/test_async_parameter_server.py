@@ -44,7 +44,8 @@ def test_all_steps_are_handed_out_once_and_larger_portions_first(steps, workers,
     [
         (1, 2, 20, [1]),
         (20, 2, 20, [2, 2, 2, *[1] * 14]),
-        # Steps are slow if a hundred workers apply only five each in a stretch.
+        # With only five updates per worker, turns would take too long, so each portion has one
+        # update.
         (500, 100, 20, [1] * 500),
     ],
 )
@@ -94,7 +95,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
     def update(iterator):
         next(iterator)
         applied.assign_add(1)
-        # Another worker starts this portion.
+        # Simulate another worker that starts the same portion.
         tf.cond(applied == taken_at, lambda: turns.begin(closure), lambda: closure[None])
         return tf.constant(2.0)
 
@@ -142,7 +143,7 @@ FAST = 100 * TURN
 
 
 class Clock:
-    """A clock that advances with each sleep, during which the fleet makes a round; ten per read."""
+    """A clock that advances with each sleep, in which the fleet makes a round."""
 
     def __init__(self):
         self.now, self.fleet = 0.0, None

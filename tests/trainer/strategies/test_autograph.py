@@ -1,4 +1,4 @@
-"""AutoGraph, which takes seconds, converts only loops of one process, and no function they call."""
+"""Tests that AutoGraph, which is slow, converts only the loop of a step in a single process."""
 
 import re
 import tempfile
@@ -21,7 +21,7 @@ NUMBERS = tf.data.Dataset.counter()
 
 @pytest.fixture
 def converted(tmp_path, monkeypatch):
-    """Return a function that lists what AutoGraph has converted, which it writes to files."""
+    """Return a function that lists the functions that AutoGraph has converted."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # AutoGraph caches converted functions.
     monkeypatch.setattr(api, "_TRANSPILER", type(api._TRANSPILER)())

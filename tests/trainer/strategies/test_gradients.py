@@ -199,7 +199,7 @@ def dropping():
 
 
 class Own(keras.Model):
-    """A typical subclassed model: `training` is not passed on, because Keras does that."""
+    """A typical subclassed model, which leaves it to Keras to pass `training` to its layers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Updates of a single process against a plain training loop, and limits of mirrored workers."""
+"""Tests updates of a single process against a plain loop, and limits of mirrored workers."""
 
 from functools import partial
 

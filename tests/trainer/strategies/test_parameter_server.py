@@ -1,4 +1,4 @@
-"""A model is built on servers with values of an earlier attempt; this process is every server."""
+"""Tests a model on servers that hold earlier values. This process acts as every server."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ class Building(Served):
 
 @pytest.fixture
 def built(monkeypatch):
-    """Return a function that builds a model with a large table if some servers have its values."""
+    """Return a function that builds a model with a large table; `taken` servers hold its values."""
     monkeypatch.setattr(placement, "LARGE_BYTES", 4 * ROWS)
     for module in (placement, parameter_server):
         monkeypatch.setattr(module, "server_device", lambda _: HERE)

@@ -1,4 +1,7 @@
-"""The next attempt reuses or removes what an earlier one left on servers, here this process."""
+"""Tests that the next attempt reuses or removes what an earlier one left on the servers.
+
+This process acts as every server.
+"""
 
 import secrets
 import weakref
@@ -89,7 +92,7 @@ class Attempt(Served):
         return {path: np.unique(self.held[path]).tolist() for path in (STEP, "table", "slot")}
 
     def places(self):
-        """Return the slots of the ids 10 and 20; the last slot is that of ids without a row."""
+        """Return the slots of the ids 10 and 20; the last slot belongs to ids without a row."""
         (shard,) = self.grown.parts()
         return shard._find(tf.constant([10, 20], tf.int64)).numpy().tolist()
 

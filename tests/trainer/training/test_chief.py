@@ -183,7 +183,7 @@ def test_steps_are_watched_for_a_stall(hooks):
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    """Return a function that lists an attempt's batches of worker 1 of 2, which has 20 examples."""
+    """Return a function that lists batches of worker 1 of 2, whose shard has 20 examples."""
     numbers = np.arange(20)
     features = {each: FeatureSpec(shape=(), dtype="int64", stored="int") for each in ("x", "y")}
     (tmp_path / SHARDS).mkdir()
@@ -210,7 +210,7 @@ def worker(tmp_path, monkeypatch):
     ("updates", "before"), [({}, 3), ({"pull_every": 2}, 6), ({"accumulate": 3}, 9)]
 )
 def test_an_asynchronous_attempt_goes_on_in_the_examples(worker, updates, before):
-    # Each of the two workers has made half of the 6 steps.
+    # Each of the two workers has made half of the 6 updates.
     assert worker(6, 9, **updates) == worker(0, 18, **updates)[before : before + 9]
 
 

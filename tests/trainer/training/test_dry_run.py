@@ -199,7 +199,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
 )
 def test_a_train_step_of_the_models_own_is_refused_where_it_cannot_run(training, own, message):
     with pytest.raises(ConfigError) as error:
-        # This error takes precedence over the missing registration.
+        # This error is reported instead of the missing registration.
         require(configured({"training": training}), stepped(own and own()))
     assert str(error.value).startswith(message)
 
@@ -588,7 +588,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
     ],
 )
-# Keras warns about such a model.
+# Keras warns about a softmax over an axis of length 1.
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree, said):
     tries = "export" in tree
@@ -597,7 +597,7 @@ def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree,
 
 def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
     tree = {"gate": {"min": {"accuracy@churn=maybe": 0.1, "recall": 0.1}}}
-    # The first rows lack this class.
+    # The first rows lack the class "maybe".
     assert refused(churn("no"), tree).startswith("gate.min.recall: classification and the model")
 
 

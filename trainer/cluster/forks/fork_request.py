@@ -1,7 +1,7 @@
 """Requests to a fork server, and their transfer over a Unix socket.
 
-The server sends the id of the process, its descriptor, and finally its exit code. If the client
-closes the connection earlier, the server ends the process.
+The server replies with the id of the forked process, its descriptor, and finally its exit code. If
+the client closes the connection earlier, the server ends the process.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from flotilla.trainer.runtime import cores, signals, tensorflow_import
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Time to wait for a request, in seconds; a client sends it right after it connects.
+# Time to wait for the rest of a request, in seconds. A client sends it right after it connects.
 _MOMENT = 0.05
 
 
@@ -105,7 +105,7 @@ class Server:
     def load(self, modules: Sequence[str]) -> _Copy | None:
         """Load modules and serve requests in between; return a value only in a forked process."""
         for name in modules:
-            # After an error, the request starts a new process, which reports the error.
+            # After an error, the client starts a new process, which reports the error.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)

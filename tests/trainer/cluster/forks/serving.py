@@ -52,7 +52,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
     for each in sockets:
         each.close()
     try:
-        # Allow more time, because other callers would start their own process instead.
+        # Allow more time, because a test does not start a process by itself after a timeout.
         with patch.object(fork_request, "_SECONDS", SECONDS):
             yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:

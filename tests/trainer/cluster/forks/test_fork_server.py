@@ -166,7 +166,8 @@ def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(
 
 @pytest.mark.slow
 def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
-    # Otherwise a fork is unsafe. OpenBLAS and Arrow's allocator handle their threads at a fork.
+    # A fork is unsafe if other threads run. OpenBLAS and Arrow's allocator stop their threads at a
+    # fork.
     rooms = "training.chief", "evaluation.evaluate", "export.export"
     modules = ",".join((*(f"flotilla.trainer.{room}" for room in rooms), "csv"))
     with serving(tmp_path, later=modules, OPENBLAS_NUM_THREADS="1") as server:
