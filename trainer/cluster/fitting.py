@@ -12,8 +12,7 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# Time limit of the dry run, in seconds. Loading TensorFlow alone can take ten seconds on a busy
-# machine.
+# Time limit of the dry run, in seconds. Loading TensorFlow can take ten seconds.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 

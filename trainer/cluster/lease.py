@@ -279,7 +279,6 @@ class Lease(NoLease):
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
-        """Give up the lease if another holder appeared with another number."""
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(lease_uri(self._uri, number))

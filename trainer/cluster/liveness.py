@@ -26,8 +26,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.background import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
-# Timeout of a starting task, in seconds. The task holds the interpreter lock while it loads
-# TensorFlow.
+# Minimum timeout of a starting task, in seconds. It covers the import of TensorFlow.
 STARTING_SECONDS = 180.0
 # Number of heartbeats per timeout; all but one may be missed.
 _BEATS = 5
@@ -56,10 +55,7 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Return true after `timeout` seconds without a heartbeat, false when the writer ends.
-
-    The first heartbeat may take `STARTING_SECONDS`, if that is longer.
-    """
+    """Return true after `timeout` seconds without a heartbeat, false when the writer ends."""
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

@@ -78,7 +78,6 @@ def _report_open_ports(cluster: Cluster, own: dict[str, int]) -> None:
 
 @contextmanager
 def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
-    """Yield the cluster, and the number of tasks of each role that this launcher starts."""
     if config.cluster.existing_servers:
         cluster, this = from_tf_config(os.environ.get("TF_CONFIG", ""))
         if this.role != "chief":

@@ -110,7 +110,6 @@ def _close_each(held: socket.socket) -> None:
             held.accept()[0].close()
         except OSError as error:
             if error.errno in {errno.EINVAL, errno.EBADF}:
-                # The socket was shut down.
                 return
             # Too many files are open at the moment.
             time.sleep(_PAUSE_SECONDS)
@@ -133,7 +132,6 @@ def can_close() -> bool:
 
 
 def _open_listener(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
-    """Open a socket that receives the connections to `port` that do not come over loopback."""
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)

@@ -128,8 +128,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# Avoid an import of Keras: TensorFlow imports Keras 3 at start, but Keras 2 only when it is used,
-# which never happens on a server.
+# TensorFlow imports Keras 3 at start, but Keras 2 only when used, so a server loads neither.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
@@ -309,8 +308,7 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide the task's own messages.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Let gRPC read each message in one piece, because it is already in this machine's
-            # memory.
+            # Let gRPC read a message in one piece: all of it is already in this machine's memory.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),

@@ -202,7 +202,6 @@ class Supervisor:
                 self._restart(process, end)
 
     def _restart(self, process: TaskProcess, end: End) -> None:
-        """Restart a task that died, or raise an error if that would not help."""
         if end.code == INTERRUPTED:
             raise RunInterruptedError(process.termination_message())
         if end.is_final:

@@ -53,8 +53,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Interval between reads of the reports, and between checks whether the closures have ended, in
-# seconds.
+# Seconds between two reads of the reports, and between two checks whether closures have ended.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How far ahead work is scheduled, in seconds. If the chief dies, the workers continue for about
 # that long.
@@ -104,10 +103,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Schedule updates up to `boundary`; wait for all of them if at most `steps` are left.
-
-        With a stream, apply exactly `steps` updates.
-        """
+        """Make updates towards `boundary`, and reach it if at most `steps` of them are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -147,7 +143,6 @@ class AsyncParameterServer(Served):
         self._join()
 
     def _complete(self, boundary: int) -> None:
-        """Apply all updates up to `boundary`, and repeat those that dead workers did not apply."""
         while (left := boundary - self._seen.applied) > 0:
             self._deal(left, boundary, self._unit or choose_unit(left, self._workers, self._turn))
             self._join()
@@ -162,8 +157,7 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Read the counters after `extend`, because a worker that found no turn before it has
-            # ended its closure.
+            # Read only after `extend`: a worker that found no turn before it has ended its closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
@@ -202,7 +196,6 @@ class AsyncParameterServer(Served):
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
     def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a closure that takes turns of `turn` updates until no turn is left."""
         turns = self._turns
 
         @tf.function(autograph=False)

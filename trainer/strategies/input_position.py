@@ -38,10 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, p): the n-th next example is at position p.
-
-        The examples after it are at p + 1, p + 2 and so on, up to the next pair.
-        """
+        """Return pairs (n, p): the n-th next example is at position p, later ones follow it."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))

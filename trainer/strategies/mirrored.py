@@ -217,7 +217,6 @@ def _mean(values: list[Any]) -> list[Any]:
 
 
 def _varies(gradient: Any) -> bool:
-    """Return whether the number of rows of a sparse gradient is dynamic."""
     return isinstance(gradient, tf.IndexedSlices) and gradient.values.shape[0] is None
 
 

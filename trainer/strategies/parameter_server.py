@@ -80,8 +80,7 @@ class Served(KerasStrategy):
             return
         except MisfitError:
             pass
-        # Remove the state unless a server was lost. Otherwise, the next attempt would fail in the
-        # same way.
+        # Unless a server was lost, remove the state: the next attempt would fail in the same way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -209,7 +208,6 @@ class Served(KerasStrategy):
         )
 
     def _build_sparse(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
-        """Return a gradient function. If possible, it pulls all rows in one message per server."""
         directly: Callable[[Any], tuple[tf.Tensor, list[Any]]]
         directly = self.towers.gradient(build_gradient(self.model, problem.loss))
         if not self.lookups or len(self.towers) > 1:

@@ -182,8 +182,7 @@ def build_slots(
         with tf.device(device), _explain_memory(slot), kept.skip_values(lambda: server):
             return add(reference_variable, *args, **kwargs)
 
-    # Slots of another shape, such as Adafactor's factors, are not created from a variable. They are
-    # placed on the server of the step counter.
+    # Other slots, such as Adafactor's factors, are placed on the server of the step counter.
     with (
         _replace_attribute(optimizer, "add_variable_from_reference", create_slot),
         tf.device(optimizer.iterations.value.device),

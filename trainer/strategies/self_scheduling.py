@@ -28,8 +28,7 @@ from flotilla.trainer.strategies.placement import fetch_value, run_on_device, wo
 # Number of updates to unroll in a graph. In a loop over several machines, TensorFlow sends control
 # messages through the network, so that one iteration costs more than a small update.
 TURN = 20
-# Minimum number of steps in a run for unrolling. Tracing an unrolled graph takes seconds, which
-# shorter runs do not regain.
+# Minimum number of steps for unrolling, because tracing an unrolled graph takes seconds.
 LONG_RUN = 2000
 LOSS, UPDATES, OTHERS = range(3)
 # Number of closures whose newest run is recorded; the records take half a megabyte. If more

@@ -149,10 +149,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates.
-
-        The loss of a required task raises an error that `is_lost` recognizes.
-        """
+        """Apply `steps` updates. For errors about lost tasks, see `server_state.is_lost`."""
 
     def advance(self, steps: int, boundary: int) -> Report:
         """Apply about `steps` updates, at most up to the global step `boundary`.
@@ -352,10 +349,7 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, with a number appended if it is taken.
-
-    For example, Adafactor names all row factors `kernel`.
-    """
+    """Return the path, numbered if it is taken: Adafactor calls all of its row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 

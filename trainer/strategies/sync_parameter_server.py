@@ -118,7 +118,6 @@ class SyncParameterServer(Served):
             own, tokens = tf.stack([worker_number(), loop_number]), self._tokens[0].like(handle)
 
             def announce(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                """Announce a gradient; return the next open step, and the loss on the worker."""
                 number = self._number(step)
                 loss, sent, found = compute_announced(iterator, held, number, before, *lease)
                 with tf.control_dependencies([self._announce(step, number, own, sent, found)]):

@@ -123,7 +123,6 @@ def _find_class(name: str) -> type[keras.callbacks.Callback]:
 
 
 def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
-    """Yield the hooks of a class that are never called."""
     base = keras.callbacks.Callback
     for hook in dir(base):
         overrides = getattr(found, hook) is not getattr(base, hook)
@@ -133,7 +132,6 @@ def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
 
 @contextmanager
 def _report_errors(name: str, hook: str) -> Iterator[None]:
-    """Convert an error in a callback to a one-line `UserError`."""
     try:
         yield
     except UserError:

@@ -141,7 +141,6 @@ def _require_known_lengths(model: keras.Model) -> None:
 
 
 def _require_memory(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` if the pods have less memory than the model's variables need."""
     cluster, topology = config.cluster, find_topology(config.training.strategy)
     role = "ps" if topology.servers else "worker" if topology.workers else "chief"
     limit = cluster.kubernetes.of(role).resources.limits.get("memory", "")
@@ -420,7 +419,6 @@ def _few_values() -> Iterator[None]:
 def _try_out(
     config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective, uri: str = ""
 ) -> None:
-    """Train, validate and export the model on the first or on artificial examples."""
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
         batches = make_batch(dataset, folder, uri)

@@ -201,8 +201,6 @@ class _Decision(NamedTuple):
 
 
 class _InnerResult(NamedTuple):
-    """The report of one inner loop, and its duration."""
-
     global_step: int
     loss: float
     metrics: dict[str, Any]
@@ -356,7 +354,6 @@ class _OuterLoop:
         )
 
     def _require_no_stall(self, step: int) -> None:
-        """Raise `ClusterLostError` if no step was applied for `training.stall_timeout`."""
         seconds = self._training.stall_timeout
         if time.monotonic() - self._stepped_at > seconds:
             raise ClusterLostError(

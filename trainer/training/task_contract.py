@@ -205,7 +205,6 @@ def _require_answers(task: Task, outputs: Array) -> None:
 
 
 def _require_displayed(task: Task, examples: _MadeUp) -> None:
-    """Reject results that a report cannot display."""
     whole = examples.whole
     cells = call_user_code("described()", task.described, whole.labels[0], whole.outputs[0])
     lacking = {"label", "predicted"}.difference(cells)

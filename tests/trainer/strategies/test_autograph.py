@@ -1,4 +1,4 @@
-"""Tests that AutoGraph, which is slow, converts only the loop of a step in a single process."""
+"""Tests which functions AutoGraph, which is slow, converts."""
 
 import re
 import tempfile
