@@ -46,7 +46,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def advance(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visiting ranges of `plan`; skipped ranges become gaps."""
+        """Return the position after visiting ranges of `plan` indices; skipped ones become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0

@@ -52,7 +52,7 @@ class Towers:
         return compute_all
 
     def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
-        """Return `compute` for inputs from `take`; `state_of` lists the variables of its state."""
+        """Return `compute` over all devices; `state_of` lists the variables of its state."""
         if len(self) == 1:
             return compute
         seeds = [variable.path.endswith(SEED) for variable in state_of]
