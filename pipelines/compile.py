@@ -146,7 +146,7 @@ class Package:
             yield str(path)
 
     def version(self) -> str:
-        """Return the version name: the digest, and the commit of the code with a `dirty` mark."""
+        """Return the version name: the digest, the commit, and `dirty` for uncommitted changes."""
         commit, _, dirty = lineage.commit().partition("-")
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
@@ -160,7 +160,7 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the compiled pipeline in `file`. Raises `ConfigError`, also for `image` or `pods`."""
+    """Return the compiled pipeline in `file`, which accepts no settings. Raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(

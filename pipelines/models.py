@@ -170,7 +170,7 @@ def _announce(root: str, name: str, made: Promotion) -> Promotion:
 
 
 def require_known(root: str, name: str) -> str:
-    """Return the name of a registered model. Raises `ConfigError` for an unknown one."""
+    """Return `name` if a model of this name is registered. Raises `ConfigError` otherwise."""
     found = registry.names(root)
     if name not in found:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")

@@ -97,9 +97,9 @@ class Wiring:
 
     @contextmanager
     def ready(self, **more: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Prepare the dataset. If the run trains, yield the inputs of the next steps.
+        """Prepare the dataset. The steps of the `with` block run only if the dataset is ready.
 
-        These are the common inputs of all steps, and the inputs with the dataset.
+        Yield the common inputs of these steps, and the inputs that name the dataset.
         """
         prepared = self.prepare(**more)
         with dsl.If(prepared.outputs["Output"] == READY, name=READY):

@@ -1,1 +1,1 @@
-"""The command line. Only this package prints and sets exit codes."""
+"""The command line, which prints results and sets exit codes."""

@@ -1,4 +1,4 @@
-"""How a command ends: its JSON result if requested, its exit code, and its error message.
+"""Ends a command: prints its document, JSON result or error message, and sets its exit code.
 
 `pipelines/runs/outcome.py` composes the message of a failed run from the events of the failed step.
 """

@@ -227,7 +227,7 @@ def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` with options for the steps' pods, or with only those given."""
+    """Replace the parameter `pods` with options for the steps' pods. `only` selects options."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:

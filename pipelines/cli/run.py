@@ -160,7 +160,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
     if result.message and result.status != "refused":
         # The message of an interrupted training already begins with "interrupted".
         is_said = result.message.startswith(result.status)
-        # Leave out the task's log, which is printed in a separate line.
+        # Leave out the path of the task's log, which is printed on a separate line.
         message = _LOG_OF_TASK.sub(r" (\1)", result.message)
         lines.append(message if is_said else f"{result.status}: {message}")
     if result.status == "failed":
@@ -171,7 +171,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return lines with the failing line of the user's code, the log, and a command to debug it."""
+    """Return messages on the failing line of the user's code, the log, and how to debug it."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from flotilla.trainer.runtime.masking import join_lines
 
-# Number of spaces between two columns. Two or more spaces separate columns for a program that reads
-# the table, and a single space separates words.
+# Number of spaces between two columns. A program can distinguish two spaces from a space between
+# words.
 _GAP = 2
 _NOTHING = "-"
 Row = Mapping[str, str | Text]

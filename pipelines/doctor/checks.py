@@ -51,7 +51,7 @@ GPUS, ENGINE = "GPUs of the cluster", "engine"
 ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
-# Connecting, failing and removing the test file take several seconds each.
+# Connecting, waiting for an error and removing the test file may each take several seconds.
 STORAGE_SECONDS = 16.0
 # Checking the signature of the champion downloads it.
 SIGNATURE_SECONDS = 60.0

@@ -125,7 +125,7 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
 
 
 def _retire_versions(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
-    """Record the lineages of versions that are to be removed, so that they cannot be promoted.
+    """Record the lineage of each version that is to be removed, and prevent its promotion.
 
     Return the versions that have to be kept, because they are now being promoted.
     """

@@ -264,7 +264,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a successful run has run a stage. Without nodes, its record tells."""
+    """Return whether a successful run has run a stage, by its step's state or else its record."""
     if not run.steps:
         return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name

@@ -502,7 +502,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass interrupts to the run: first as SIGTERM, then as SIGKILL. Yield their numbers."""
+    """Pass the first interrupt to the run as SIGTERM, and later ones as SIGKILL. Yield them all."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

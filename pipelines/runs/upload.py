@@ -39,7 +39,7 @@ _SOME = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline. `remark` is for a user who did not choose the version by name."""
+    """A version of a pipeline. `remark` warns a user who did not choose it by name, or is empty."""
 
     pipeline: str
     pipeline_id: str

@@ -6,7 +6,7 @@ contains a task `executor`; the step's pod is the pod of `executor(0)`. A node's
 workflow's name and the FNV-1a hash of the node's name; in the pod's name, the template's name is
 between the two. The API's list of nodes does not contain pod names.
 
-Each group of steps, including the root, also has a driver. The graph is the one of Flotilla's
+Each group of steps, including the root, also has a driver. The nodes form the graph of Flotilla's
 pipeline: all steps after the first are in a conditional group, and the export is in a nested group.
 
 The code of a step writes the records of its stages below the root of the run. The pods are deleted
@@ -53,7 +53,7 @@ class Workflow:
 
     Attributes:
         has_old_steps: whether each stage is a separate step, as in older pipelines.
-        logs: the logs of existing pods; `archive`: the logs of deleted pods.
+        logs, archive: the logs of existing pods, and of deleted pods.
         disk: URI of the folder with the buckets of a store that only the instance can read.
         is_gone: whether the workflow was deleted; the API still returns its last reported state.
     """

@@ -631,7 +631,7 @@ def test_what_became_of_a_run_of_nine_steps(workflow, ended, stages, word):
     assert [each.step for each in found.steps] == [*stages, "finish"]
 
 
-# KFP's own message.
+# Messages of KFP itself.
 
 
 def pod(message, state="FAILED", **more):

@@ -37,7 +37,7 @@ def targets(monkeypatch):
 
 @pytest.fixture
 def left(tmp_path, targets):
-    """Return a function that leaves a run in the state after its command was killed."""
+    """Return a function that writes a run as a killed command leaves it."""
 
     def leave(run_id, *more, parent=""):
         folder = tmp_path / run_id
