@@ -246,7 +246,7 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
 
 
 def _far(run: RunResult) -> str:
-    """Return the main metric of a run, or the progress of its training."""
+    """Return the main metric of a run, or the progress of its training if there is no metric."""
     if value := main_value(run.measured):
         return value
     reached = [each.metrics for each in run.steps if each.status == "running"]

@@ -190,7 +190,7 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
 
 
 def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
-    """Return the command that resumes a run, or an empty string if the run cannot be resumed."""
+    """Return the line that tells how to resume a run; empty if the run cannot be resumed."""
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:

@@ -131,7 +131,7 @@ def logs(
     workdir: str | Path = RUNS,
     instance: Instance | None = None,
 ) -> RunResult:
-    """Pass the readable lines of a run's logs to `on_line`; return the state of the run.
+    """Pass the readable lines of a run's logs to `on_line`, and return the state of the run.
 
     Args:
         run: id or name of the run.

@@ -216,7 +216,7 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return the default values of a form, from `config` or else from every key's own default."""
+    """Return the default values of a form: those of `config`, or the defaults of all keys."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)

@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# A repeating line, such as progress, is shown once per this share of the elapsed time.
+# A repeating line, such as progress, is shown at most once in this share of the elapsed time.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
