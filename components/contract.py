@@ -1,7 +1,8 @@
 """Checks that a compiled pipeline matches the code in its image.
 
 The compiled YAML contains the source of each component, which calls code in the image. A digest of
-the component signatures tells whether the two match; it changes only if a release changes a step.
+the component signatures and of `_REVISION` tells whether the two match. Other changes in a release
+do not affect it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a pipeline with this mark, which may be empty, matches this code."""
+    """Return whether a pipeline with this mark matches this code; False for an empty mark."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
@@ -89,7 +90,6 @@ def required_arguments(name: str) -> set[str]:
 
 
 def _signature(name: str) -> str:
-    """Return the signature of a component from its source, without importing it."""
     function = _function(name)
     taken = [f"{each.arg}: {_format_annotation(each.annotation)}" for each in function.args.args]
     return f"{name}({', '.join(taken)}) -> {_format_annotation(function.returns)}"

@@ -1,7 +1,7 @@
 """The KFP artifacts of a step: descriptors of published directories, and metrics for the UI.
 
-KFP copies every input artifact into the pod before a step starts. Therefore an artifact never
-contains the data itself, but only the URI and the digest of a published directory.
+KFP copies every input artifact into the pod before a step starts. Therefore a descriptor contains
+only the URI and the digest of a published directory, never its data.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _read_descriptor(artifact: Any) -> Descriptor:
     )
 
 
-# The UI cannot draw a larger confusion matrix legibly, and KFP stores every cell in its database.
+# The UI cannot draw a matrix of more classes legibly, and KFP stores every cell in its database.
 MOST_CLASSES = 50
 # Kubernetes sets this variable in pods of the namespace that contains KFP's API server. Steps run
 # there if KFP is installed without profiles, and otherwise in the namespace of a profile.

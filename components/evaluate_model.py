@@ -22,7 +22,7 @@ from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import opponent
 
 
-# KFP's local runner resolves conditions only on a component's return value.
+# # The decision is the return value, because KFP's local runner resolves conditions only on it.
 @component
 def evaluate_model(
     config: str,
@@ -95,7 +95,7 @@ def check_gate(step: Step) -> str:
 
 
 def decide(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
-    """Return the gate's decision on an evaluation."""
+    """Apply the gate to an evaluation, publish the decision and return it."""
     output = choose_output(root, run_id, "decision", evaluation, config.gate.digest())
     return gate.check(config, evaluation, output)
 

@@ -17,7 +17,7 @@ def component(function: Callable[..., Any]) -> Any:
     return make_component(function, IMAGE)
 
 
-#: Keys of the store's secret. Each key in it becomes an environment variable of the same name.
+#: Keys of the store's secret. Each key becomes an environment variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 

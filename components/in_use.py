@@ -33,7 +33,7 @@ def use(uri: str) -> bool:
     """Mark the directory `<root>/<folder>/<name>` as used; return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
-    # A removal that starts after this point sees the mark.
+    # Wait for removals that started earlier. A removal that starts after this point sees the mark.
     wait_until(
         lambda: not any(_removals(root, path).values()),
         lambda: f"`flotilla gc` to end, which is about to remove {uri}",
@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Yield whether `path` may be removed: nothing has used it since the Unix time `seen`."""
+    """Announce a removal of `path`; yield whether nothing has used it since Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))
@@ -102,7 +102,6 @@ def _write(root: str, path: str, name: str) -> None:
 
 
 def _mark_time(root: str, path: str, name: str) -> Any:
-    """Return the time recorded in a mark; None if the mark is missing or damaged."""
     try:
         return parse_mapping(storage.read_bytes(_place(root, path, name))).get("at")
     except (storage.Missing, storage.Corrupt, ValueError):

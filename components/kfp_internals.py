@@ -27,7 +27,7 @@ def make_component(function: Callable[..., Any], image: str) -> Any:
     """Make a KFP component from a function; inside a running step, return the function itself."""
     from kfp import dsl
 
-    # Inside a running step, KFP does not load its compiler.
+    # Inside a running step, KFP does not load its compiler, so `dsl.component` does not exist.
     if not hasattr(dsl, "component"):
         return function
     return dsl.component(function, base_image=image, install_kfp_package=False)

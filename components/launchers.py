@@ -105,7 +105,7 @@ def _launch_here(job: Job) -> None:
         task.train_in_process(job)
         return
     if os.environ.get(events.VARIABLE):
-        # The process that started the run shows the progress of the tasks from their events.
+        # The process that started the run already shows the logs and the progress of the tasks.
         local.launch(job)
         return
     with local.relay_logs(job.workdir, relay):

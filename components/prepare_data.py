@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages in order, until one of them ends the run without training."""
+    """Run the stages in order; only the first if the run is unchanged or has a dataset."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
@@ -105,7 +105,8 @@ def resolve(step: Step) -> resolve_config.Resolved:
 def _try_model(step: Step, config: str) -> Iterator[None]:
     """Try the model on the first rows of the data while the block runs.
 
-    If the trial fails, the block is interrupted. In a local run, the runner tries the model.
+    If the trial fails, it interrupts the block. In a local run, this does nothing, because the
+    runner has already tried the model.
     """
     if run_store.is_local_run():
         yield

@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """If the warm start is `champion`, replace it with the URI of the champion's checkpoint."""
+    """Replace the warm start `champion` with the champion's checkpoint; empty if there is none."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:
@@ -122,7 +122,7 @@ def add_champion(config: Config, root: str) -> Config:
 
 
 def add_positive(config: Config, root: str) -> Config:
-    """Use the champion's positive classes where none are set; return the configuration.
+    """Return the configuration with the champion's positive class wherever none is set.
 
     By default, the rarer class is positive. If two classes are about equally frequent, the rarer
     one may change between runs, and with it the meaning of a prediction.
@@ -162,7 +162,7 @@ def add_listing(config: Config, root: str) -> Config:
 
 
 def _require_same_source(data: DataConfig) -> None:
-    """Raise a `ConfigError` if a resumed run has already listed the files of another source."""
+    """Raise a `ConfigError` if a resumed run has already listed another source or other spans."""
     # Compare the absolute path too, because the run may be resumed from another working directory.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
     # If an earlier listing failed, the run is not bound to any files yet.

@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # `register_model` may compare the model with a newer champion than the gate did.
+    # # `register_model` may compare the model with champions that the gate did not see.
     StepSpec(
         name="export_model",
         stages=(
@@ -166,13 +166,13 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after `stage`, or of all stages if it has no such one."""
+    """Return the names of a step's stages after `stage`; all of them if it is not one of them."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def name_step_of(stage: str) -> str:
-    """Return the name of the step that runs a stage; for an unknown stage, return its own name.
+    """Return the name of the step that runs a stage; return an unknown name unchanged.
 
     A record of another version or of another pipeline may name an unknown stage.
     """
@@ -190,7 +190,7 @@ def ends_run(name: str, word: object) -> bool:
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether this result of a stage ends the run successfully; False if it is unknown."""
+    """Return whether this result of a stage ends the run well; False for an unknown stage."""
     row = _find_stage(name)
     return bool(row and row.completes and word == row.completes)
 

@@ -57,7 +57,7 @@ def work(step: Step) -> str:
 
 
 def train(step: Step) -> str:
-    """Train and select a checkpoint; write `mlpipeline_ui_metadata` for the UI's TensorBoard."""
+    """Train and select a checkpoint; return its URI, or "" if the run ends with training."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = load_bundle(step.config)
     from flotilla.trainer.data.shards.shard_store import plan_streaming
@@ -65,12 +65,12 @@ def train(step: Step) -> str:
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
-    # Check this before a cluster is requested.
+    # Refuse a `data.disk` that is too small before a cluster is requested.
     plan_streaming(settings, manifest, settings.cluster.workers)
     # Check the slices now, because otherwise an error would appear only after training.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local" and not settings.program.command:
-        # In a pod, try the model before the pods of the cluster start. In a local run, the chief
+        # Try the model before the pods of the cluster start. With the launcher `local`, the chief
         # does this.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())

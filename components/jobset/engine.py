@@ -2,8 +2,8 @@
 
 Each task is its own replica with one completion. To replace a lost pod at once, the engine deletes
 the replica's Job; the Job controller alone would wait up to 10 minutes. Exit codes from 1 to 127
-are final; 128 and above restart the task. Written for JobSet 0.12, see
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
+are final for every task except the evaluator; 128 and above restart the task. Written for JobSet
+0.12, see https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 from __future__ import annotations
@@ -121,7 +121,6 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
 
 
 def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
-    """Return the addresses of all tasks except the evaluator, by role."""
     if sum(counts.values()) == 1:
         return {role: [f"localhost:{PORT}"]}
     return {
@@ -136,7 +135,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return the pod failure policy. The rule for disrupted pods must come first."""
+    """Return the pod failure policy. The order matters: the first match applies."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,
@@ -166,7 +165,7 @@ class JobSets(Engine):
     fails_with_a_pod = False
 
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for TFJob settings that JobSet does not support."""
+        """Raise a `ConfigError` for settings that JobSet or a user's program does not support."""
         program.check(config)
         settings = config.cluster.kubernetes
         job = settings.job
@@ -265,7 +264,7 @@ class JobSets(Engine):
                 api.delete(JOBS, owner["name"], owner["uid"])
 
     def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uids of the JobSet and of its child Jobs that have no pods."""
+        """Return the uids of the JobSet and of its child Jobs that have no active pods."""
         idle = [job for job in self._jobs(api, tree) if not job.get("status", {}).get("active")]
         jobs = [str(job["metadata"]["uid"]) for job in idle[:_REPORTERS]]
         return [str(tree["metadata"]["uid"]), *jobs]

@@ -116,7 +116,7 @@ class Adoption:
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
-        """Return whether a job has the expected manifest and is neither finished nor stopping."""
+        """Return whether a job has this manifest and is neither finished, stopped nor deleted."""
         annotations = found["metadata"].get("annotations") or {}
         same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
         if not same or found["metadata"].get("deletionTimestamp") or self._engine.end(found):

@@ -30,9 +30,9 @@ _REMEDIES = {
 class Deadlines:
     """The current stage of a job, and the deadlines that apply in it.
 
-    Once all tasks have run, a job stays in the stage `running`, whatever its tasks do; only
-    suspension returns it to the queue. `is_taken_up`: whether the engine's controller has reacted
-    to the job.
+    Once all tasks have run at the same time, the stage stays `running`, whatever the tasks do,
+    until the job is suspended or recreated. `is_taken_up`: whether the engine's controller has
+    reacted to the job.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return how many tasks run before training begins, and what each role is waiting for.
+        """Return how many tasks run, and what each role waits for, while training has not begun.
 
         The text includes Kubernetes' reasons why pods are waiting.
         """

@@ -26,10 +26,12 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Number of heartbeats per lease duration, so that a few lost ones do not make a job an orphan.
+# Minimum number of heartbeats per lease duration. With this many, a job does not become an orphan
+# if a few of them are lost.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# Maximum attempts to take the lease, which may change or be deleted with an earlier job.
+# Maximum number of attempts to take the lease. An attempt fails if the lease changes, or is deleted
+# with an earlier job.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -94,7 +96,6 @@ class Heartbeat:
         self._loop.stop()
 
     def _beat(self) -> bool:
-        """Send a heartbeat; return whether to continue."""
         try:
             self._renew(self._own_version())
             self._refusals = 0

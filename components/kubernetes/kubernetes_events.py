@@ -23,14 +23,14 @@ REPORTED = 3
 LOOK_SECONDS = 5.0
 # Event reasons of the training operator and of the Job controller if they cannot create a pod.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Admission refuses the manifest itself, so every retry of the controller will fail.
+# Messages about a manifest that admission refuses. Every retry of the controller would fail too.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
-# Transient: other jobs use the capacity, or a pod of the same name has not ended yet.
+# Messages about transient causes: other jobs use the quota, or a pod of this name still exists.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return the last events of objects as text; empty if there are none or the API fails."""
+    """Return a text about the last events of objects; empty if there are none or the API fails."""
     try:
         found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)
     except UnreachableError:
@@ -79,7 +79,7 @@ class PodRefusals:
         self.newest = ""
 
     def final(self) -> str:
-        """Return why a job that never ran can never get its pods; empty if it ran or still may."""
+        """Return why a job's pods can never be created; empty if unknown or if the job has run."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS

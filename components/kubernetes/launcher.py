@@ -6,7 +6,7 @@ A job must not outlive its launcher, however the launcher ends:
 - `launch` deletes the job whenever it returns or raises.
 - The exit step ends all jobs with the run's label.
 - The guard of the leading task ends the job on request, and when the lease expires.
-- The job has an owner reference to the step's pod, and an active deadline.
+- The job has an active deadline and, in the step's namespace, an owner reference to the step's pod.
 
 The launcher renews the lease once before training begins, to detect missing permissions early.
 
@@ -175,8 +175,8 @@ class _Launch:
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
-        # The signal handler needs its own pool, because a thread may hold the lock of the other
-        # one.
+        # The signal handler needs its own connection pool, because a thread may hold the lock of
+        # the other one.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
         grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
@@ -193,7 +193,8 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A program may not report its steps; it has its own deadline, `program.stall_timeout`.
+            # A program does not have to report its steps. It has its own deadline,
+            # `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
@@ -361,7 +362,6 @@ class _Launch:
         return self._interruption()
 
     def _await_stop(self) -> None:
-        """Wait for the end of a job that was asked to stop."""
         if self._is_stopping and self._stop:
             log.info("stopping: saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
@@ -371,7 +371,7 @@ class _Launch:
         return RunInterruptedError(self._message or "interrupted before training began")
 
     def _handle_interrupt(self) -> None:
-        """End the job first, because this process may have only one second left."""
+        """End the job before anything else, because this process may be killed within a second."""
         again, self._is_interrupted = self._is_interrupted, True
         if again:
             self._is_interrupted_again.set()
@@ -401,7 +401,7 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the existing job of this name, or an earlier one whose chief is still saving."""
+        """Find the job that an earlier attempt of the step created; its chief may be saving."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True

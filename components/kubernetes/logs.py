@@ -40,7 +40,7 @@ _TRAINING_EVENTS = (
 )
 
 LogSink = Callable[[Task, str], None]
-# Seconds and nanoseconds, as strings that sort by time.
+# A point in time: the date and time up to the second, and the nanoseconds.
 _Timestamp = tuple[str, str]
 
 
@@ -51,7 +51,7 @@ class LogPosition:
         """Start at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # Number of lines with the last timestamp: in total, and in the current request.
+        # Number of lines with the last timestamp: in total, and repeated by the current request.
         self._read = self._repeated = 0
         self._catching_up = False
 

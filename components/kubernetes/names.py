@@ -23,7 +23,7 @@ INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-i
 # Flotilla's labels on the job and its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
-# Label of pods that only their own job's network policy selects.
+# Label of isolated pods, which only their own job's network policy selects.
 NETWORK = "flotilla/network"
 # Label with the Kueue queue that must admit a job.
 KUEUE = "kueue.x-k8s.io/queue-name"

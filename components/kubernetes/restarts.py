@@ -28,7 +28,7 @@ def describe_failure(
 
 
 class Restarts:
-    """Counts the restarts of all tasks of a run; Kubernetes counts them only for each pod.
+    """Counts the restarts of all tasks of a run; Kubernetes only counts those within a pod.
 
     Training does not cause the loss of a pod. Therefore lost pods count towards
     `cluster.max_restarts` only until training has published a newer checkpoint.
@@ -62,7 +62,7 @@ class Restarts:
                 self._losses.clear()
 
     def count(self, end: TaskEnd, cause: str = "") -> bool:
-        """Count the restart of a task; return False if the limit was already reached."""
+        """Count a restart unless the exit is final; return False if this exceeds the limit."""
         if self.is_final(end):
             return True
         lost = end.task if end.pod_deleted or end.code is None else None

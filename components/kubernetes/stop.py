@@ -96,7 +96,8 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        # The trainer's guard logs in the task's container, and a program's agent in the last one.
+        # The guard of a trainer logs in the task's container, and the agent of a program in the
+        # last one.
         container = pod_state.logging_containers(leader)[-1]
         recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)
@@ -105,8 +106,7 @@ class Stop:
 class SuspendingStop(Stop):
     """Stops a job by suspending it: its tasks receive SIGTERM, and their DNS names remain.
 
-    The guard is asked to stop too, because it deletes the job if the launcher is killed or the
-    controller is down.
+    The guard is asked to end the job too, in case the launcher is killed or the controller is down.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:

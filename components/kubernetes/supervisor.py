@@ -50,7 +50,7 @@ ABSENT_SECONDS = 30.0
 # Seconds to wait for the events of deleted pods after the job has failed.
 SETTLE_SECONDS = 10.0
 
-# One of: an object with whether it was deleted; a restart that a guard logged; the error of a
+# One of: an object and whether it was deleted; a restart that a guard logged; the error of a
 # refused watch; the error of a takeover by another launcher; None for an interrupt.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
@@ -252,7 +252,6 @@ class Supervisor:
         return end is not None and not end.is_done
 
     def _count_in_pod(self, restart: events.Restart) -> None:
-        """Count a restart by a guard; raise `UserError` if it exceeds the limit."""
         if not self._restarts.count_in_pod(restart):
             raise UserError(
                 f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {restart.task} ended "
@@ -260,8 +259,8 @@ class Supervisor:
             )
 
     def _count_restart(self, end: TaskEnd) -> None:
-        """Count the restart of a task; raise `UserError` if it exceeds the limit."""
-        # A worker of a user's program may end before the leading task.
+        # A worker of a user's program may end before the leading task, but a worker of the trainer
+        # must not end before training has.
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
@@ -386,7 +385,6 @@ class Supervisor:
         return describe_failure(self._api, end, tail, is_program=is_program)
 
     def _last_events(self) -> str:
-        """Return the last events of the job, and of its child objects without pods."""
         uids = [self._uid]
         with suppress(RefusedError, UnreachableError):
             uids = list(self._engine.reporters(self._api, self._created))
@@ -476,7 +474,7 @@ class Supervisor:
             raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
 
     def _find_exceeded(self) -> str:
-        """Return the exceeded deadline, after reading the current state because watches lag."""
+        """Return a message if a deadline is exceeded even after reading the current state."""
         seen = self._deadlines.find_exceeded(self._pods.values())
         self._is_holding = False
         if not seen:

@@ -79,11 +79,12 @@ _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
     "evaluation", "decision",
 )  # fmt: skip
-# States of a successful run. A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its
-# version, or `RUNNING` if it has lost track of the run. The local runner also reports `SUCCESS`.
+# States of a successful run: a KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its
+# version, and the local runner may also report `SUCCESS`. A KFP instance that has lost track of a
+# run reports `RUNNING`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-#: State of a finished run of which some steps are running again.
+#: State of a finished run, some of whose steps are running again.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"
@@ -192,7 +193,6 @@ def _facts(step: StepRecord) -> dict[str, Any]:
 
 
 def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return all attempts of these steps, in the order of their start."""
     earlier = [
         StepRecord(step=step.step, **to_tree(each)) for step in steps for each in step.earlier
     ]
@@ -231,7 +231,7 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
     if failed:
-        # A step that was killed could not report an error.
+        # A step that was killed could not report an error, so report KFP's message.
         return said if not shared and failed[0].ended is None else ""
     why = "no step recorded a reason; see its log"
     if lost := lost_stage(steps):
@@ -274,7 +274,7 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return a parsed JSON file, which must have type `of`; an empty value if missing."""
+        """Return the parsed JSON file `name`; an empty `of` if the file is missing or invalid."""
         with _skip_unreadable():
             uri = self.uri(kind)
             if uri:
@@ -327,7 +327,7 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
 
 
 def _resolve_auto(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a local run's configuration with `auto` replaced by the values that training used."""
+    """Return a local run's configuration with the `auto` values of `training` resolved."""
     if AUTO not in str(config.get("training")):
         return config
     with suppress(UserError):
@@ -344,7 +344,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """The fields of the evaluation and of the decisions that the report uses."""
+    """The fields that the report uses from the results of gates, evaluation and registration."""
 
     decision: str = ""
     rules: tuple[Mapping[str, Any], ...] = ()

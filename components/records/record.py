@@ -54,12 +54,12 @@ from flotilla.trainer.tracking.tracker import following_step
 # A runner that is asked to stop sets this variable for its steps. Then only the exit step runs.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was finished"
-# Pauses before a stage is retried. They are long because the failed operation was already retried
-# until its own deadline, which is several minutes for a store.
+# Shortest and longest pause before a stage is retried. The pauses are long because the failed
+# operation was already retried until its own deadline, which is several minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 # Seconds between two updates of a running stage's record.
 PROGRESS_SECONDS = 30.0
-# Error numbers that mean that the disk is full.
+# Error numbers of a full disk, an exceeded quota and an exceeded file size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # File of a pod's termination message, which Argo passes to KFP, and its size limit in bytes.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
@@ -90,7 +90,7 @@ class Step(SimpleNamespace):
     A stage also receives `output`, a `StepOutput`.
     """
 
-    #: The stage that started last.
+    #: Name of the stage that started last; empty before the first one.
     last = ""
 
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
@@ -134,7 +134,6 @@ def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
 
 
 def _find_run(given: Mapping[str, Any]) -> str:
-    """Return the URI of the run that a step belongs to; see `run_store.find_run`."""
     artifact = next((each.uri for each in given.values() if hasattr(each, "uri")), "")
     if "kfp_run_id" in given:
         root = given.get("root", given.get("storage_root", ""))
@@ -154,8 +153,8 @@ def run_stage(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Res
         work: called with the `StepOutput` of each attempt.
 
     Raises:
-        SystemExit: `work` raised a `UserError`, or the user's code failed; the error line was
-            written to standard error.
+        SystemExit: `work` raised a `UserError`, the user's code failed, or the disk is full; the
+            error line was written to standard error.
     """
     with record_stage(name, at) as course:
         return _retrying(course, find_step_of_stage(name).retries)(lambda: work(course.output))
@@ -350,7 +349,8 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Not an `Exception`, because libraries catch those, and replace the message or continue.
+        # `KeyboardInterrupt` is not an `Exception`. Libraries catch exceptions, and replace the
+        # message or continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -1,14 +1,14 @@
 """The files of a run: their names, locations and formats.
 
-They are below the run's URI, `<root>/<run id>`, and in its local folder if it has one:
+They are stored below the run's URI, `<root>/<run id>`, or in its local folder if it has one:
 
     config.json          the configuration
-    pinned_inputs.json   of a local run: values that it looked up, reused when it is resumed
+    pinned_inputs.json   only in a local run: values that it looked up, reused when it is resumed
     given/STEP.json      the arguments of a step, written before its body begins
-    steps/STEP.json      the record of a step, see `flotilla.components.records.step_record`
-    trials/...           of a sweep: its trials, and the survivors of each rung
+    steps/STAGE.json     the record of a stage, see `flotilla.components.records.step_record`
+    trials/...           only in a sweep: its trials, and the survivors of each rung
 
-Steps publish their outputs next to these files, see `choose_output`.
+Steps publish their outputs below the run's URI, see `choose_output`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) 
 
 
 def find_run(root: str, run_id: str) -> str:
-    """Return the URI of the run, or an empty string if its steps share a local folder."""
+    """Return the URI of the run; empty if it is unknown, or if the steps share a local folder."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
     with suppress(UserError):
@@ -126,7 +126,7 @@ def read_pinned(key: str) -> str:
 
 
 def pin(key: str, value: str) -> None:
-    """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
+    """Pin the value of `key` if the run has a local folder; raises `UserError` if this fails."""
     if folder := os.environ.get(RUN_FOLDER):
         # Write atomically, because earlier values must survive a full disk.
         uri = storage.join(storage.uri_of(folder), PINNED)

@@ -1,8 +1,8 @@
 """Records of a run's steps: the last attempt of each step, and the earlier ones.
 
 If the steps share a folder, the records are made from their events. On a KFP instance, each step
-publishes its record to `<root>/<run id>/steps/NAME.json` when it begins and when it ends. If a
-record of a finished run has no end, the step was killed.
+publishes its record to `<root>/<run id>/steps/NAME.json` when it begins, while it makes progress,
+and when it ends. If the last record of a failed run has no end, its step was killed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def list_tries(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return the steps of the newest start, including their attempts in earlier starts."""
+    """Return the steps that the newest start of the run reached, with all of their attempts."""
     return _sum_attempts(*_split_by_start(state))
 
 
@@ -232,7 +232,7 @@ class PublishedRecord:
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
-        # Log only the first failure, because the final record is attempted in any case.
+        # Log only the first failure. The final record is attempted in any case.
         what = "" if self._has_failed else f"the record of {self._record.step}"
         with harmless(what) as failures:
             yield

@@ -60,7 +60,6 @@ def run_step(call: Mapping[str, Any]) -> None:
 
 
 def _read_sweep(plan: Sweep, root: str, run_id: str) -> Sweep:
-    """Return the sweep with the trials that its steps have published."""
     records = read_records(storage.join(root, run_id))
     best = next((each.metrics.get("best") for each in records if each.step == "choose_trial"), 0)
     return replace(

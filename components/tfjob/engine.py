@@ -159,7 +159,7 @@ class TFJobs(Engine):
 
     name = LAUNCHER
     kind = KIND
-    # The operator's CRD lacks some of Kubernetes' pod fields.
+    # The operator's CRD lacks some of Kubernetes' pod fields, which strict validation would refuse.
     is_strict = False
     fails_with_a_pod = True
 

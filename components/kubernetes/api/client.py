@@ -124,7 +124,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """The API did not respond, or is overloaded and asks for a pause of `retry_after` seconds."""
+    """A transient failure of a request; the API asks for a pause of `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         """Store the cause and the seconds to wait."""
@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object; true if this user may not find out."""
+        """Return whether the API serves a kind of object; True if the API refuses to tell."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -360,7 +360,7 @@ class Watch(threading.Thread):
         self.stopped = threading.Event()
 
     def run(self) -> None:
-        """List and watch until `stopped` is set; report nothing after that."""
+        """List and watch until `stopped` is set, or until the API refuses a request."""
         while not self.stopped.is_set():
             try:
                 if not self._version:

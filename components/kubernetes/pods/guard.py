@@ -1,10 +1,11 @@
-"""The first process of every pod: writes the configuration, runs the task and forwards signals.
+"""The first process of a trainer's pod: runs the task and forwards signals to it.
 
 Usage: python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
 
-The guard restarts the task inside its pod (`task_process`). In the leading task's pod, it watches
-the launcher (`launcher_watch`); elsewhere, it delays SIGTERM until the leading task has ended
-(`shutdown`).
+The guard writes the configuration to a file, from which the task reads it, and restarts the task
+inside its pod (`task_process`). In the leading task's pod, it watches
+the launcher (`launcher_watch`); in workers and servers, it delays SIGTERM until the leading task
+has ended (`shutdown`).
 """
 
 from __future__ import annotations
@@ -212,7 +213,6 @@ def _parse_config(text: str) -> Config:
 
 
 def _grace_seconds(config: Config, task: Task | None) -> float:
-    """Return the grace period of this task's pod in seconds, as in the manifest."""
     settings = config.cluster.kubernetes.of(task.role if task else "worker")
     return float(settings.grace_seconds or GRACE_SECONDS)
 

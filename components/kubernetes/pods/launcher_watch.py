@@ -3,7 +3,7 @@
 An annotation on the lease asks the guard to end the job. Without renewal, the launcher is assumed
 dead; only time during which the lease was readable counts. If the lease was never renewed, the
 guard waits twice as long, because such a launcher ends the job itself within the limit. A job
-without a lease was not created by a launcher.
+without a lease was not created by a launcher, and is not ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# How often the lease is read before the job is considered an orphan.
+# The lease is read this many times before the job is considered an orphan.
 READS_PER_LIMIT = 10
-# A lease that was never renewed gets this many limits: its launcher ends the job within one.
+# If the lease was never renewed, the guard waits for this many limits. A launcher that is alive
+# ends such a job itself within one limit.
 UNRENEWED_LIMITS = 2
 
 
@@ -37,7 +38,7 @@ class Ending(Protocol):
 
 
 class HeartbeatAge:
-    """Measures the seconds since the heartbeat last changed, while it was readable."""
+    """Measures for how many seconds the heartbeat has been readable without a change."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Store a monotonic clock."""
@@ -67,7 +68,7 @@ def start(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 
 def delete_job(watched: Mapping[str, Any]) -> None:
-    """Delete the job if this is permitted; otherwise, the failed leading task ends it."""
+    """Delete the job if this is permitted; otherwise, the failure of the leading task ends it."""
     from flotilla.components.kubernetes.api.client import (
         Api,
         RefusedError,
@@ -81,7 +82,6 @@ def delete_job(watched: Mapping[str, Any]) -> None:
 
 
 def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """End the task if the launcher requests it or is dead."""
     # The import is slow, and the task must not wait for it.
     from flotilla.components.kubernetes.api.client import Api, connect
 
@@ -120,7 +120,7 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
 
 
 def is_stop_requested(lease: Tree) -> bool:
-    """Return whether a stop was requested for the job that owns the lease, not an earlier one."""
+    """Return whether the stop request on a lease is meant for the job that owns the lease."""
     metadata = lease["metadata"]
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or []]
     return (metadata.get("annotations") or {}).get(names.STOP) in owners

@@ -25,8 +25,8 @@ _START_FAILURES = (
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
-# The kubelet's reason for a container that keeps exiting. A sidecar that exits before its program
-# has started cannot work.
+# The kubelet's reason for a container that keeps exiting. Only for a sidecar, this is a start
+# failure: the program does not start before its sidecar runs.
 _CRASHES = "CrashLoopBackOff"
 # Waiting reasons of every container that starts normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
@@ -79,7 +79,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A pod that was deleted, evicted or preempted. `explained`: Kubernetes gives a reason."""
+    """A deleted, evicted or preempted pod. `explained`: whether Kubernetes gives a reason."""
 
     task: Task
     pod: str
@@ -159,7 +159,7 @@ def find_task(pod: Tree) -> Task:
 
 
 def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
-    """Return the current pod of each task: the newest one, if possible not being deleted."""
+    """Return the current pod of each task: the newest one, preferably not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
         found[find_task(pod)] = pod
@@ -195,12 +195,12 @@ def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs, even in a pod being deleted: a chief still saves then."""
+    """Return whether the container runs, even if its pod is being deleted: a chief saves then."""
     return has_started(pod) and not has_ended(pod)
 
 
 def ends(pod: Tree) -> list[TaskEnd]:
-    """Return the exits of the container in a pod's status: the previous one and the last one."""
+    """Return the exits of the task's container that a pod's status shows, at most the last two."""
     container = _container(pod)
     current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
     count = restart_count(pod)
@@ -243,7 +243,7 @@ def waits_as_usual(pod: Tree) -> bool:
 
 
 def start_failure(pod: Tree) -> str:
-    """Return the reason if the kubelet cannot create the container, such as `ErrImagePull`."""
+    """Return the reason why a pod cannot start, such as `ErrImagePull`; empty if there is none."""
     reason = str(_waiting(pod).get("reason", ""))
     never = (*_START_FAILURES, _CRASHES) if _waits_for_agent(pod) else _START_FAILURES
     return reason if reason in never else ""
@@ -293,7 +293,8 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times are whole seconds. A failure in the second of the deletion request has another cause.
+    # Times have a resolution of one second. A failure in the second of the deletion request has
+    # another cause.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(

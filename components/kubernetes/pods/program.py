@@ -3,8 +3,8 @@
 The agent is a native sidecar (Kubernetes 1.29): an init container that keeps running, with
 Flotilla's image. Before its startup probe succeeds, it copies the guard, a single Python file, to
 the volume that both containers share. The guard is the command of the user's container. So the
-user's image needs Python, but no part of Flotilla. If the image has no Python, the program itself
-is the command: Kubernetes restarts it, and there is no agent.
+user's image needs Python, but no part of Flotilla. If the image has no Python (`program.python` is
+empty), the program itself is the command: Kubernetes restarts it, and there is no agent.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ RECONNECT_SECONDS = 300
 INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
 # The user's container starts once the agent listens on its socket.
 _PROBE = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 600}
-# The agent uploads checkpoints with checksums, and reads the shards of the dataset.
+# Enough for the agent, which uploads checkpoints with checksums and reads the dataset's shards.
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"cpu": "2", "memory": "1Gi"},
 }
-# The agent runs no user code.
+# The container can be restricted, because the agent runs no user code.
 _SECURITY = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -137,7 +137,7 @@ def _container(config: Config, pod: PodConfig, own: Tree) -> Tree:
     ]
     ports = [each for each in own["ports"] if each["name"] != names.METRICS_PORT]
     rest = {name: value for name, value in own.items() if name not in ("command", "args")}
-    # Keep the image's own folder. If the program sets another one, the guard changes to it.
+    # Keep the image's own working folder. If the program sets another one, the guard changes to it.
     rest.pop("workingDir")
     return {**rest, "env": env, "ports": ports}
 
@@ -174,7 +174,6 @@ def set_task(
 
 
 def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> None:
-    """Set the program, with filled placeholders, as the command of a container."""
     dataset = next(each for each in container["env"] if each["name"] == "FLOTILLA_DATASET")
     values = {**values, "dataset": dataset["value"]}
     own = [{"name": n, "value": _fill(t, values)} for n, t in config.program.env.items()]

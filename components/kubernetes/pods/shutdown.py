@@ -2,8 +2,8 @@
 
 Kubernetes sends SIGTERM to all pods of a job at the same time. Therefore the guard of the leading
 task accepts a connection from the guard of every worker and server. A byte announces the leader's
-shutdown, and the end of the connection means that the leader has ended. Until then, a server
-continues to serve. Without an announcement, the server ends after `NOTICE_SECONDS`.
+shutdown, and the end of the connection means that the leader has ended. Until then, a server keeps
+running. Without an announcement, the server ends after `NOTICE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShutdownConnection:
         threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
     def wait(self, notice: float, timeout: float) -> None:
-        """Wait at most `notice` s for the announcement, then `timeout` s for the leader's end."""
+        """Wait `notice` s for the announcement, and then `timeout` s for the leader's end."""
         if self._announced.wait(notice):
             self._ended.wait(timeout)
 

@@ -1,7 +1,7 @@
 """The process of a task, which is restarted in its pod after it was killed or lost its cluster.
 
-A new pod would have a new address, which the other tasks resolve up to 30 s later, and Kubernetes'
-back-off grows each time. A process that is restarted in its pod keeps the address.
+A process that is restarted in its pod keeps its address. The address of a new pod would be resolved
+by the other tasks up to 30 s later, and Kubernetes' back-off would grow each time.
 
 `RestartRule` decides by the exit code of the task:
 
@@ -135,7 +135,8 @@ class TaskProcess:
             following = None if self._is_ending else self._rule.next_attempt(code, seconds)
             if following is None:
                 return code
-            # Report this at once, because the launcher counts the first report as the incident.
+            # Report the restart at once. The launcher counts the first restart that it reads, and
+            # takes the restarts of the other tasks for consequences.
             self._report(code, following)
             # The pipe becomes readable after `begin_no_more`.
             if select.select([self._woken], [], [], following.pause)[0]:
@@ -204,7 +205,6 @@ def _await_end(pid: int) -> None:
 
 
 def _await_group(group: int) -> None:
-    """Wait until all processes of a killed group have ended."""
     until = time.monotonic() + GROUP_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The pods of a training job. Each role has its own template: servers must not request GPUs."""
+"""The pods of a training job, with a template for each role: only workers may request GPUs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def replicas(config: Config) -> dict[str, int]:
 
 
 def leading(config: Config) -> Task:
-    """Return the leading task, whose end is the end of the job."""
+    """Return the leading task. The job ends when this task ends."""
     return Task(role="chief" if "chief" in replicas(config) else "worker", index=0)
 
 
