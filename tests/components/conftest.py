@@ -29,7 +29,7 @@ def _compiled(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fits(monkeypatch):
-    """Replace the trial of the model, which takes seconds; return the configurations tried."""
+    """Replace the trial of the model, which takes seconds; return the tried configurations."""
     tried = []
     monkeypatch.setattr(fitting, "try_fit", lambda config, _dataset="": tried.append(config) or {})
     return tried

@@ -1,4 +1,4 @@
-"""Tests that the exit step writes the report and deletes the training cluster of a TFJob."""
+"""Tests that the exit step writes the report, and reports a training job that it cannot end."""
 
 from pathlib import Path
 

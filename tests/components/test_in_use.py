@@ -1,4 +1,4 @@
-"""Tests that the code of a run is kept until the run has recorded that it uses it."""
+"""Tests that a published code bundle is marked as used, and published again if it was removed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests the first step: its outputs for KFP, and the trial of the model that runs beside it."""
+"""Tests the first step: its outputs for KFP, and the trial of the model that runs in parallel."""
 
 import threading
 from pathlib import Path

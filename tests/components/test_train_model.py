@@ -223,7 +223,7 @@ class TestProgram:
 
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
-        """Return a dict that tests fill with the checkpoints to publish: step to model path."""
+        """Return a dict, to which tests add checkpoints to publish: the step and the model path."""
         made = {}
 
         def launch(job: Job, _defaults: PodDefaults) -> None:

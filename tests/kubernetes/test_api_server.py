@@ -1,4 +1,4 @@
-"""The small API server responds to the official client like a real one."""
+"""Tests that the small API server responds to the official client like a real one."""
 
 import pytest
 import urllib3

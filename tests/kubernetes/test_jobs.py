@@ -1,4 +1,4 @@
-"""The fake Job controller behaves like the real one; `README.md` lists the evidence."""
+"""Tests that the fake Job controller behaves like the real one; `README.md` lists the evidence."""
 
 import pytest
 from kubernetes import client

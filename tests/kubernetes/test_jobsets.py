@@ -1,4 +1,4 @@
-"""The fake JobSet controller behaves like the real one; `README.md` lists what was observed."""
+"""Tests that the fake JobSet controller behaves like the real one, as listed in `README.md`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fake operator manages a TFJob like the real one; `README.md` lists what was observed."""
+"""Tests that the fake operator manages a TFJob like the real one, as listed in `README.md`."""
 
 import pytest
 

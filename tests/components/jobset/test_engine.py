@@ -237,7 +237,7 @@ def test_the_settings_of_the_job_are_those_of_the_jobset_and_of_its_jobs():
     for each in roles_of(job).values():
         spec = each["template"]["spec"]
         assert (spec["activeDeadlineSeconds"], spec["backoffLimit"]) == (3600, 7)
-    # The default of 6 is too low, because it would also count restarts that Flotilla handles.
+    # Kubernetes' default of 6 is too low: restarts that Flotilla handles would also count.
     assert roles_of(made())["worker"]["template"]["spec"]["backoffLimit"] == 1000
     assert "suspend" not in made()["spec"]
 

@@ -146,7 +146,8 @@ def test_a_registry_that_hiccups_is_waited_for():
     assert deadlines.seconds_left() == 800
     now[0] = 110.0
     deadlines.observe([waiting("ImagePullBackOff")])
-    # The reason alternates between two pulls, but the pod is still failing.
+    # The kubelet alternates between two reasons, but the pod has failed to start since the first
+    # one.
     now[0] = 200.0
     failing = waiting("ErrImagePull")
     deadlines.observe([failing])
@@ -308,7 +309,7 @@ class TestStart:
         said = "all tasks are running, but training has made no step yet"
         assert deadlines.start(pods) == (2, said)
         assert not deadlines.is_training
-        # A Service that belongs to another job may occupy this name.
+        # For example, a Service of another job may have the same name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
         assert deadlines.start(pods)[1].endswith(
             "no step yet; these names do not resolve: a-ps-0-0.a"

@@ -1,4 +1,4 @@
-"""Tests the choice of a launcher and the settings it rejects before its first request."""
+"""Tests the launcher with TFJobs: refused settings, policies, cancellation, outages and secrets."""
 
 import base64
 import json
@@ -469,7 +469,7 @@ def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
 
 @pytest.fixture
 def around(kube, tmp_path, monkeypatch, caplog):
-    """Plant all test secrets, including the kubeconfig's token, and write events to a file."""
+    """Set all test secrets, including the kubeconfig's token, and write events to a file."""
     caplog.set_level(logging.DEBUG)
     plant(tmp_path / "home", monkeypatch)
     token = SECRETS["kube"]

@@ -1,4 +1,4 @@
-"""Tests the JobSet launcher: lost pods are replaced alone, and a cancel suspends the job first."""
+"""Tests the launcher with JobSets: only lost pods are replaced, and cancelling suspends the job."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Tests that a run's report is made from the records that exist and never changes its outcome."""
+"""Tests that a report is made from the records that exist, and never changes a run's outcome."""
 
 import json
 from dataclasses import replace

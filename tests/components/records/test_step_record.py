@@ -413,7 +413,7 @@ def dataset(tmp_path_factory):
 def pods(pod_place, dataset, tmp_path, monkeypatch):
     for name in (run_store.RUN_FOLDER, run_store.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    # The run creates the bucket by publishing this file.
+    # Writing an object creates the bucket.
     storage.write_bytes(storage.join(pod_place.root, "there"), b"")
     return Pods(pod_place.root, dataset, tmp_path, monkeypatch)
 

@@ -22,7 +22,7 @@ RUN = "digits-1"
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replace training by a function that records its calls and ends each as `ends` says."""
+    """Replace training; return its calls, and a dict of exit codes and errors by run id."""
     calls, ends = [], {}
 
     def train(step):

@@ -51,7 +51,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     delete_jobs(engines.engine(engine), Config().cluster.kubernetes, "run-1")
     asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
     granted = {(each.verb, each.resource) for each in required_rules(LAUNCHER, kind)}
-    # A stop is requested by patching the job or its lease.
+    # Only the stop of a JobSet patches the job itself, so add this request for TFJobs.
     assert asked | {("patch", kind.resource.plural)} == granted
 
 

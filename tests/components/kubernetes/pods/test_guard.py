@@ -190,7 +190,7 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-# Send the signal immediately after the task has started.
+# A guard that receives SIGTERM immediately after its task has started.
 ASKED_AT_ONCE = """
 import os, signal, subprocess, sys
 from flotilla.components.kubernetes.pods import guard, task_process
