@@ -139,7 +139,7 @@ def loss_of_absent(pod: Tree) -> Loss:
 
 
 def first_loss(losses: Iterable[Loss]) -> Loss | None:
-    """Return the loss that caused the others: the earliest one, if possible with a reason."""
+    """Return the loss that caused the others: the earliest with a reason, or else the earliest."""
     latest = datetime.max.replace(tzinfo=UTC)
     return min(
         losses,
