@@ -4,9 +4,11 @@
     texts               a linear model of TF-IDF
     recommendation      popularity, and item-item
 
-They are fitted to at most `MOST_ROWS` random training examples, fewer with many columns, classes or
-texts. This limits the memory to about 1 GB. A clock, which is checked between slices of the work,
-limits the time. A baseline never fails an evaluation: it reports why it was skipped.
+They are fitted to at most `MOST_ROWS` random training examples, and to fewer if there are many
+columns or classes, or texts. A recommendation baseline uses up to `_MOST_PAIRS` examples. This
+limits the memory to about 1 GB. A clock, which is checked between slices of the work, limits the
+time. An error in a baseline does not fail the evaluation; the baseline is reported as skipped, with
+the reason.
 """
 
 from __future__ import annotations
@@ -48,21 +50,21 @@ from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: Time limit for fitting and prediction, in seconds. Evaluation takes extra time.
+#: Time limit for fitting all baselines and predicting with them, in seconds.
 SECONDS = 20.0
 # Share of the remaining time for fitting; the rest is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-#: Maximum number of training examples, and of test examples.
+#: Maximum number of training examples, except for recommendations, and of test examples.
 MOST_ROWS = 100_000
 # Maximum number of omitted inputs that a message names.
 _NAMED = 3
-# Suffixes or names of scikit-learn classes, for classification and for regression.
+# Suffixes and names of scikit-learn classes, each for classification and for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees per boosting iteration, which takes 0.1 s on one core.
+# Maximum product of columns, rows and trees in one boosting iteration, which takes 0.1 s on a core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of rows if a recommender is fitted, and of output values (64 MB).
+# Maximum number of training examples for recommendations, and of output values (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
@@ -78,8 +80,9 @@ class Answers(NamedTuple):
 class Baseline:
     """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
-    `skipped` is the reason if it was not fitted. `outputs` are for the first test examples, in the
-    format of the task. `validation` is for choosing a decision threshold.
+    If the baseline was skipped, `skipped` is the reason. `outputs` are the outputs for the first
+    test examples, in the form of the task. `validation` has the outputs for validation examples, if
+    a decision threshold must be chosen.
     """
 
     name: str
@@ -93,8 +96,8 @@ class Baseline:
 
 
 def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
-    """Fit the baselines of a task to training examples, and predict labels of test examples."""
-    # Import these before setting the thread limits, which do not apply to libraries loaded later.
+    """Fit the baselines of a task to training examples, and predict the test examples."""
+    # Import scikit-learn first, because thread limits do not apply to libraries loaded later.
     from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
 
     clock = Clock(seconds)
@@ -102,7 +105,7 @@ def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[
         warnings.simplefilter("ignore")
         try:
             chosen = _choose(task, splits, clock)
-        # A failing baseline must not fail the evaluation of a model that was trained for hours.
+        # An error in a baseline must not fail the evaluation of a model that trained for hours.
         except Exception as error:
             return [Baseline(name="baseline", skipped=_why(error))]
         shares = [_SHARE / count for count in range(len(chosen.ways), 0, -1)]
@@ -217,7 +220,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return the outputs for the first examples of a split, which is in random order."""
+    """Return the outputs for the first examples of a split; they are a random sample."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -19,24 +19,24 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Larger tensors are treated as pictures, not as columns of a table.
+# Tensors with more elements are not used, because they are probably images; vectors may be longer.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Histograms have more bins with up to this many columns; they take at most 160 MB in both cases.
+# With up to this many columns, histograms have more bins. They take at most 160 MB in both cases.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
-#: Maximum number of rows whose texts are read.
+#: Maximum number of rows that a linear model of texts is fitted to.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
-# A word is one letter of a script without spaces, or a sequence of letters of another script.
+# A word is a single letter of a script without spaces, or several letters of another script.
 _ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
 Matrix = Any
 
 
 def usable(spec: DatasetSpec) -> list[str]:
-    """Return the inputs that are numbers, classes or texts, but not pictures or sequences."""
+    """Return the inputs that are numbers, classes or texts, but not images or sequences."""
     return [name for name in spec.inputs if _is_column(spec.features[name])]
 
 
@@ -92,14 +92,14 @@ class Columns:
 
     @property
     def plain(self) -> bool:
-        """Return whether any feature is a number or a category."""
+        """Whether any feature is a number or a category."""
         return bool(self._numbers or self._categories)
 
     def learn_trees(self, rows: Rows, clock: Clock) -> Matrix:
         """Choose the histogram bins of the numbers, and return the matrix of the rows."""
         numbers = self._all_numbers(rows)
         steps = np.linspace(0, 1, self.bins)[1:-1]
-        # scikit-learn's weighted quantiles would take a minute.
+        # Compute the bins here, because scikit-learn's weighted quantiles would take a minute.
         self._steps = [
             np.unique(np.quantile(known, steps, method="lower")) if len(known) else None
             for known in (column[~np.isnan(column)] for column in numbers.T)
@@ -120,7 +120,7 @@ class Columns:
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Return a mask of the columns of `trees` that are categories, which come last."""
+        """Return a mask of the category columns in the matrix of `trees`; they come last."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
@@ -135,7 +135,7 @@ class Columns:
         """Fit scales and word weights; return the matrix of as many rows as the time allows."""
         rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
-        # Scale first, because squares of very large numbers would overflow.
+        # Divide by the maximum first, because squares of very large numbers would overflow.
         self._largest = _or_one(np.nanmax(np.abs(numbers), axis=0, initial=0.0))
         scaled = numbers / self._largest
         self._has_gaps = np.isnan(scaled).any(axis=0)
@@ -150,7 +150,7 @@ class Columns:
         return self._together(self._plain(rows.first(taken)), counts)
 
     def linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of other rows."""
+        """Return the matrix of other rows; raises `NoBaselineError` if the time is too short."""
         counts, taken = self._count_words(rows.columns, rows.count, clock)
         if taken < rows.count:
             clock.check()

@@ -1,7 +1,7 @@
 """Gradient boosting and linear models, fitted within a time limit.
 
-Each model is fitted in slices of iterations; the speed of the previous slice determines the size of
-the next. Each model uses one thread, because OpenMP threads wait for each other in busy loops: on a
+Each model is fitted in slices of iterations; the speed of one slice determines the size of the
+next. Each model uses one thread, because OpenMP threads wait for each other in busy loops. On a
 shared machine, two threads can take a hundred times as long as one.
 """
 
@@ -21,15 +21,17 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Maximum number of iterations (scikit-learn's default), and of trees (one per class and iteration).
+# Maximum number of iterations (the default of scikit-learn), and of trees. An iteration adds a tree
+# per class.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
-# From this number of rows on, trees have scikit-learn's default size, and training can stop early.
+# With at least this many rows, trees may have scikit-learn's default number of leaves, and training
+# may stop early.
 _MANY_ROWS, _LEAVES = 2000, 31
 # Share of the remaining time that the next slice may take.
 _SAFE = 0.7
-# Probability of a class that does not occur in the rows.
+# Minimum probability, also for classes that do not occur in the rows.
 _LEAST = 1e-6
 #: Maximum number of values of a target; each value has a separate model.
 MOST_NUMBERS = 32
@@ -45,10 +47,10 @@ class Label(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of model: functions that build its matrices, and one that fits it.
+    """A kind of model: two functions that build its matrices, and one that fits it.
 
-    `known` builds the matrix of training rows, or of some of them if time is short; `matrix` builds
-    the matrix of other rows.
+    `known` builds the matrix of the training rows, or of only some if time is short. `matrix`
+    builds the matrix of other rows.
     """
 
     known: Callable[[Rows, Clock], Matrix]
@@ -57,7 +59,7 @@ class Kind(NamedTuple):
 
 
 def boosting(columns: Columns) -> Kind:
-    """Return histogram gradient boosting, which supports categories and missing numbers."""
+    """Return the kind for histogram gradient boosting, with categories and missing numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
@@ -88,7 +90,10 @@ def boosting(columns: Columns) -> Kind:
 
 
 def linear(columns: Columns) -> Kind:
-    """Return logistic regression or ridge regression on numbers, one-hot categories and TF-IDF."""
+    """Return the kind for linear models of numbers, one-hot categories and TF-IDF.
+
+    Classes are predicted by logistic regression, and numbers by ridge regression.
+    """
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
@@ -113,7 +118,7 @@ def linear(columns: Columns) -> Kind:
 
 
 def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
-    """Call `fit` with growing numbers of iterations until the model converges or time runs out."""
+    """Call `fit` with increasing numbers of iterations until it converges or time runs out."""
     clock.check()
     done, size = 0, min(_FIRST, most)
     while done < most and size > 0:
@@ -126,7 +131,7 @@ def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
 
 
 def count_labels(task: Task) -> int:
-    """Return the number of separate targets of a task.
+    """Return the number of models that a task needs, one for each predicted value.
 
     Raises:
         NoBaselineError: no baseline supports this task.
@@ -145,14 +150,14 @@ def count_labels(task: Task) -> int:
 
 
 def count_classes(task: Task) -> int:
-    """Return the largest number of classes of a label, which determines the cost of a model."""
+    """Return the largest number of classes of a label, which determines the cost of fitting."""
     if "" not in task.parts:
         return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1
 
 
 def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
-    """Return a function that predicts other rows, and the number of rows used to fit it."""
+    """Fit a task's models; return a function that predicts rows, and the number of rows used."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]

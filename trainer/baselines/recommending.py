@@ -21,13 +21,11 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of pseudo-examples with the mean rate that each item starts with.
+# Number of artificial examples, with the mean rate, that are added to each item's examples.
 _PRIOR = 10.0
 
 
 class _Taken:
-    """Users and items of the training examples, with how often each item was taken."""
-
     def __init__(self, task: Recommendation, rows: Rows) -> None:
         self._columns = task.columns
         taken = rows.labels.astype(bool).reshape(-1)
@@ -70,7 +68,7 @@ def popularity(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
 
 
 def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
-    """Return a function that scores items by their similarity to the items that a user took."""
+    """Return a function that scores items by their similarity to the items that the user took."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     clock.check()
@@ -91,7 +89,7 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
         found: Floats = (of_users[user] * of_items[item]).sum(axis=1)
         return found * ((user >= 0) & (item >= 0))
 
-    # Exclude an item that the user took from its own score.
+    # If the user took an item, exclude its similarity to itself from its score.
     own = known.taken * (of_items[known.item] ** 2).sum(axis=1)
     found = np.stack([known.odds[known.item], scores(known.user, known.item) - own], axis=1)
     model = LogisticRegression().fit(found, known.taken, known.weights)

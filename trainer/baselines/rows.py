@@ -1,4 +1,4 @@
-"""Read random rows of a split as arrays, bounded in number and in memory."""
+"""Reads random rows of a split as arrays, with limits on their number and size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
 
 
 class NoBaselineError(Exception):
-    """No baseline supports the task, or time ran out; the message is the reason."""
+    """A baseline cannot be fitted or used; the message is the reason."""
 
 
 class Clock:
@@ -40,11 +40,11 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Remaining seconds; negative after the end."""
+        """The remaining seconds; negative after the end."""
         return self._end - time.monotonic()
 
     def share(self, of: float) -> Clock:
-        """Return a clock for a share `of` the remaining time."""
+        """Return a clock that ends after the fraction `of` of the remaining time."""
         return Clock(self.left * of)
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class Rows:
         return len(self.weights)
 
     def select(self, places: Any) -> Rows:
-        """Return the rows that a slice or a mask selects."""
+        """Return the rows that `places`, a slice or a mask, selects."""
         values = dict(self.columns), self.labels, self.weights
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
@@ -122,7 +122,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
 def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
-    """Yield the drawn rows of files in batches, with features `names`, labels and weights."""
+    """Yield batches with the features `names`, of the rows that the mask `drawn` selects."""
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     marks = tf.constant(drawn)
 

@@ -1,12 +1,12 @@
 """The interface of a learning task.
 
 A task defines the loss, the metrics, the meaning of a model's outputs, and what a report shows.
-Each kind of task is a subclass; other packages only use this interface.
+Each kind of task is a subclass.
 
 A model's results have three forms, each computed from the previous form:
 
     outputs      what the model returns: logits for a classifier, numbers for a regression. If the
-                 model returns probabilities, their logits
+                 model returns probabilities, they are converted to logits
     predictions  what metrics accept: probabilities, or the numbers
     answers      what an exported model returns: named columns
 """
@@ -40,11 +40,12 @@ class Target:
         name: the name of the feature.
         shape: the shape of one example's value; () for a scalar, -1 for an axis of variable size.
         dtype: the name of its NumPy type.
-        num_classes: the number of classes; 0 for a quantity.
+        num_classes: the number of classes; 0 for a quantity, and if the number is not yet known.
         labels: the names of the classes, if they are known.
-        counts: the number of examples of each class, by split; empty without classes, and before
-            preparation.
-        moments: mean, std, min and max of the training split; empty before preparation.
+        counts: the number of examples of each class, by split; empty if there are no classes, and
+            before preparation.
+        moments: mean, std, min and max of the training split; empty if the values are not numbers,
+            and before preparation.
     """
 
     name: str
@@ -65,8 +66,8 @@ class Target:
 class Part(NamedTuple):
     """Some examples in dataset order; the first axis of every array indexes the examples.
 
-    With several targets, `labels` and `outputs` are mappings by name. `weights` is None if all
-    weights are equal. `columns` contains the features that slices and the task need.
+    With several targets, `labels` and `outputs` are mappings by name. `weights` is None if the
+    examples are not weighted. `columns` contains the features that slices and the task need.
     """
 
     labels: Any
@@ -91,10 +92,10 @@ Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """A prediction that ignores the inputs.
+    """A prediction without a model.
 
-    `answer` describes the prediction, and `outputs` are its outputs for one example. If `make` is
-    set, it computes the outputs of a part instead, from columns and training statistics.
+    `answer` describes the prediction, and `outputs` are its outputs for any example. If `make` is
+    set, it computes the outputs of a part instead, such as the popularity of each item.
     """
 
     answer: str
@@ -114,7 +115,7 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """Examples that are held in memory as one part."""
+    """Examples that are in memory, as a single part."""
 
     part: Part
 
@@ -163,7 +164,7 @@ def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats
 
 
 class Tally:
-    """Accumulates examples, and computes a task's metrics from them."""
+    """Accumulates the examples of an evaluation, and computes a task's metrics from them."""
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -177,9 +178,9 @@ class Tally:
 
 
 def sample_examples(examples: Examples, most: int = 100_000) -> Part:
-    """Return at most `most` evenly spaced examples, for plots.
+    """Return at most `most` evenly spaced examples.
 
-    Metrics are computed from all examples instead.
+    They are used for plots and for other results that do not need all examples.
     """
     step = -(-examples.count // most) or 1
     parts, begin = [], 0
@@ -195,12 +196,15 @@ def sample_examples(examples: Examples, most: int = 100_000) -> Part:
 
 
 def _slice(values: Any, rows: slice) -> Any:
-    # A view would keep the whole part in memory.
+    # Copy the rows, because a view would keep the whole part in memory.
     return None if values is None else values[rows].copy()
 
 
 class SplitError(UserError):
-    """The labels or weights of a split are invalid; the message continues "the split has"."""
+    """Labels or weights of a split are invalid.
+
+    The message completes the sentence "the split has ...".
+    """
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
@@ -251,7 +255,7 @@ class Task(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The features, besides the label, that `details` reads from `Part.columns`."""
+        """The features, besides the label, that the task reads from `Part.columns`."""
         return ()
 
     @property
@@ -261,7 +265,7 @@ class Task(ABC):
 
     @property
     def unit(self) -> str:
-        """The column that groups dependent examples, such as queries for a ranking; "" if none."""
+        """The feature that groups dependent examples, such as a ranking's queries; "" if none."""
         return ""
 
     @abstractmethod
@@ -290,7 +294,7 @@ class Task(ABC):
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The task of each output, by name. A single output has this task and an empty name."""
+        """The task of each output, by name; a single output has an empty name."""
         return {"": self}
 
     @property
@@ -299,7 +303,7 @@ class Task(ABC):
         return {}
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with decision thresholds, given by the name of the output."""
+        """Return this task with these decision thresholds, by output name."""
         if "" not in thresholds:
             return self
         found = copy.copy(self)
@@ -348,17 +352,17 @@ class Task(ABC):
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the loss of each example [n]; a report lists the highest losses."""
+        """Return the loss of each example [n]; the report lists those with the highest losses."""
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells of an example in a report's table: `label`, `predicted`, and others."""
+        """Return the cells of an example in the report: `label`, `predicted`, and any others."""
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the results of an evaluation other than its metrics, as plain data.
+        """Return further results of an evaluation, as plain data.
 
-        Entries `metrics` and `intervals` are added to the results of `metrics()`. The report draws
-        `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
+        The entries `metrics` and `intervals` are added to the task's other metrics. The report
+        draws `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
         `flotilla.trainer.tasks.classification`), and for any task:
 
             tables   [{"title", "columns": [text], "rows": [[value]]}]
@@ -370,14 +374,15 @@ class Task(ABC):
     def tally(self) -> Tally:
         """Return an empty accumulator for an evaluation, or for one of its slices.
 
-        For a built-in task, its metrics are used instead of `metrics`.
+        For a built-in task, an evaluation uses the metrics of the accumulator instead of
+        `metrics()`.
         """
         return Tally()
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return candidates for the best constant prediction.
+        """Return constant predictions that are fitted to the labels of these examples.
 
-        They are fitted to the labels of these examples, so that no other constant is better.
+        The gate compares a model with the best of them.
         """
         del examples
         return []
@@ -385,8 +390,8 @@ class Task(ABC):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a function for the permutation test of a metric against a constant.
 
-        It is called hundreds of times. None means that the metric is compared example by example
-        instead.
+        The function is called hundreds of times. None means that no permutation test is used: the
+        metric is compared example by example.
         """
         del metric, part
         return None
@@ -401,7 +406,7 @@ class Task(ABC):
         return None
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return one value per query, whose mean is the metric; None for other metrics."""
+        """Return one value per query, whose mean is the metric; None if there are none."""
         del metric, examples
         return None
 
@@ -457,7 +462,7 @@ class Task(ABC):
 def last_layers(model: keras.Model) -> Any:
     """Return the operation that computes each output, in the structure of the outputs.
 
-    If the model is not a functional model, return its last layer.
+    For a model that is not functional, return its last layer, or None if it has no layers.
     """
     graph = getattr(model, "_functional", None) or model
     outputs = getattr(graph, "_outputs_struct", None)
@@ -467,9 +472,10 @@ def last_layers(model: keras.Model) -> Any:
 
 
 def find_activation(layer: Any) -> str:
-    """Return the last activation of a layer or model, or the lower-case name of its class.
+    """Return the name of a layer's activation, or of the activation in the last layer of a model.
 
-    The name is empty if there is no single last layer.
+    Without an activation, return the name of the layer's class in lower case. The name is empty if
+    there is no single last layer.
     """
     while isinstance(layer, keras.Model):
         found = last_layers(layer)

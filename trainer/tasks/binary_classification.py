@@ -40,14 +40,15 @@ from flotilla.trainer.tasks.exact.tallies import BinaryTally
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
-# Below this fraction of positives in training, the area under the ROC is uninformative.
+# Below this fraction of positives in training, the area under the ROC curve is uninformative.
 _RARE = 0.1
 
 
 class Threshold(NamedTuple):
     """The probability above which an example is predicted positive, and how it was chosen.
 
-    `chosen_on` is the split, empty for the default, and `examples` the number of its examples.
+    `chosen_on` is the split on which it was chosen, or empty for the default threshold. `examples`
+    is the number of examples that were used.
     """
 
     value: float = 0.5
@@ -56,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return a target's class names, or the default names of two classes; () for more classes."""
+    """Return a target's class names, or default names if it has two classes, or ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -86,7 +87,7 @@ class BinaryClassification(Sigmoid):
 
     @property
     def main_metric(self) -> str:
-        """The average precision if positives are rare in training, else the area under the ROC."""
+        """`average_precision` if positives are rare in training, else `auc`."""
         counts = self.target.counts.get("train", ())
         return "average_precision" if sum(counts[1:]) < _RARE * sum(counts) else "auc"
 
@@ -96,7 +97,7 @@ class BinaryClassification(Sigmoid):
         return get_class_names(self.target)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the metrics in `directions`."""
+        """Return the metrics of a validation."""
         at = self.threshold.value
         return [
             metrics.BinaryAccuracy(name="accuracy", threshold=at),
@@ -115,7 +116,7 @@ class BinaryClassification(Sigmoid):
         return {"logit": logit, "probability": tf.sigmoid(logit)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return logits of the positive class, also from a model that returns two logits."""
+        """Return the logits of the positive class, even if the model returns two logits."""
         if "logits" in answers:
             return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
@@ -125,7 +126,7 @@ class BinaryClassification(Sigmoid):
         return self.decide(outputs).astype(np.int64)
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of the label and the prediction, and the probability of the label."""
+        """Return the names of the true and predicted class, and the probability of the true one."""
         yes, logit = bool(label), float(output[0])
         return {
             "label": self.labels[int(yes)],
@@ -168,9 +169,9 @@ class BinaryClassification(Sigmoid):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Return a permutation test of an area.
+        """Return a permutation test of `auc` or `average_precision`.
 
-        The average precision is tested by the mean log rank of the positive examples. Otherwise a
+        The average precision is tested by the mean log rank of the positive examples. Otherwise, a
         single positive example that happens to rank first would dominate the test.
         """
         if metric not in Areas._fields:
@@ -187,7 +188,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Require one logit per example; explain how to train a model with two logits."""
+        """Require one logit per example; the error for two logits says how to correct the model."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, but {self.name} of {self.target} needs one logit, "
@@ -196,7 +197,10 @@ class BinaryClassification(Sigmoid):
         super().check_output(output, last)
 
     def check(self) -> None:
-        """Refuse a split with only one class, for which most metrics are undefined."""
+        """Refuse labels with more than two values, and splits with only one class.
+
+        Most metrics are undefined for a single class.
+        """
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(

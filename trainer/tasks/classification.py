@@ -1,4 +1,4 @@
-"""Classification with one of several classes per example; the label is the class number."""
+"""Classification with one class per example; the label is the class number."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Classification(Softmax):
     }
 
     def __init__(self, target: Target) -> None:
-        """Require an integer target, the class number."""
+        """Require a target with one class number per example."""
         if target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it needs one whole number per example, the class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # With so few classes, every class is a top class.
+            # With so few classes, the top-k accuracy would always be 1.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse negative labels, splits with only one class, and classes missing in training."""
+        """Refuse negative labels, splits with only one class, and classes not seen in training."""
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
@@ -96,7 +96,7 @@ class Classification(Softmax):
         ]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of the label and the prediction, and the probability of the label."""
+        """Return the names of the true and predicted class, and the probability of the true one."""
         names, probabilities = self.labels, metrics.softmax(output[np.newaxis])[0]
         return {
             "label": names[int(label)],
@@ -105,7 +105,7 @@ class Classification(Softmax):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix with a row per true class, and the curves."""
+        """Return the confusion matrix, with a row per true class, and the curves."""
         cells = np.zeros((1, 1))
         for part in examples.parts():
             labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
@@ -134,7 +134,7 @@ class Classification(Softmax):
         ]
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return whether the most likely class is correct [n], for the accuracy."""
+        """Return 1 for each example with a correct most likely class, else 0; only for accuracy."""
         # A user's subclass may define another metric with this name.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None
@@ -142,7 +142,7 @@ class Classification(Softmax):
         return right
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Return a permutation test for an average over the classes."""
+        """Return a permutation test for a metric that is an average over the classes."""
         if metric not in metrics.AVERAGES:
             return None
         labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)

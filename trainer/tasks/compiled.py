@@ -1,9 +1,9 @@
 """The loss, metrics and optimizer of a compiled model.
 
-The arguments of `model.compile(...)` are used, except that the strategy decides how many steps run
-in one call, and `training.jit_compile` whether they are compiled with XLA. Keras creates the losses
-and metrics with variables at the first batch; here they have no variables. Instead, `State`
-describes which range of a vector of sums over examples is the state of a metric.
+The arguments of `model.compile(...)` are used, with two exceptions: the strategy decides how many
+steps run in one call, and `training.jit_compile` whether they are compiled with XLA. Keras keeps
+the states of metrics in variables. Here, all states are in one vector of sums over examples, and
+`State` describes the range of one metric.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Term(NamedTuple):
 class Measured(NamedTuple):
     """A metric of the output at `path`.
 
-    If `plain` is set, it receives what the model returns instead of the task's predictions. If
-    `weighted` is set, it uses example weights. If `own` is set, the metric belongs to the task.
+    If `plain` is set, the metric receives what the model returns instead of the task's predictions.
+    If `weighted` is set, it uses example weights. If `own` is set, the task itself defines it.
     """
 
     path: tuple[Any, ...]
@@ -65,10 +65,10 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The range `begin:end` of a vector of sums, which is the state of a metric or the loss.
+    """The state of a metric or of the loss: the range `begin:end` of a vector of sums.
 
-    For the loss `measured` is None, and the state is the number of examples and the sum of their
-    losses.
+    For the loss, `measured` is None, and the state consists of the number of examples and the sum
+    of their losses.
     """
 
     name: str
@@ -91,14 +91,14 @@ class State:
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of the metric by name, None if undefined; there may be several."""
+        """Return the values of the metric by name; a value is None if it is undefined."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
         return _name_results(self.measured, _result(self.measured.metric, self._variables(state)))
 
     def function(self, name: str) -> Callable[[Sums], float]:
-        """Return a function from a state to the metric, fast enough for thousands of calls."""
+        """Return a function that computes the metric from a state fast, for thousands of calls."""
         measured = self.measured
         if measured is None:
             return lambda state: float(state[1] / state[0])
@@ -124,7 +124,7 @@ class State:
 class Compiled:
     """The arguments of `model.compile`.
 
-    `jit_compile` is true only if the user requested XLA, and not if Keras chose it.
+    `jit_compile` is true only if the user requested XLA and Keras would not have chosen it.
     """
 
     optimizer: keras.optimizers.Optimizer | None
@@ -142,7 +142,7 @@ class Compiled:
             ConfigError: a loss does not fit the shapes, or its name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # For several outputs, Keras also creates a metric of each loss, which is unused.
+        # For several outputs, Keras also creates a metric for each loss, which is not used.
         with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
@@ -227,7 +227,7 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a state. A plain mean is computed in double precision."""
+    """Return the result of a metric with this state; a plain mean has double precision."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0
@@ -236,12 +236,12 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
 
 def _compute(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
     with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # Convert variables to tensors, because they have these values only in this scope.
+        # Variables have these values only in this scope, so convert results to tensors here.
         return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
 def _name_results(measured: Measured, result: Any) -> dict[str, float | None]:
-    """Return the values of a metric by name, with None for NaN; a metric may return a mapping."""
+    """Return the values of a metric by name, with None instead of NaN."""
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
     return {name: None if np.isnan(value) else value for name, value in found.items()}

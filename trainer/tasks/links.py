@@ -1,7 +1,7 @@
 """Tasks whose outputs are linked to probabilities by a softmax or a sigmoid.
 
 These base classes define the loss, the predictions, the answers and their inverse. A subclass
-defines its labels and metrics. `Task` itself has no link, so that its outputs are numbers.
+defines its labels and metrics.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labe
 # If the rarest class is less frequent than this fraction of 1 / classes, accuracy hardly reflects
 # it.
 _RARE = 0.2
-#: Logit for a probability of 0 or 1.
+#: Logit that represents a probability of 1; its negative represents 0.
 SURE = 20.0
-# Number of classes before preparation, if a class label declares none.
+# Assumed number of classes before preparation, if the dataset does not declare it.
 _SOME_CLASSES = 2
 
 
@@ -38,7 +38,7 @@ class Softmax(Task):
 
     @property
     def main_metric(self) -> str:
-        """The accuracy, or `macro_f1` if a class is rare in training."""
+        """`macro_f1` if a class is rare in training, else `accuracy`."""
         counts = [count for count in self.target.counts.get("train", ()) if count]
         is_rare = min(counts, default=0) * len(counts) < _RARE * sum(counts)
         return "macro_f1" if is_rare else "accuracy"
@@ -105,7 +105,7 @@ class Sigmoid(Task):
         return result
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the labels as bools, and their logits."""
+        """Return the labels as bools [n, labels], and their logits."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         return yes, outputs[:, : yes.shape[1]]
 
@@ -118,7 +118,7 @@ class Sigmoid(Task):
         return answers["logits"]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy of each example [n], in nats."""
+        """Return the cross entropy of each example [n], averaged over its labels, in nats."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         logits = outputs[:, : yes.shape[1]].astype(np.float64)
         result: Floats = np.logaddexp(0, np.where(yes, -logits, logits)).mean(axis=1)
@@ -130,7 +130,7 @@ class Sigmoid(Task):
 
 
 def compute_logit(share: Floats) -> Floats:
-    """Return the logits of probabilities, clipped to `SURE`."""
+    """Return the logits of probabilities, clipped to the range from -`SURE` to `SURE`."""
     with np.errstate(divide="ignore"):
         found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)
     return found

@@ -2,10 +2,10 @@
 
 A validation uses Keras metrics, whose states are sums in single precision. Labels and predictions
 are first reshaped to [n, numbers], because Keras is inconsistent in how it broadcasts weights [n]
-to labels with more axes. Four of the metrics are missing in Keras.
+to labels with more axes. Some of the metrics do not exist in Keras.
 
-For an evaluation, this module provides counts per class, and curves that are thinned for plots; its
-metrics are in `flotilla.trainer.tasks.exact`.
+The metrics of an evaluation are in `flotilla.trainer.tasks.exact`. For them, this module computes
+counts per class, and curves that are thinned for plots.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 class MacroF1(keras.Metric):
     """The mean F1 over all classes that occur in the labels or predictions.
 
-    Labels are class numbers. Labels and probabilities may have several positions; labels below 0
-    are ignored.
+    Labels are class numbers. An example may have several positions; those with a label below 0 are
+    ignored.
     """
 
     def __init__(self, classes: int, name: str = "macro_f1") -> None:
@@ -200,18 +200,18 @@ class CalibrationError(keras.Metric):
 class Areas(keras.Metric):
     """Area under the ROC curve (`auc`) and `average_precision`, averaged over the columns.
 
-    Both are computed from histograms of the logits of true and false labels, which resolve small
-    probabilities; Keras uses bins of equal width in the probability. Labels in the same bin count
-    as tied, which causes an error of at most half of their fraction. One column has 4096 bins of
-    width 0.006, many columns have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A column
-    whose labels are all equal has no area. If no column has one, both metrics are NaN.
+    Both are computed from histograms of the logits of true and false labels. Bins of equal width in
+    the logit distinguish small probabilities, unlike Keras's bins of equal width in the
+    probability. Scores in the same bin count as tied. With up to 16 columns, there are 4096 bins of
+    width 0.006; with more columns there are fewer. `flotilla.trainer.tasks.exact.areas` is exact. A
+    column whose labels are all equal has no area. If no column has an area, both metrics are NaN.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
         """Create the metric for `numbers` columns of probabilities.
 
-        `largest` is the absolute logit at which the bins end. `prefix` precedes the names of the
-        metrics, such as `macro_`.
+        `largest` is the absolute logit at which the bins end. `prefix`, such as `macro_`, precedes
+        the names of the metrics.
         """
         super().__init__(name="areas")
         self._prefix, self._numbers, self._largest = prefix, numbers, largest
@@ -310,7 +310,7 @@ def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of each class from `count_by_class`; 0 if a class does not occur."""
+    """Return the metrics of each class from the counts of `count_by_class`; 0 if undefined."""
     hits, support, predicted = counts
     return [
         {
@@ -390,8 +390,8 @@ def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Counts of weighted examples may be far below 1. The function is called for a thousand resamples
-    of up to a thousand classes, and therefore vectorized.
+    Counts of weighted examples may be far below 1. A permutation test calls the function hundreds
+    of times, so it is vectorized over the classes.
     """
     occurs = (support + predicted) > 0
     each = (
@@ -407,8 +407,8 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
 def make_average_test(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
     """Return a permutation test of one of `AVERAGES`.
 
-    Labels below zero are ignored. Labels and guesses are [n] or [n, positions], with weights [n] or
-    [n, 1].
+    Labels and guesses are [n] or [n, positions], with weights [n] or [n, 1]. Labels below 0 are
+    ignored.
     """
     size = int(max(labels.max(), guess.max())) + 1
 

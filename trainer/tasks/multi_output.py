@@ -40,7 +40,7 @@ from flotilla.trainer.tasks.base import (
 from flotilla.trainer.tasks.exact.intervals import above_zero
 from flotilla.trainer.tasks.exact.sums import Moments
 
-# Maximum number of combinations of the constants of all outputs.
+# Maximum number of combinations of the outputs' constants.
 _COMBINATIONS = 16
 
 
@@ -101,19 +101,19 @@ class MultiOutput(Task):
         return {name: part.predictions(outputs[name]) for name, part in self.parts.items()}
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the columns of all tasks, prefixed with the names of the outputs."""
+        """Return the columns of all tasks, each prefixed with the name of its output."""
         found: dict[str, tf.Tensor] = {}
         for name, part in self.parts.items():
             found |= _add_prefix(name, part.answers(outputs[name]))
         return found
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of each task, from the columns prefixed with the output's name."""
+        """Return the outputs of each task, from columns prefixed with the output's name."""
         own = group_by_output(self.parts, answers)
         return {name: part.outputs_of(own[name]) for name, part in self.parts.items()}
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
-        """Return the weighted sum of the losses of each example [n]."""
+        """Return the weighted sum of the outputs' losses for each example [n]."""
         each = [
             self.loss_weights[name] * part.example_losses(labels[name], outputs[name])
             for name, part in self.parts.items()
@@ -122,7 +122,7 @@ class MultiOutput(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells of all tasks: `label` and `predicted` joined, and others by output."""
+        """Join `label` and `predicted` of all tasks; prefix other cells with the output's name."""
         cells = {
             name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
@@ -138,7 +138,7 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details by output, and all metrics, tables and charts prefixed by output."""
+        """Return the details of each output; prefix metrics, tables and charts with its name."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():
@@ -151,7 +151,7 @@ class MultiOutput(Task):
         return {**found, "outputs": by_output}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the combinations of the outputs' constants, or some of them if there are many."""
+        """Return all combinations of the outputs' constants, or only some if there are many."""
         each = [
             part.constants(LazyExamples(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()

@@ -3,9 +3,9 @@
 label     [classes] of 0 and 1, or false and true
 outputs   logits [n, classes]
 loss      binary cross entropy, averaged over the classes
-metrics   binary_accuracy, subset_accuracy (all classes of an example are correct),
-          micro_precision, micro_recall, micro_f1, and macro_f1, macro_auc and
-          macro_average_precision (averages over the classes), calibration_error
+metrics   binary_accuracy; subset_accuracy (all classes of an example must be correct);
+          micro_precision, micro_recall and micro_f1; averages over the classes: macro_f1, macro_auc
+          and macro_average_precision; calibration_error
 answers   `logits` and `probabilities`, one column per class
 """
 
@@ -73,7 +73,7 @@ class MultilabelClassification(Sigmoid):
         return self._labels
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the metrics in `directions`."""
+        """Return the metrics of a validation."""
         return [
             metrics.BinaryAccuracy(name="binary_accuracy"),
             metrics.SubsetAccuracy(),
@@ -107,7 +107,7 @@ class MultilabelClassification(Sigmoid):
         return MultilabelTally(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return class frequencies, all classes, the best set for F1, and the most frequent row."""
+        """Return the class frequencies, and three sets of classes that may be the best constant."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
         # The micro F1 of always predicting the j most frequent classes is 2 hits / (all + j).
@@ -135,7 +135,7 @@ class MultilabelClassification(Sigmoid):
         return tested
 
     def check(self) -> None:
-        """Refuse labels other than 0 and 1."""
+        """Refuse labels below 0 or above 1."""
         low, high = (self.target.moments.get(name, 0) for name in ("min", "max"))
         if low < 0 or high > 1:
             raise ConfigError(

@@ -15,9 +15,9 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Direction
 
-# Keras's attribute for the list of variables that are not initialized yet.
+# The Keras attribute with the list of variables that are not initialized yet.
 _WAITING = "uninitialized_variables"
-# For these names, Keras chooses the accuracy by the shapes of labels and outputs.
+# For these names, Keras chooses the kind of accuracy by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
 _SHORT = ("bce", "mse", "mae", "mape", "msle")
 _BASES = {"Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper"}
@@ -67,9 +67,9 @@ _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRIC
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Do not initialize variables that are created in this block, because they are never read.
+    """Skip the initialization of variables that are created in this block; they are never read.
 
-    Otherwise Keras would initialize them at the end of the next stateless scope, for example
+    Otherwise, Keras would initialize them at the end of the next stateless scope, for example
     together with the variables of a model on parameter servers.
     """
     waiting = list(global_state.get_global_attribute(_WAITING, []))
@@ -83,7 +83,7 @@ def skip_initial_values() -> Iterator[None]:
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     """Create the loss that is named in the configuration at `key`.
 
-    `logits` says whether Keras cross entropies receive logits or probabilities.
+    `logits` tells whether the losses of Keras receive logits or probabilities.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be created.
@@ -103,8 +103,8 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     """Create the metric that is named in the configuration at `key`, with default arguments.
 
-    A function without arguments must return a metric. A function with arguments is averaged over
-    the examples.
+    A function without arguments must return a metric. The values of a function with arguments are
+    averaged over the examples.
 
     Raises:
         ConfigError: the name is unknown, or the metric cannot be created.
@@ -138,12 +138,12 @@ def _accuracy(labels: Any, predictions: Any) -> Any:
 
 
 def report_name(name: str) -> str:
-    """Return the name under which a Keras metric or a function is reported, in snake case."""
+    """Return the name in reports: snake case for a Keras metric, else the part after the colon."""
     return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:
-    """Return whether a higher or a lower value is better; None if unknown."""
+    """Return whether a higher or a lower value of a metric is better; None if unknown."""
     kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
@@ -161,12 +161,12 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss is categorical; such a loss of one output per example is always 0."""
+    """Return whether a loss, such as a categorical cross entropy, needs one output per class."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 
 def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
-    """Return a hint to use sparse losses, which accept class numbers; empty if there are none."""
+    """Return a hint to use the sparse forms of losses, for class numbers; empty without any."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
     return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""

@@ -2,7 +2,7 @@
 
 The loss is computed by the model's own Keras method, so that `add_loss`, regularizers, masks,
 example weights and a user's `compute_loss` work under every strategy as they do in `fit`. The loss
-container of a compiled model is removed first, because its first call creates variables, which is
+container of a compiled model is replaced first, because its first call creates variables, which is
 not possible in a graph on a worker.
 
 The states of Keras metrics are sums over examples. `totals` returns all of them in one vector, the
@@ -59,9 +59,9 @@ from flotilla.trainer.tasks.task_loss import (
 
 # AutoGraph is slow, and these modules do not need it: they have no loops or branches over tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Number of calls without tracing; tracing the function saves time only if there are more.
+# Number of calls before a function is traced; with fewer calls, tracing would not save time.
 _UNTRACED = 8
-# Symbolic labels and outputs, for metrics that are created only to check their names.
+# Symbolic labels and outputs for metrics that are created only to check their names.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
 
@@ -123,7 +123,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics are computed by the tally. A user's task may not have a tally.
+        # Outputs whose metrics the tally computes; a user's task may have no tally.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -185,7 +185,7 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "its metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # If there were as many examples as classes, broadcasting could hide wrong shapes.
+            # With as many examples as classes, broadcasting could hide wrong shapes.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
@@ -249,8 +249,7 @@ class Objective:
     def weigh_batch(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Return inputs, labels, and training weights, which may be None.
 
-        If there are several outputs and class weights, the weights are a mapping by output, as in
-        Keras.
+        With several outputs and class weights, the weights are a mapping by output, as in Keras.
         """
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if not self._class_weights:
@@ -265,7 +264,7 @@ class Objective:
     def directions(self) -> dict[str, Direction | None]:
         """The direction of each metric, by name; None if it is unknown.
 
-        Metrics of a compiled model are included after `accept` and the first measurement.
+        Metrics that the configuration or a compiled model adds are included after `accept`.
         """
         known = {**self._further, LOSS: "lower", **self.task.directions}
         if self._better and self.main_metric in known:
@@ -285,13 +284,14 @@ class Objective:
         """
         self._build(*_one_example(model, batches.element_spec))
         total = tf.zeros([self.states[-1].end], tf.float64)
-        # The functions of `Dataset.reduce` may have no access to variables on other machines.
+        # Do not use `Dataset.reduce`, whose function may not be able to read variables on other
+        # machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
             given = cast_outputs(model(inputs, training=False))
             loss = None
             if has_own(model, "compute_loss"):
-                # The model's method may assign variables, which must not change here.
+                # The model's method may assign to variables, which must not change here.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._summed(labels, self.task.outputs(given), weights, loss)
@@ -300,7 +300,7 @@ class Objective:
     def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
         """Return the vector of `totals` for examples with stored outputs.
 
-        If `all_metrics` is false, metrics that `tally` computes exactly are zero.
+        If `all_metrics` is false, the states of metrics that `tally` computes exactly are 0.
         """
         labels, outputs, weights, _ = part
         self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
@@ -310,15 +310,14 @@ class Objective:
         if calls > _UNTRACED:
             function = self._traced
         if calls == _UNTRACED + 1:
-            # Leave the batch size open in the first trace, to avoid another trace for the next
-            # size.
+            # The first trace accepts any batch size, so that another size needs no second trace.
             any_number = tf.nest.map_structure(_relax_batch, given)
             self._traced.get_concrete_function(*any_number, all_metrics=all_metrics)
         found: Sums = function(*given, all_metrics=all_metrics).numpy()
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics computed from `totals`, without undefined metrics."""
+        """Return the metrics from a vector of `totals`, without undefined metrics."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
@@ -380,7 +379,7 @@ class Objective:
         return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
-        """Create the metrics, some of which create their variables only in the first update."""
+        """Create and update the metrics; some create their variables only in the first update."""
         if len(self.states) > 1:
             return
         with named.skip_initial_values():
@@ -440,7 +439,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of a batch; `loss` is set if the model computes its own loss."""
+        """Return the vector of sums for a batch; `loss` is given if the model computes it."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
@@ -510,7 +509,7 @@ class Measuring(Tally):
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
-    """Return labels, outputs and weights of zeros for one example, without running the model."""
+    """Return labels, outputs and weights for one example, all zeros, without running the model."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
     given = tf.nest.map_structure(
         lambda each: keras.KerasTensor((None, *each.shape[1:]), each.dtype.name), inputs
@@ -543,5 +542,5 @@ def select_rows(tree: Any, rows: Any) -> Any:
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """Cast a model's outputs to float32, whatever its compute dtype is."""
+    """Cast a model's outputs to float32; with mixed precision they have another type."""
     return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

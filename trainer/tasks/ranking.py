@@ -1,4 +1,4 @@
-"""Ranking of offered items by whether they are taken: clicks, purchases, relevant answers.
+"""Ranking of offered items by the probability that they are taken, such as clicked or bought.
 
     label     as in `binary_classification`, with "taken" as the positive class: by default the
               second class, even if the first class is rarer
@@ -9,9 +9,9 @@
               a taken item and, for query_auc, an item that was not taken
     answers   `logit` and `probability`
 
-A query is identified by a number or a string, and its weight is the mean weight of its examples. If
-scores are tied, a metric is the expected value over all orders of the tied items (McSherry and
-Najork 2008), so that constant scores are as good as a random order.
+A query is identified by a number or a string. The weight of a query is the mean weight of its
+examples. If scores are tied, a metric is the expected value over all orders of the tied items
+(McSherry and Najork 2008), so constant scores are as good as a random order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Ranking(BinaryClassification):
 
     @property
     def main_metric(self) -> str:
-        """NDCG if queries are identified, else as in binary classification."""
+        """`ndcg` if queries are identified, else as in binary classification."""
         return "ndcg" if self._group else super().main_metric
 
     @property
@@ -73,7 +73,7 @@ class Ranking(BinaryClassification):
         """Return None, because a ranking predicts no class."""
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the metric of each query, in the order of the query ids."""
+        """Return the metric of each query for which it is defined, sorted by the query's id."""
         if not self._group or metric not in BY_QUERY:
             return None
         tally = QueryTally(self._group, Tally())
@@ -82,7 +82,7 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return an accumulator for metrics of examples, and of queries if they are identified."""
+        """Return an accumulator for metrics of examples and, if there are any, of queries."""
         return QueryTally(self._group, super().tally()) if self._group else super().tally()
 
 
@@ -107,7 +107,10 @@ class Queries(NamedTuple):
 
 
 class QueryTally(Tally):
-    """Accumulates metrics of examples and queries; query ids, labels and scores stay in memory."""
+    """Accumulates metrics of examples and queries.
+
+    The query ids, labels, scores and weights of all examples stay in memory.
+    """
 
     def __init__(self, group: str, examples: Tally) -> None:
         """Create an empty accumulator; `group` is the feature that identifies queries."""
@@ -152,7 +155,7 @@ class QueryTally(Tally):
 def measure_queries(
     groups: Array, labels: Array, scores: Array, weights: Floats | None = None
 ) -> dict[str, Queries]:
-    """Return NDCG, reciprocal rank of the first taken item, and area under the ROC, by query.
+    """Return `ndcg`, `mrr` (reciprocal rank of the first taken item) and `query_auc` by query.
 
     Examples of weight 0 are ignored.
     """
@@ -167,7 +170,7 @@ def measure_queries(
     order = np.lexsort((-scores.astype(np.float64), query))
     ties = _ties(query[order], labels[order], scores[order])
     some, both = taken > 0, (taken > 0) & (taken < every)
-    # By number of taken items, the highest possible gain of a query.
+    # The highest possible gain of a query, by its number of taken items.
     best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(order)) + 2))])
     gained = np.bincount(ties.query, ties.hits / ties.sizes * ties.discounts, count)
     # Compute the area from the ranks of taken items. Tied items have the same mean rank.
@@ -209,8 +212,8 @@ def _first(ties: _Ties) -> Floats:
     _, at = np.unique(ties.query[found], return_index=True)
     own = found[at]
     sizes, hits, ranks = ties.sizes[own], ties.hits[own], ties.ranks[own]
-    # If `sizes` tied items, `hits` of them taken, are in random order, the first taken item may be
-    # at several positions: compute the probability of each.
+    # If `sizes` tied items, of which `hits` were taken, are in random order, the first taken item
+    # may be at several positions. Compute the probability of each position.
     tie = np.repeat(np.arange(len(own)), sizes)
     places = np.arange(len(tie)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     left, others = sizes[tie] - 1 - places, hits[tie] - 1

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Output(NamedTuple):
-    """The task of an output, its configuration, and the key of that configuration."""
+    """The name of an output's task, its configuration, and the key of that configuration."""
 
     kind: str
     said: OutputConfig
@@ -36,10 +36,10 @@ class _Output(NamedTuple):
 
 
 def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
-    """Create the configured task for a dataset from `set_positive`.
+    """Create the configured task for a dataset that `set_positive` returned.
 
     Raises:
-        ConfigError: the task does not exist, its arguments are wrong, or it does not support a
+        ConfigError: the task does not exist, its arguments are invalid, or it does not support a
             target.
     """
     parts, weights = {}, {}
@@ -90,8 +90,8 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     Only this function decides which class is positive; all other code treats class 1 as positive.
 
     Raises:
-        ConfigError: as in `create`; also if `positive` is not a class, or the task has no positive
-            class.
+        ConfigError: a task does not exist, `positive` is set for a task without a positive class,
+            or it does not name a class.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
         task, target = _class(kind), find_target(dataset, label)
@@ -127,7 +127,7 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
 
 
 def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
-    """Describe the task and its positive class in one line, for a dataset from `set_positive`."""
+    """Describe the task and its positive class in one line; `set_positive` returned the dataset."""
     name, why = choose_task(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():
@@ -185,7 +185,7 @@ class Choice(NamedTuple):
 
 
 def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
-    """Return the configured task, or infer it from the targets."""
+    """Return the configured task, or the task that fits the targets."""
     if config.name != AUTO:
         return Choice(config.name, "task.name says so")
     if len(dataset.targets) > 1:
@@ -233,7 +233,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Return whether an input, such as a sequence or an image, has the label's positions."""
+    """Return whether an input, such as a sequence or an image, has the positions of the label."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
@@ -244,7 +244,8 @@ def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
     """Create the objective of a run on a dataset.
 
     Raises:
-        ConfigError: as in `create`; also if a loss, a metric or a class does not exist.
+        ConfigError: the task is invalid (see `create`), or a loss, a metric or a class does not
+            exist.
     """
     task = create(config.task, dataset)
     champion, main_metric = config.gate.champion, config.task.main_metric
@@ -282,8 +283,8 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
 def find_target(dataset: DatasetSpec, name: str) -> Target:
     """Return the description of a target.
 
-    If the dataset does not declare the number of classes of an integer label, use the number that
-    preparation has counted.
+    If the dataset does not declare the number of classes of an integer label, the number that was
+    counted in preparation is used.
     """
     feature = dataset.features[name]
     counts = dataset.target_counts.get(name, {})

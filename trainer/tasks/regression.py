@@ -43,7 +43,8 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# The median is computed from a sample with this many values, but at least this many examples.
+# The median is computed from a sample with at most this many values, or this many examples if they
+# have more values.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
@@ -95,7 +96,7 @@ class Regression(Task):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The mean and standard deviation for standardizing outputs; 0 and 1 if not configured."""
+        """The mean and standard deviation for standardizing outputs; else 0 and 1."""
         return float(self._mean), float(self._std)
 
     @property
@@ -151,7 +152,7 @@ class Regression(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the label, prediction and error; if there are several errors, the largest one."""
+        """Return the label, the prediction, and the error with the largest absolute value."""
         true = np.ravel(label).astype(np.float64)
         predicted = np.ravel(self.predictions(output)).astype(np.float64)
         error = predicted - true
@@ -209,7 +210,7 @@ class Regression(Task):
         refuse_labels(labels, ~np.isfinite(labels), "which is not a finite number")
 
     def check(self) -> None:
-        """Refuse labels that are not finite, and labels that are constant in training."""
+        """Refuse labels that are not finite numbers, or are all equal in training."""
         if not self.target.moments:
             raise ConfigError(f"the label {self.target} has values that are not finite numbers")
         if not self.target.moments["std"]:

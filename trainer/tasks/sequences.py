@@ -5,9 +5,10 @@ embedding (`mask_zero`) itself, in a recurrent or pooling layer.
 
 `sequence_labelling`:
 
-    label     class numbers [positions], or [height, width, 1] for a segmented image. Negative
-              numbers are padding and ignored
-    outputs   logits [n, positions, classes]; if Keras attaches a mask, training uses it
+    label     class numbers [positions], or [height, width, 1] for a segmented image. Positions with
+              negative numbers are padding, which is ignored
+    outputs   logits [n, positions, classes]; if Keras attaches a mask to them, the training loss
+              leaves out masked positions
     loss      cross entropy, averaged over the positions of an example and then over examples, so
               that the weight of an example depends neither on its length nor on its batch
     metrics   accuracy (of positions), example_accuracy (all positions are correct), macro_f1
@@ -83,7 +84,7 @@ class PlaceLoss(keras.losses.Loss):
         return super().__call__(losses, losses, weights)
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
-        """Return the losses of the examples [n]."""
+        """Return the losses [n], which `__call__` passes as `y_pred`."""
         del y_true
         return y_pred
 
@@ -92,7 +93,7 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
     """Flatten the positions of each example to [n, positions], or [n, positions, classes]."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # A variable size is not known while the function is traced.
+    # A size that varies between batches is unknown while the function is traced.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes
@@ -103,7 +104,7 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
 
 
 class PlaceMetrics(metrics.MacroF1):
-    """`accuracy` and `macro_f1` of positions, and `example_accuracy`."""
+    """The metrics `accuracy` and `macro_f1` of positions, and `example_accuracy`."""
 
     def __init__(self, classes: int) -> None:
         """Create the metrics for this number of classes."""
@@ -199,7 +200,7 @@ class SequenceLabelling(Softmax):
             counts = counts + np.bincount(cells.ravel(), known.ravel(), size)
             shape = part.outputs.shape[1:]
         by_place = counts.reshape(-1, self.num_classes)
-        # Positions that are always padding have no labels to count.
+        # Avoid a division by zero: positions that are always padding have no labels.
         shares = (by_place + 1e-9) / (by_place + 1e-9).sum(axis=1, keepdims=True)
         likeliest = shares == shares.max(axis=1, keepdims=True)
         top = int(by_place.sum(axis=0).argmax())

@@ -1,10 +1,10 @@
 """The loss of a task, which replaces Keras's loss container and its scaling.
 
-Keras divides a loss by the number of replicas, because it adds up their gradients. Here gradients
-are averaged, so that the loss is the mean over the batch.
+Keras divides a loss by the number of replicas, because it adds up their gradients. Here, gradients
+are averaged, so the loss is the mean over the batch.
 
-In training, each example is weighted by its class, as in Keras's `fit`. If an example has several
-labels, the class weights apply to each label.
+Class weights apply only in training, as in Keras's `fit`. If an example has several labels, each
+label has a weight.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value for an output; a value that is not nested applies to all outputs."""
+    """Return the value at a path of a nested mapping; other values apply to all paths."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
 
 
 def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Add an axis if labels have their own weights, so that each label also has its own loss."""
+    """Add an axis if each label has its own weight, so that each label also has its own loss."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
@@ -73,7 +73,7 @@ def attach(model: keras.Model, loss: TaskLoss) -> None:
 
 
 def _cast_layer_loss(loss: Any) -> tf.Tensor:
-    """Return a layer's loss as a float32 scalar. Keras cannot add losses of different types."""
+    """Return a layer's loss as a float32 scalar, because Keras cannot add different types."""
     return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 
@@ -81,7 +81,7 @@ def _cast_layer_loss(loss: Any) -> tf.Tensor:
 def whole_losses() -> Iterator[None]:
     """Prevent Keras from dividing losses by the number of replicas in this block.
 
-    Otherwise Keras would divide them, except in a user's `compute_loss`.
+    Keras divides all losses except those of a user's `compute_loss`.
     """
     divide = keras_loss.scale_loss_for_distribution
     keras_loss.scale_loss_for_distribution = lambda value: value
@@ -92,11 +92,11 @@ def whole_losses() -> Iterator[None]:
 
 
 def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
-    """Return the weight of each class of a label [classes]; None if all are equal.
+    """Return the weight of each class of a label [classes]; None without class weights.
 
     `balanced` gives each class the weight `examples / (classes * examples of the class)`, counted
-    in the training split, so that all classes have the same total weight. Before preparation the
-    counts are unknown, and the result is None.
+    in the training split, so that all classes have the same total weight. Before preparation, the
+    counts are unknown and the result is None.
 
     Raises:
         ConfigError: the task has no classes, a class is unknown, or a class has no examples. The

@@ -22,8 +22,8 @@ import numpy.typing as npt
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.intervals import Interval
 
-# Number of distinct scores to keep in all columns, and the minimum per column, if the examples do
-# not fit into memory.
+# Number of distinct scores that `condense` keeps in all columns together, and the minimum number
+# per column.
 _FEW, _LEAST = 1 << 18, 1 << 10
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with the summed weights; `order` may be given to save sorting."""
+    """Return the distinct scores with their sums; `order`, if given, sorts scores descending."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -181,13 +181,13 @@ def _places(scores: Floats, order: Places) -> Places:
 def _expand(
     yes: npt.NDArray[np.bool_], place: Places, of_true: Influences, of_false: Influences
 ) -> list[Doubles]:
-    # Join both tables, so that one lookup is enough.
+    # Concatenate both tables, so that one lookup is enough.
     row = place + len(of_true.auc) * ~yes
     return [np.concatenate(pair)[row] for pair in zip(of_true, of_false, strict=True)]
 
 
 def _product(one: Doubles, other: Doubles) -> float:
-    # Pairwise summation is exact enough, and uses only this thread.
+    # NumPy's pairwise sum is accurate enough and, unlike a dot product, uses only this thread.
     return float((one * other).sum())
 
 
@@ -207,8 +207,8 @@ def _reverse_cumsum(values: Doubles) -> Doubles:
 class Scores:
     """Accumulates scores in columns with their labels, and computes the areas of each column.
 
-    The areas are exact while all examples are in memory, with scores, labels and weights (13 bytes
-    per example for a float32 column). `condense` keeps about `_FEW` scores.
+    The areas are exact as long as the scores, labels and weights of all examples are in memory (13
+    bytes per example for one float32 column). `condense` reduces them to about `_FEW` scores.
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
@@ -225,7 +225,7 @@ class Scores:
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Replace the examples by fewer scores, if there are many."""
+        """Replace the examples with fewer scores, if there are many."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -272,7 +272,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true; if all or none are, return [] to save sorting."""
+        """Return which examples are true; [] if the column has no area, to avoid sorting."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())
@@ -292,9 +292,11 @@ class Scores:
 
 
 class ColumnAreas(NamedTuple):
-    """Per column: areas, standard errors, number of the rarer kind, fraction of true examples.
+    """The areas of all columns.
 
-    `inflation` is the variance of the mean, divided by its variance for independent columns.
+    `columns` has a row per column: both areas, both standard errors, the effective number of
+    examples of the rarer kind, and the fraction of true examples. `inflation` is the variance of
+    the mean area divided by its variance for independent columns, for each kind of area.
     """
 
     columns: Doubles
@@ -318,7 +320,7 @@ class ColumnAreas(NamedTuple):
         """Return the intervals of the means."""
         found, columns = {}, self._defined
         for at, name in enumerate(Areas._fields if len(columns) else ()):
-            # Assume that unseen examples would be ranked at random.
+            # Assume that unseen examples are ranked at random.
             ends = [
                 intervals.metric_interval(
                     row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,)

@@ -1,10 +1,11 @@
-"""The 95 % interval of a metric, computed from its standard error, within the metric's bounds.
+"""The 95 % confidence interval of a metric, computed from its standard error.
 
-A fraction lies between 0 and 1, an error is at least 0, and an explained variance is at most 1.
-Fractions use the log-odds scale and errors the log scale, with quantiles of Student's t. If all
-examples of one kind are equal, for example a few positive ones, the standard error is 0 although
-unseen examples may differ. The interval therefore includes the metric with a fraction of unseen
-examples, as in Wilson's interval (1927) for no hits among n.
+The interval lies within the metric's bounds: a fraction is between 0 and 1, an error is at least 0,
+and an explained variance is at most 1. Fractions use the log-odds scale and errors the log scale,
+with quantiles of Student's t. If all examples of one kind are equal, for example a few positive
+ones, the standard error is 0 although unseen examples may differ. Therefore the interval also
+includes the value that the metric would have with a fraction of unseen examples, as in Wilson's
+interval (1927) for no hits among n.
 
 `count` is the effective number of examples (Kish 1965, section 11.7).
 """
@@ -23,7 +24,7 @@ CONFIDENCE = 0.95
 Interval = list[float]
 Floats = npt.NDArray[np.floating[Any]]
 _OUTSIDE = (1 + CONFIDENCE) / 2
-# The quantile of the normal distribution for a two-sided interval.
+# Quantile of the normal distribution for a two-sided interval.
 NORMAL = float(special.ndtri(_OUTSIDE))
 _TINY = 1e-12
 
@@ -59,7 +60,7 @@ def share_interval(share: float, count: float) -> Interval:
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric in [0, 1]; `unseen` are its values for unseen examples."""
+    """Return the interval of a metric in [0, 1]; `unseen` has its values for unseen examples."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -73,10 +74,13 @@ def metric_interval(
 
 
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
-    """Return the interval of a metric without an upper bound; None for fewer than two examples."""
+    """Return the interval of a metric that is at least 0 and has no upper bound.
+
+    It is None for fewer than two examples, or if the metric or its error is not finite.
+    """
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
-    # The limit avoids an overflow; a factor this large means that there is no bound.
+    # Limit the exponent, because `exp` would overflow; such a large factor means no upper bound.
     margin = min(_t(count) * error / value, 300.0) if value > 0 else 0.0
     share = NORMAL**2 / (count + NORMAL**2)
     high = max(value * math.exp(margin), value + share * (unseen - value))
@@ -84,7 +88,7 @@ def above_zero(value: float, error: float, count: float, unseen: float = 0.0) ->
 
 
 def below_one(value: float, error: float, count: float) -> Interval | None:
-    """Return the interval of an explained variance, which has no lower bound."""
+    """Return the interval of a metric that is at most 1 and has no lower bound, or None."""
     found = above_zero(1 - value, error, count)
     return [1 - found[1], 1 - found[0]] if found else None
 
@@ -92,8 +96,8 @@ def below_one(value: float, error: float, count: float) -> Interval | None:
 def mean_interval(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
     """Return the interval of the mean of values between 0 and 1 (Zou and Donner 2008).
 
-    The squared distances between the ends and the values are added; `inflation` corrects the sum
-    for dependent values.
+    `ends` are the lower and the upper ends of the values' intervals. Their squared distances from
+    the values are added, and `inflation` corrects the sum for dependent values.
     """
     low, high = (
         float(np.sqrt(inflation * ((end - values) ** 2).sum())) / len(values) for end in ends

@@ -1,9 +1,9 @@
 """Sums over weighted examples, for metrics and their standard errors.
 
 Moments       for metrics that are means of values of the examples
-Groups        for metrics that are functions of sums: the examples are split into groups, and the
-              metric is recomputed without each group (the jackknife; Quenouille 1949)
-Calibration   for probabilities, in bins
+Groups        for metrics that are functions of sums: examples are assigned to groups, and the
+              metric is computed again without each group (the jackknife; Quenouille 1949)
+Calibration   for the calibration error of probabilities
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Moments:
 
 
 class Groups:
-    """Sums over groups of examples, which are assigned to the groups one after another."""
+    """Sums over groups of examples, to which the examples are assigned in turn."""
 
     def __init__(self, size: int) -> None:
         """Create empty sums for examples of `size` numbers, of which the first is the weight."""
@@ -83,7 +83,10 @@ class Groups:
         return found
 
     def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
-        """Return standard errors of metrics [..., metrics] computed from sums [..., size]."""
+        """Return the standard errors of metrics; `function` computes the metrics from sums.
+
+        It converts sums [..., size] to metrics [..., metrics].
+        """
         some = self._sums[self._sums[:, 0] > 0]
         without = function(self.total - some)
         spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
@@ -133,7 +136,7 @@ class Calibration:
         return [min(float(shares @ least), error), min(upper, 1.0)]
 
     def curve(self) -> list[dict[str, float]]:
-        """Return the `confidence`, `accuracy` and number of `examples` of each bin."""
+        """Return the `confidence`, the `accuracy` and the number of `examples` of each bin."""
         return [
             {
                 "confidence": float(sure),

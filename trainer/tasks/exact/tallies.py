@@ -1,7 +1,7 @@
-"""Accumulators of an evaluation or a slice, one for each kind of task.
+"""Accumulators for an evaluation or a slice, one for each kind of task.
 
-The metrics agree with scikit-learn, in double precision, and have intervals. `result` returns
-`metrics` and `intervals`, and for several classes also `per_class` and `confusion_matrix`.
+The metrics agree with scikit-learn in double precision. `result` returns `metrics` and `intervals`,
+and for some tasks also `per_class`, `confusion_matrix` and `calibration`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _measure_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, interval
         (cells[:, 1, 1], cells[:, :, 1].sum(axis=1)),
     )
     true = cells[:, 1].sum(axis=1)
-    # F1 increases with the fraction of hits among examples that are true or predicted positive.
+    # F1 is an increasing function of the fraction of hits among all examples that are positive or
+    # predicted positive.
     parts = {
         "accuracy": (right, all_of),
         "precision": (hits, taken),
@@ -113,7 +114,7 @@ class ClassTally(Tally):
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator; `labels` are the class names."""
         self._labels, count = labels, len(labels)
-        # By class, sums of weights and of squared weights, for hits, labels and predictions.
+        # Sums of weights and of squared weights, for hits, labels and predictions, by class.
         self._counts = np.zeros((2, 3, count))
         self._means, self._calibration = Moments(), Calibration()
         self._scores = Scores(count, metrics.log_softmax)
@@ -188,14 +189,15 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
         variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
-            # F1 increases with the fraction of hits among examples that are true or predicted.
+            # F1 is an increasing function of the fraction of hits among all examples whose label or
+            # prediction is the class.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
             mean, near = float(each @ shares), float(each @ smooth)
             total = each**2 @ variance
             if average == "weighted":
-                # The class frequencies vary too.
+                # The weights of the average, which are class frequencies, vary too.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
@@ -353,7 +355,7 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class RegressionTally(Tally):
-    """Metrics of one or several numbers; `scale` converts the label's units to the loss's."""
+    """Metrics of one or several numbers; `scale` converts label units to the units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
         """Create an empty accumulator; `predicted` converts outputs to the label's units."""
@@ -404,12 +406,12 @@ class RegressionTally(Tally):
 def _compute_r2(sums: Doubles) -> Doubles:
     """Return R2 [..., 1], averaged over the numbers of an example, from sums [..., numbers].
 
-    If all labels are equal, it is 1 for exact predictions and 0 otherwise, as in scikit-learn.
+    If all labels are equal, R2 is 1 for exact predictions and 0 otherwise, as in scikit-learn.
     """
     weight = sums[..., :1]
     total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
     variance = squares - total**2 / np.maximum(weight, 1e-300)
-    # If all labels are equal, the difference is only a rounding error.
+    # If all labels are equal, the variance is only a rounding error.
     varies = variance > 1e-14 * squares
     each = np.where(varies, 1 - _divide(residual, variance), np.where(residual > 0, 0.0, 1.0))
     found: Doubles = each.mean(axis=-1, keepdims=True)

@@ -1,1 +1,1 @@
-"""Recommendation: a score for each pair of a user and an item, and vectors to retrieve items."""
+"""Recommendation: scores for pairs of a user and an item, and vectors to retrieve items."""

@@ -2,14 +2,14 @@
 
     candidates   all items of the evaluated examples, or of the slice; the same for every user
     relevant     the distinct items that the user took
-    vectors      a user or an item has the vector of its first example
+    vectors      the vector of a user or an item is that of its first example
     score        the dot product of both vectors
-    retrieved    an item with fewer than k higher-scored candidates. Items whose scores are tied at
-                 rank k count with the probability that a random order retrieves them, so that
-                 constant scores are as good as a random order
+    retrieved    items with fewer than k higher-scored candidates. Items whose scores are tied at
+                 rank k count with the probability that a random order retrieves them, so constant
+                 scores are as good as a random order
     recall       retrieved relevant items / relevant items of a user, averaged over the users with
                  a relevant item
-    weight       a user has the mean weight of the user's examples
+    weight       the weight of a user is the mean weight of the user's examples
 
 The search is exact: it scores all pairs, one block of users at a time. If there are fewer than k
 candidates, or no relevant items, recall at k is undefined.
@@ -32,7 +32,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass
 class Vectors:
-    """The vectors of ids; the first example of an id determines its vector."""
+    """The vector of each id, from the first example with this id."""
 
     _ids: list[Array] = field(default_factory=list)
     _vectors: list[Floats] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Vectors:
         """Add examples: ids [n] and their vectors [n, size]."""
         known, first = np.unique(ids, return_index=True)
         self._ids.append(known)
-        # A view would keep the whole part in memory.
+        # Copy the vectors, because a view would keep the whole part in memory.
         self._vectors.append(vectors[first].copy())
         if len(self._ids) > 1 and sum(map(len, self._ids[1:])) > len(self._ids[0]):
             self._merge()
@@ -129,9 +129,9 @@ class Search:
 
 
 def _share_found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
-    """Return the probability that each own score [n] is among the best `number` of its row.
+    """Return the probability that each score `own` [n] is among the best `number` of its row.
 
-    The scores are permuted in place.
+    The scores of each row are permuted in place.
     """
     place = scores.shape[1] - number
     scores.partition(place, axis=1)

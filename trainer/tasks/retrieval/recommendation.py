@@ -6,8 +6,8 @@
               `flotilla.trainer.models.two_tower` does
     metrics   as in `ranking`; an evaluation and its slices add `recall_at_<k>` (see
               `flotilla.trainer.tasks.retrieval.recall`)
-    answers   `logit`, `probability`, `user_vector`, `item_vector`: to retrieve items for a user,
-              find the largest dot products with the user's vector
+    answers   `logit`, `probability`, `user_vector`, `item_vector`. To retrieve items for a user,
+              search for the largest dot products with the user's vector
 
 `data.group` is the feature that identifies users, and `task.args.item` the feature that identifies
 items.
@@ -130,7 +130,7 @@ class Recommendation(Ranking):
             self._taken.update(batch[self._item][batch[self.target.name].astype(bool)].tolist())
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the constants of a ranking, and the popularity of items in training."""
+        """Return the constants of a ranking, and the popularity of items in training, if known."""
         logits = super().constants(examples)
         width = next(iter(examples.parts())).outputs.shape[1] - 1
         found = [each._replace(outputs=np.pad(each.outputs, (0, width))) for each in logits]
@@ -159,7 +159,7 @@ class Recommendation(Ranking):
         """Return the details of a ranking.
 
         Raises:
-            UserError: one of `k` exceeds the number of items.
+            UserError: a cutoff in `k` exceeds the number of evaluated items.
         """
         items = [np.unique(part.columns[self._item]) for part in examples.parts()]
         most = len(np.unique(np.concatenate(items)))
