@@ -1,1 +1,1 @@
-"""Schema of examples: the features, names, classes and statistics of a dataset."""
+"""The schema of examples: features, names, classes and statistics of a dataset."""

@@ -1,8 +1,8 @@
-"""Names of classes: equal spellings, look-alikes, and canonical names.
+"""Names of classes: equal spellings, similar names, and canonical names.
 
-All code that reads, counts, weights or compares classes uses this module. Two spellings are equal
-if they differ only in spaces or Unicode form, in the case of a boolean word, or in the notation of
-a number.
+All code that reads, counts, weights or compares classes uses this module. Two spellings name the
+same class if they differ only in spaces or Unicode form, in the case of a boolean word, or in the
+notation of a number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from decimal import Decimal
 #: Pairs of words for false and true.
 _PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
 _SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
-# Only whole words: `T` and `t` may be different classes if there are other classes.
+# Without single letters, because `T` and `t` may be different classes if there are others.
 _WORDS = {word for pair in _PAIRS[:3] for word in pair}
 _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
@@ -28,14 +28,14 @@ _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 def normalize_text(text: str) -> str:
-    """Return a text in Unicode form NFC, with whitespace collapsed and stripped."""
+    """Return a text in Unicode form NFC, without invisible characters or redundant whitespace."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number: `1` for `+1` or `1.0`; empty for other texts."""
+    """Return the canonical spelling of a number, such as `1` for `+1.0`; empty for other texts."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -43,14 +43,14 @@ def normalize_number(text: str) -> str:
 
 
 def class_key(text: str) -> str:
-    """Return a key that is the same for all spellings of a class, whatever other classes exist."""
+    """Return a key that is equal for all spellings of a class; it ignores the other classes."""
     short = normalize_text(text)
     word = short.lower()
     return word if word in _WORDS else normalize_number(short) or short
 
 
 def is_truth(keys: Iterable[str]) -> bool:
-    """Return whether the keys are spellings of true and false only."""
+    """Return whether all keys are spellings of true or false."""
     found = {key.lower() for key in keys}
     letters = [bool(found & pair) for pair in _LETTERS]
     return found <= _SENSES.keys() and not (all(letters) and not found & _WORDS)
@@ -60,7 +60,7 @@ class Spellings:
     """The spellings of a column's classes, grouped by class."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Group the texts of a column; missing values must be left out."""
+        """Group the texts of a column, which must not contain missing values."""
         self.by_key: dict[str, list[str]] = {}
         for text in sorted({normalize_text(each) for each in texts}):
             self.by_key.setdefault(class_key(text), []).append(text)
@@ -75,7 +75,7 @@ class Spellings:
         return len({_SENSES[key.lower()] for key in self.by_key} if self.is_truth else self.by_key)
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted classes: false before true, numbers by value, texts alphabetically."""
+        """Return the sorted class names: false before true, numbers by value, texts by spelling."""
         if self.is_truth:
             return self._name_bools()
         if self.are_numbers:
@@ -87,8 +87,8 @@ class Spellings:
         for key, each in self.by_key.items():
             texts[_SENSES[key.lower()]] += each
         pairs = [pair for pair in _PAIRS if any(key.lower() in pair for key in self.by_key)]
-        # Keep the spelling of words such as `Yes` and `No`. Use one name for true and 1, because
-        # some file formats have booleans and others have numbers.
+        # Keep the spelling of words such as `Yes` and `No`. Use canonical names for `true` and 1,
+        # because some file formats have booleans and others numbers.
         as_written = len(pairs) == 1 and pairs[0] not in (_PAIRS[0], _PAIRS[-1])
         words = list(pairs[0])
         for number, each in enumerate(texts):
@@ -99,12 +99,12 @@ class Spellings:
     def _name(self, key: str) -> str:
         texts = self.by_key[key]
         # Keep the leading zeros of a code. Other numbers get a canonical name, such as `1`, because
-        # each file format writes them differently.
+        # file formats write them differently.
         plain = len(texts) == 1 and (_CODE.fullmatch(texts[0]) or not _NUMBER.fullmatch(key))
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of each class that has several, ignoring case in boolean words."""
+        """Return the spellings of each class that has several; boolean words ignore case."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:
@@ -114,7 +114,7 @@ class Spellings:
 
 
 def lookalikes(names: Iterable[str]) -> list[list[str]]:
-    """Return groups of similar names, which differ only in case, a full stop, or `-` and `_`."""
+    """Return groups of names that are easily confused: they differ only in case or punctuation."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_fold(name), []).append(name)
@@ -140,7 +140,7 @@ class ClassIndex:
         self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
         own: Sequence[str | int] = senses if self._is_truth else keys
         counts = Counter(own)
-        # Classes with the same key were kept apart on request, so only their exact names match.
+        # Classes with equal keys were kept apart on request, so only their exact names match.
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:
@@ -152,7 +152,7 @@ class ClassIndex:
 
 
 def are_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two lists name the same classes in the same order."""
+    """Return whether two lists name the same classes in the same order, in any spelling."""
     if len(one) != len(other):
         return False
     known = ClassIndex(one)

@@ -1,7 +1,7 @@
-"""Content of a prepared dataset, as described in its manifest. Free of TensorFlow.
+"""The content of a prepared dataset, as described in its manifest. Free of TensorFlow.
 
-A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`) with the
-features in `feature_spec`.
+A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`); the features
+of a row are described in `feature_spec.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
-# Version of the stored format. It is part of a dataset's key: increase it when the format changes.
+# Version of the stored format, which is part of a dataset's key. Increase it if the format changes.
 SCHEMA = 5
 # Maximum number of rows in a block.
 BLOCK_ROWS = 512
@@ -32,9 +32,9 @@ class DatasetSpec:
     """A prepared dataset, as readers, models and tasks see it.
 
     `targets` are the features to predict. `weight` and `group` are the names of features, or empty.
-    `target_counts` has the number of examples of each class by target and split. `target_moments`
-    has the mean, std, min and max of a target over the training split. Targets without classes or
-    numbers are absent. `learnt` has the statistics of the training split, for models.
+    `target_counts` has the number of examples of each class by target and split, without targets
+    that have no classes. `target_moments` has the mean, std, min and max of each target over the
+    training split. `learnt` has the statistics of the training split, for models.
 
     Each block of a shard has `block_rows` rows, except for the last one, which has the remainder.
 
@@ -56,7 +56,7 @@ class DatasetSpec:
     def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
         """Return the spec with new names for the two classes of a target.
 
-        `labels` are in the order after reading. `swap` tells readers to exchange the two classes.
+        `labels` are in the order after reading. If `swap` is set, readers exchange the two classes.
         """
         named = replace(self.features[target], labels=labels, num_classes=len(labels))
         found = replace(self, features={**self.features, target: named})
@@ -95,7 +95,8 @@ class DatasetSpec:
         """Return the spec of a published dataset, with the statistics `learnt` for models.
 
         Raises:
-            UserError: it is not the manifest of a dataset, or another version wrote it.
+            UserError: it is not the manifest of a dataset, is incomplete, or was written by another
+                version.
         """
         if manifest.kind != KIND:
             raise UserError(f"it is a {manifest.kind}, not a {KIND}: check the URI")
@@ -150,7 +151,7 @@ def shard_name(split: str, index: int, count: int) -> str:
 def slice_features(
     features: Mapping[str, FeatureSpec], targets: Sequence[str], wanted: Sequence[str]
 ) -> list[str]:
-    """Return the features to slice an evaluation by: single-class labels, and `wanted`.
+    """Return the features by which an evaluation is sliced: labels that are classes, and `wanted`.
 
     Raises:
         ConfigError: a feature does not exist, or has more than one value per example.
@@ -170,7 +171,7 @@ def require_slices(
 ) -> None:
     """Raise `ConfigError` if the evaluation or the gate needs a slice that does not exist.
 
-    The class in a slice is checked if its label has class names.
+    The value of a slice is checked only if it is the class of a label with class names.
     """
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []

@@ -1,4 +1,4 @@
-"""Schema of a feature, shared by data, models, tasks and statistics. Free of TensorFlow.
+"""The schema of a feature, which data, models, tasks and statistics share. Free of TensorFlow.
 
 `stored` is the format of a feature in a record:
 
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Shape of one example, name of the NumPy type ("string" for texts), and stored format.
+    """The shape of one example, the NumPy type ("string" for texts), and the stored format.
 
     A first dimension of None varies between examples: batches are padded to the longest example
     with `padding`, or with empty texts. If the values are classes, `num_classes` is their number;
@@ -34,12 +34,12 @@ class FeatureSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape, with 1 for a variable dimension; its product is the minimum size."""
+        """The shape, with 1 for a variable dimension."""
         return tuple(1 if size is None else size for size in self.shape)
 
     @property
     def varies(self) -> bool:
-        """Return whether the first dimension varies between examples."""
+        """Whether the first dimension varies between examples."""
         return None in self.shape
 
     def to_json(self) -> dict[str, Any]:

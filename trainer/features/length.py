@@ -1,11 +1,11 @@
-"""Length of training: global steps, epochs, and defaults by the number of examples.
+"""The length of training: global steps, epochs, and defaults by the number of examples.
 
-A configuration contains `auto` until the dataset is prepared; `resolve` replaces it by numbers. The
-defaults follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for
-Tabular Data): AdamW, a batch size that depends on the size of the table, a constant learning rate,
-the best weights by validation, and a patience of 16 epochs. On eight tables, a cosine schedule was
-never better than a constant rate and often worse, because training with early stopping does not
-reach the end of the schedule.
+A configuration contains `auto` until the dataset is prepared; `resolve` replaces it with numbers.
+The defaults follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models
+for Tabular Data): AdamW, a batch size that depends on the size of the table, a constant learning
+rate, the best weights by validation, and a patience of 16 validations. On eight tables, a cosine
+schedule was never better than a constant rate and often worse, because training that stops early
+does not reach the end of the schedule.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ WITHOUT_GAIN = 16
 # Minimum number of steps between validations. With fewer, validations and checkpoints would take
 # most of the time.
 LEAST_STEPS = 50
-# Minimum number of steps, which even a small table needs.
+# Minimum default for the number of steps, which even a small table needs, if the run validates.
 LEAST_CEILING = 1_500
-# An epoch has one validation per `MOST_STEPS` steps, but at most `MOST_VALIDATIONS`.
+# An epoch has one validation per `MOST_STEPS` steps, but at most `MOST_VALIDATIONS` of them.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
 # Before about 100 updates, Adam's second moments are unreliable (Ma and Yarats 2021, On the
 # Adequacy of Untuned Warmup).
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# Share of the default epochs if there is no validation; training for all of them would overfit.
+# Fraction of the default epochs if the run does not validate, because all of them would overfit.
 WITHOUT_VALIDATION = 0.2
 # Smaller numbers of epochs are formatted with decimals.
 _WHOLE = 10
@@ -58,20 +58,20 @@ SIZES = (
 
 
 class Splits(NamedTuple):
-    """Numbers of examples of a prepared dataset."""
+    """The numbers of examples in the splits of a prepared dataset."""
 
     train: int
     validation: int
 
     @classmethod
     def read(cls, dataset: Mapping[str, Any]) -> Splits:
-        """Return the numbers that are recorded in the fields of a manifest."""
+        """Return the numbers that the fields of a manifest record."""
         found = (dataset["splits"].get(name) for name in cls._fields)
         return cls(*(int(each["examples"]) if each else 0 for each in found))
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per update; asynchronous workers make separate updates."""
+    """Return the number of examples per global step; asynchronous workers do separate steps."""
     training, topology = config.training, config.topology
     return (
         training.step_examples
@@ -90,7 +90,7 @@ def _batches_of_step(config: Config) -> int:
 
 
 def count_steps(config: Config, epochs: float, examples: int) -> int:
-    """Return the number of global steps in a number of epochs; at least one."""
+    """Return the number of global steps in a number of epochs, at least 1."""
     return max(1, math.ceil(epochs * examples / examples_of_step(config)))
 
 
@@ -136,13 +136,13 @@ def resolve(config: Config, splits: Splits) -> Config:
     config = _replace_auto(
         config,
         patience=WITHOUT_GAIN if validates else 0,
-        # Only a saved checkpoint can be selected, so save at every validation.
+        # Only a saved checkpoint can be selected, so save one at each validation.
         checkpoint_every=every or _steps_between_validations(config, splits.train),
         learning_rate=LEARNING_RATE,
         warmup_steps=min(WARMUP_STEPS, int(WARMUP_SHARE * steps)),
         epochs=0.0,
     )
-    # Validate again, because some rules that span several keys need these numbers.
+    # Check the configuration again, because rules about several keys may need these numbers.
     return parse_config(config.model_dump(mode="json"))
 
 
@@ -170,7 +170,7 @@ def _steps_between_validations(config: Config, examples: int) -> int:
 
 
 def describe_choices(asked: Config, known: Config, splits: Splits) -> str:
-    """Describe the values that were chosen by the number of examples, in one line."""
+    """Describe in one line the values that depend on the number of examples."""
     training, batch = known.training, known.training.batch_size
     epochs = asked.training.epochs or count_epochs(known, splits.train)
     by_validation = training.patience and asked.training.steps == AUTOMATIC

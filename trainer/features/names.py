@@ -1,8 +1,9 @@
 """Technical names for columns and outputs.
 
-A column may have any name: `Sepal Length (cm)`, `user/age`, `class`, or an empty one. Keras layers,
-TensorFlow scopes, checkpoint variables and signature arguments allow few characters, so they use
-names from these functions instead. A name that is valid everywhere, such as `age`, is unchanged.
+A column may have any name, such as `Sepal Length (cm)`, `user/age`, `class`, or an empty one. Keras
+layers, TensorFlow scopes, checkpoint variables and signature arguments allow few characters, so
+they get their names from these functions. A name that is valid everywhere, such as `age`, is
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import re
 from collections.abc import Sequence
 
 _OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
-# Suffix of generated names. A column whose name has it gets a generated name too.
+# Suffix of generated names. A column whose own name ends in this way also gets a generated name.
 _MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
 _LONGEST = 40
 _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 
 
 def layer_name(name: str) -> str:
-    """Return the name of a layer, and so of its variables and scope, for a column or an output.
+    """Return the name of a layer for a column or an output; its variables and scope have it too.
 
     The result depends only on the given name, so that a checkpoint fits even if other columns
     change. Different names give different results.
@@ -40,7 +41,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
     words = {name: _argument(name) for name in features}
     found: dict[str, str] = {}
     taken: set[str] = set()
-    # Features whose name is already valid take precedence.
+    # A feature whose name is already valid keeps it.
     for name in sorted(features, key=lambda name: (name != words[name], name)):
         word = words[name]
         if word.lower() in taken or _MADE.fullmatch(name):
@@ -51,7 +52,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
 
 
 def curve_name(name: str) -> str:
-    """Return the name of a metric or parameter for a tracker, which is valid in MLflow."""
+    """Return the name of a metric or parameter in a tracker; the name is valid in MLflow."""
     is_path = not {"", ".", ".."} & {*name.split("/")}
     if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
         return name
@@ -70,5 +71,5 @@ def _digest(name: str) -> str:
 
 
 def length_name(feature: str) -> str:
-    """Return the name of the feature with the lengths of a variable-length feature."""
+    """Return the name of the feature that contains the lengths of a variable-length feature."""
     return f"{feature}_length"

@@ -1,6 +1,6 @@
 """Chooses the model that fits the inputs of a dataset, for `model.name: auto`.
 
-The choice depends on the kinds of the inputs, so that it can be reported before a file is prepared.
+The choice depends on the kinds of the inputs, so it can be reported before the dataset is prepared.
 This module does not import TensorFlow.
 """
 
@@ -28,10 +28,10 @@ _OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
 # An image has two sides, and may have channels: 1 for gray, 3 for RGB, 4 for RGBA.
 _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
-# An embedding table of numbers has a row for each number up to the largest. It may have this many
-# rows, or this multiple of the distinct numbers.
+# An embedding table of integer ids has a row for each id up to the largest. It must have fewer rows
+# than this, or than this many times the number of distinct ids.
 _FEW_ROWS, _SPARSE = 100_000, 10
-# Patterns of the names of id columns, and words in the names of users' and items' ids.
+# Patterns of the names of id columns, and words that occur in the names of user and item ids.
 _ID = re.compile(
     r"(?:^|[\W_])(?:id|ids|nr|no|number|key|code|uuid|guid|index)$|^(?:user|customer|client|member|"
     r"order|account|person|passenger|patient|transaction|row|record|item|product|case)id$",
@@ -57,7 +57,8 @@ class Choice(NamedTuple):
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
     """Return the configuration with the model that is chosen for a dataset.
 
-    A chosen image model augments its images, unless `model.args` says otherwise.
+    An image model that is chosen augments its images, unless `model.args` or
+    `training.jit_compile` prevents it.
     """
     model, data = named(config.model, dataset), config.data
     if model.name == _OF_ALL[IMAGE] and config.model.name == AUTO:
@@ -90,7 +91,8 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
     """Choose the model for inputs, given their kinds by name.
 
-    `may_match` says whether the target is a number or one of two classes.
+    `may_match` tells whether a model for pairs of ids is possible: the target must be a number or
+    one of two classes, and the inputs must fit embedding tables.
     """
     if may_match and (pair := _pair(kinds)):
         return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
@@ -123,12 +125,12 @@ def is_id(name: str) -> bool:
 
 
 def names_things(name: str) -> bool:
-    """Return whether a column is named like an identifier, not like a count or an index."""
+    """Return whether a column is named like an identifier, and not like a number or an index."""
     return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
 
 
 def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
-    """Return the names of a user's and an item's id if these are the only inputs, else ()."""
+    """Return the names of a user id and an item id if these are the only inputs, else ()."""
     if len(kinds) != _PAIR or not {*kinds.values()} <= {NUMBER, CATEGORY, FREE_TEXT}:
         return ()
     users, items = (
@@ -136,7 +138,7 @@ def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     )
     pair = [*users, *items]
     is_pair = len(users) == len(items) == 1 and users != items
-    # `user` alone is also an id, but `user age` is not.
+    # `user` is also the name of an id, but `user age` is not.
     if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
         return pair
     return ()
@@ -151,7 +153,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     shape = feature.shape
     if feature.dtype == "string" and not shape:
-        # Before preparation only the type is known, and it may be a free text.
+        # Before preparation, only the type is known; assume free text.
         repeats = known is not None and are_repeated(known.distinct, known.examples)
         return CATEGORY if repeats else FREE_TEXT
     if not shape:
@@ -183,6 +185,6 @@ def _is_image(feature: FeatureSpec) -> bool:
 
 
 def is_series(*shapes: tuple[int | None, ...]) -> bool:
-    """Return whether arrays have more rows than columns, as time series of vectors do."""
+    """Return whether arrays are matrices with more rows than columns, as time series often are."""
     rank = {len(shape) for shape in shapes}
     return rank == {_SIDES} and all((shape[0] or 0) > (shape[1] or 0) for shape in shapes)

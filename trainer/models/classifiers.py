@@ -1,7 +1,7 @@
 """Built-in models: multilayer perceptron, softmax regression, convolutional and recurrent networks.
 
-Each ends in one linear layer per output of the task, which returns logits for a classifier and
-numbers for a regression.
+Each model ends in one linear layer per output of the task, which returns logits for a
+classification and numbers for a regression.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def hidden(
 
 
 def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> keras.Model:
-    """Return a softmax regression. Its outputs are logits, because the loss contains the softmax.
+    """Return a softmax regression. Its outputs are logits, because the loss applies the softmax.
 
     `kernel_initializer` is the name of a Keras initializer, or a mapping with `class_name` and
     `config`.
@@ -88,8 +88,8 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
 
 FLAT_IMAGE = 2
 DEEP_IMAGE = 3
-# Maximum changes by augmentation: a rotation of 10 degrees, in fractions of a full turn; zoom and
-# translation, in fractions of the image's size.
+# Limits of the augmentation: the rotation (10 degrees) as a fraction of a full turn; the zoom and
+# the translation as fractions of the image's size.
 TURN, ZOOM, MOVE = 10 / 360, 0.1, 0.1
 
 
@@ -124,7 +124,7 @@ def cnn(  # noqa: PLR0913
         x = keras.layers.Conv2D(
             count, kernel, padding="same", activation="relu", name=f"convolution_{index}"
         )(x)
-        # "same" rounds up, so that at least one pixel remains after any number of poolings.
+        # "same" rounds sizes up, so at least one pixel remains after any number of poolings.
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="cnn")
@@ -132,7 +132,7 @@ def cnn(  # noqa: PLR0913
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Augmentation(keras.layers.Layer):
-    """Slightly moves, rotates and resizes each image at random, only during training.
+    """Slightly moves, rotates and resizes each image at random, but only in training.
 
     Images are not flipped, because a flipped digit, letter or road sign has another meaning.
     Keras's own layers also change images if a model is called without `training`. This layer does
@@ -142,7 +142,7 @@ class Augmentation(keras.layers.Layer):
     def build(self, shape: Any) -> None:
         """Create the layers, each with its own random seed."""
         layers = keras.layers
-        # Continue the edge of an image outwards, because its background may have any color.
+        # Fill new areas with the edge pixels, because an image's background may have any color.
         self.steps = [
             layers.RandomRotation(TURN, fill_mode="nearest", name="turn"),
             layers.RandomZoom(ZOOM, fill_mode="nearest", name="zoom"),

@@ -1,9 +1,10 @@
 """`.keras` files that consist of Keras's own classes, so that any Keras can read them.
 
 A layer of this package has a method `plain` if Keras's own layers and operations can replace it;
-the method applies them to symbolic tensors. New layers contain copies of the values, and all others
-are shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes
-of this package, as in earlier versions. Keras finds them if their modules have been imported.
+the method applies them to symbolic tensors. New layers contain copies of the values; all other
+layers are shared with the model. If a layer of this package has no `plain` or is called twice, the
+file refers to classes of this package, as in earlier versions. Keras finds them if their modules
+have been imported.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def inputs_by_feature() -> Iterator[None]:
 
 
 def list_modules(path: Path) -> list[str]:
-    """Return the modules of the classes that a file refers to, except Keras's own."""
+    """Return the modules of the classes that a file refers to, except those of Keras."""
     with zipfile.ZipFile(path) as file:
         tree = json.loads(file.read("config.json"))
     found = {*_modules(tree)}
@@ -75,7 +76,7 @@ def plain_model(model: keras.Model) -> keras.Model:
         with inputs_by_feature():
             outputs = model._run_through_graph(model._inputs, call_fn=_call)
             return keras.Model(model._inputs_struct, outputs, name=model.name)
-    # A layer may be called more than once, or have a value that Keras's layer does not accept.
+    # A layer may be called twice, or have arguments that the Keras layer does not support.
     except (ValueError, TypeError) as error:
         _log.info("loading the Keras file of the model requires its classes: %s", error)
         return model

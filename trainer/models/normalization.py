@@ -1,8 +1,8 @@
 """A layer that normalizes numbers to mean 0 and variance 1, with constants in the graph.
 
-A float32 has about 7 digits. Large numbers such as Unix timestamps or ids differ only in their last
+A float32 has about 7 digits. Large numbers such as Unix timestamps differ only in their last
 digits, which a Keras layer loses because it first casts its inputs. This layer subtracts the mean
-in the type of the input, and casts only the difference to float32.
+in a type that keeps all digits, and casts only the difference to float32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import keras
 import numpy as np
 
-# Limit of the difference. Real values are below it, and it does not overflow.
+# Maximum absolute difference from the mean. Real data are closer, and it does not overflow.
 _FAR = 2**62
 
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Normalization(keras.layers.Layer):
-    """Converts numbers of any type to normalized floats; NaN, a missing value, stays NaN."""
+    """Converts numbers of any type to normalized floats; NaN (a missing value) stays NaN."""
 
     def __init__(
         self, mean: float | Sequence[float], std: float | Sequence[float], **kwargs: Any

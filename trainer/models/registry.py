@@ -1,8 +1,8 @@
 """Creates a model by name or with a user's `package.module:function`, and freezes variables.
 
 A frozen variable has no gradient and no optimizer slots, and workers do not push it. It is read,
-saved and exported like other variables. Keras's own flags, which all strategies read, say which
-variables are frozen.
+saved and exported like other variables. Keras's `trainable` flags, which all strategies read, tell
+which variables are frozen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 
-# Keras's messages about classes and functions that are neither its own nor registered.
+# Parts of Keras's error messages about unknown classes and functions, and about duplicate names.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
 # Maximum number of inputs in a message.
@@ -56,7 +56,7 @@ def report_bad_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# A function that takes the built model and its symbolic outputs, and may raise `ConfigError`.
+# A function that checks the built model and its symbolic outputs, and may raise `ConfigError`.
 Check = Callable[[keras.Model, Any], None]
 
 
@@ -65,12 +65,12 @@ def build(
 ) -> keras.Model:
     """Create and build the model; `check` raises an error if its output does not fit the task.
 
-    The same config, spec and seed result in the same variable paths and weights, even if other
-    models have been created in this process, because Keras's name counters and random seeds are
-    reset. The variables belong to the current `tf.distribute` strategy scope, if there is one.
+    The same config, spec and seed give the same variable paths and weights, even if other models
+    have been created in this process, because Keras's name counters and random seeds are reset. The
+    variables are created in the current `tf.distribute` strategy scope, if there is one.
 
     Raises:
-        ConfigError: the function does not exist, its arguments are wrong, or its result is not a
+        ConfigError: the function does not exist, its arguments are invalid, or its result is not a
             suitable model.
     """
     function = _function(config.name)
@@ -86,7 +86,7 @@ def build(
         try:
             model = _build(function, spec, config.args, seed)
         except ValueError as error:
-            # A column may have the same name as a layer of this package or of the user.
+            # A column may have the same name as a layer of the model.
             if not _is_input_clash(error, spec):
                 raise
             spec = replace(spec, inputs_apart=True)
@@ -106,7 +106,7 @@ def build(
 def _build(
     function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
 ) -> keras.Model:
-    # `keras.backend.clear_session` does this too, but breaks an open strategy scope.
+    # `keras.backend.clear_session` would also do this, but it breaks an open strategy scope.
     reset_uids()
     keras.utils.set_random_seed(seed)
     return function(spec, **args)
@@ -121,7 +121,7 @@ def _is_input_clash(error: ValueError, spec: InputSpec) -> bool:
 def _name_outputs(model: Any, spec: InputSpec) -> Any:
     """Convert a model with a list of outputs to one with a mapping by target name.
 
-    A model that overrides methods or is compiled keeps its outputs.
+    A model is returned unchanged if it is compiled or an instance of a subclass.
     """
     names = list(spec.output_shape) if isinstance(spec.output_shape, Mapping) else []
     plain = type(model).__name__ == "Functional" and not model.compiled
@@ -168,8 +168,8 @@ def require_lite(model: keras.Model) -> None:
 def require_readable(name: str, model: keras.Model) -> None:
     """Raise `ConfigError` if Keras could not load the model from a `.keras` file.
 
-    This is the case for `Lambda` layers, and for a user's layers without `get_config`. The check
-    writes no file, and creates a copy of the model without values.
+    Keras cannot load `Lambda` layers, for example, or a user's layers without `get_config`. The
+    check writes no file; it creates a copy of the model without values.
     """
     with ThreadPoolExecutor(1) as pool:
         unreadable = pool.submit(_unreadable, model).result()
@@ -187,7 +187,7 @@ def require_readable(name: str, model: keras.Model) -> None:
 
 
 def _unreadable(model: keras.Model) -> str:
-    # Do not exit the scope, because this would initialize the variables of all copies.
+    # Do not exit the scope, because the exit would initialize the variables of all copies.
     keras.StatelessScope().__enter__()
     for part in (*model.layers, model):
         try:
@@ -196,8 +196,7 @@ def _unreadable(model: keras.Model) -> str:
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
         # A user's layers may raise anything.
         except Exception as error:
-            # Keras's message contains the errors of the enclosing objects before the specific
-            # error.
+            # Keras's message begins with the errors of enclosing objects; find the specific error.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
@@ -255,8 +254,8 @@ def _check_paths(name: str, model: keras.Model) -> None:
 def freeze(model: keras.Model, globs: Sequence[str]) -> None:
     """Freeze the variables of a built model whose path matches a glob.
 
-    If all variables of a layer match, `layer.trainable` is set to False. For a BatchNormalization
-    this is the only way to keep its moving statistics unchanged.
+    If all variables of a layer match, `layer.trainable` is set to False. This is the only way to
+    keep the moving statistics of a BatchNormalization unchanged.
 
     Raises:
         ConfigError: a glob matches no variable, or no variable that can be frozen.

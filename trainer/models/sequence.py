@@ -1,11 +1,12 @@
 """A network for sequences of numbers, vectors, ids or strings of any length.
 
 A position of a sequence is encoded by the embedding row of its id or string, its numbers, and its
-index. Residual convolutions combine neighboring positions. Each block has half as many positions as
-the previous one, so that its receptive field doubles (Johnson and Zhang 2017, "Deep Pyramid
+relative index. Residual convolutions combine neighboring positions. Each block has half as many
+positions as the previous one, so its receptive field doubles (Johnson and Zhang 2017, "Deep Pyramid
 Convolutional Neural Networks for Text Categorization"; pre-normalization as in Xiong et al. 2020).
-A sequence is represented by the maximum of each block over the positions, and by the mean over the
-first layer. Other inputs are encoded as in `tabular`. Padding is ignored.
+A sequence is represented by the maximum of each block over the positions, the mean of the first
+layer over the positions, and the logarithm of its length. Other inputs are encoded as in `tabular`.
+Padding is ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, share, size
 from flotilla.trainer.models.tabular import PIECES, KnownPlaces, Places, network
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The rank of a sequence of vectors: length and size.
+# Rank of a sequence of vectors: length and size.
 _VECTORS = 2
-# The kernel size of a convolution.
+# Kernel size of a convolution.
 _WIDTH = 3
 # Maximum number of embedding rows; larger ids share a row with other ids.
 _MOST_IDS = 1 << 16
-# An offset that makes padding smaller than all other values, also in half precision.
+# Offset that makes padding smaller than all other values, also in half precision.
 _FAR = 1e4
 # A string that occurs in fewer training examples counts as unknown.
 _LEAST = 2
@@ -42,13 +43,14 @@ def sequence(  # noqa: PLR0913
     words: int = 200,
     dropout: float = 0.2,
 ) -> keras.Model:
-    """Return a model of convolutions on each sequence, and ReLU layers on all inputs.
+    """Return a model with convolutions on each sequence, and ReLU layers on all inputs together.
 
     Args:
         spec: sequences of numbers, vectors, ids or strings, and any inputs of `tabular`.
-        hidden_units: the sizes of the layers on all inputs, each followed by `dropout`.
-        dimension: the number of units per position of a sequence, and of an embedding row.
-        blocks: the number of convolution blocks, each of which doubles the receptive field.
+        hidden_units: the sizes of the layers on all inputs, each followed by dropout.
+        dimension: the number of units per position of a sequence, and the size of an embedding row.
+        blocks: the number of convolution blocks; each block after the first one doubles the
+            receptive field.
         words: the maximum number of words to use of a text that is not a sequence.
         dropout: the fraction of units that a training step drops.
     """
@@ -68,7 +70,7 @@ def sequence(  # noqa: PLR0913
 def _pooled(  # noqa: PLR0913
     name: str, channels: Sequence[Any], known: Any, *, units: int, blocks: int, rate: float
 ) -> list[Any]:
-    """Return arrays [n, units] for a sequence with these channels [n, length, ...]."""
+    """Return the arrays that represent a sequence with these channels [n, length, ...]."""
     layers, ops = keras.layers, keras.ops
     count = ops.sum(known, axis=1)
     # A sequence without valid positions is encoded as zeros.
@@ -123,7 +125,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     x = ops.expand_dims(x, -1) if len(shape) == 1 else x
     missing = ops.isnan(x)
     x = ops.where(missing, 0.0, x)
-    # The function is nearly linear around the mean, and logarithmic far away.
+    # Apply sign(x) log(1 + |x|), which is nearly linear at the mean and logarithmic far from it.
     found.append(ops.sign(x) * ops.log(1 + ops.abs(x)))
     if statistics.missing:
         found.append(ops.cast(missing, x.dtype))

@@ -1,6 +1,6 @@
 """Inputs and outputs of a model, and checks of `model.args`.
 
-The configuration does not know the arguments of each model, so models check them with these
+The configuration does not define the arguments of each model, so models check them with these
 functions.
 """
 
@@ -30,7 +30,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list of integers of at least 1, which may be empty; raises `ConfigError`."""
+    """Return a list of integers of at least 1 as a tuple; raises `ConfigError`."""
     if isinstance(value, list | tuple) and all(_is_whole(item) and item >= 1 for item in value):
         return tuple(value)
     raise _refused(name, value, "a list of whole numbers of at least 1")
@@ -64,7 +64,7 @@ def initializer(name: str, value: Any) -> keras.Initializer:
     )
     try:
         found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
-    # Keras accesses the value before it checks the value's type.
+    # Keras uses the value before it checks the type, so it may raise any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if known and isinstance(found, keras.Initializer):
@@ -81,8 +81,8 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{name}: {value!r} is not allowed; it must be {allowed}")
 
 
-# If at least this fraction of a text's words are letters of scripts without spaces, each letter
-# counts as a word.
+# If at least this fraction of the words of a feature are letters of scripts without spaces, each
+# letter counts as a word.
 _LETTERS = 0.01
 Shape = tuple[int, ...]
 # An axis is None if its size differs between examples.
@@ -104,9 +104,9 @@ class InputSpec:
     inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` use the
     statistics of a feature in the training split, which are exported as constants of the model.
 
-    Names may have any characters; `layer_name` converts them to layer names. An input layer has the
-    name of its feature, unless that is the name of another layer of the model. In this case
-    `inputs_apart` is set.
+    Names may have any characters; `layer_name` converts them to layer names. With several inputs,
+    each input layer is named after its feature. If another layer of the model has the same name,
+    `inputs_apart` is set, and the names of the input layers get a prefix.
     """
 
     shape: InputShape | Mapping[str, InputShape]
@@ -147,7 +147,7 @@ class InputSpec:
 
     @property
     def num_classes(self) -> int:
-        """The size of the last axis of the only output, which is the number of classes.
+        """The size of the last axis of the output: for a classification, the number of classes.
 
         Raises:
             ConfigError: the task has several outputs, or the size is not fixed.
@@ -221,7 +221,7 @@ class InputSpec:
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
             raise ConfigError(f"{name!r} is a {found.kind}, which has no mean; leave it unchanged")
-        # A feature that is constant in training must not get large values if it changes later.
+        # Divide a feature that is constant in training by 1, so that other values stay moderate.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
         return Normalization(mean, std, name=layer_name(name, "normalization"))
@@ -246,18 +246,18 @@ class InputSpec:
         own = names.layer_name(name)
         layer = f"flotilla_input_{own}" if self.inputs_apart else own
         found = keras.Input(shape=shape, dtype=dtype, name=layer)
-        # Inputs in a mapping are identified by tensor names, which may differ from the layer names.
+        # Keras finds the inputs of a mapping by tensor name, which may differ from the layer name.
         found.name = name
         return found
 
 
 def layer_name(name: str, what: str) -> str:
-    """Return a layer name for a feature or an output, whatever its own name is."""
+    """Return a valid layer name for a feature or an output with any name."""
     return f"{names.layer_name(name)}_{what}"
 
 
 def _are_letters(known: FeatureStatistics) -> bool:
-    """Return whether texts are in scripts without spaces, so that each letter is a word."""
+    """Return whether texts are partly in scripts without spaces, so that each letter is a word."""
     counts = [n for word, n in known.words.items() if len(word) == 1 and is_letter(word)]
     return bool(known.pairs) and sum(counts) >= _LETTERS * sum(known.words.values())
 
@@ -268,10 +268,10 @@ def _frequent(counts: Mapping[str, int], most: int, least: int = 1) -> list[str]
 
 
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
-    """Return the only Keras input and its value as a float tensor, for built-in models.
+    """Return the symbolic input of a model with a single input, and its value as a float tensor.
 
-    Bytes are scaled to 0..1, and other numbers are only cast. The layers have names that a user
-    would not choose, because Keras refuses duplicate names.
+    Bytes are scaled to the range from 0 to 1, and other numbers are only cast. The layers have
+    names that a user would not choose, because Keras refuses duplicate names.
 
     Raises:
         ConfigError: the dataset has several inputs, or its input is not numeric.

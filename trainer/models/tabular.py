@@ -1,11 +1,11 @@
 """A network for the columns of a table: numbers, classes, texts and sequences.
 
 A number is encoded by its position between the quantiles of the training examples, and a separate
-layer maps the code to several units (piecewise linear encoding: Gorishniy et al. 2022, "On
-Embeddings for Numerical Features in Tabular Deep Learning"). Therefore a unit may rise and fall
-along a column, as in a decision tree, and outliers have a limited effect. Missing numbers are
-marked. Classes and repeated strings have embedding rows. Other strings are bags of words
-(`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
+layer for each number maps the encoding to several units (piecewise linear encoding: Gorishniy et
+al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning"). Therefore the effect of
+a number need not be monotonic, as in a decision tree, and outliers have a limited effect. Missing
+numbers are marked. Classes and repeated strings have embedding rows. Other strings are bags of
+words (`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
 convolutions, with mean and maximum pooling over its positions; padding is ignored.
 """
 
@@ -26,13 +26,13 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, size
 from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The rank of a sequence of vectors (length and size), the number of convolution layers, and their
-# kernel size.
+# Rank of a sequence of vectors (length and size), number of convolution layers, and kernel size.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# Number of units for each number, and the maximum for all numbers together.
+# Number of units for each number, and the maximum number for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# A function of the inputs, a name and its tensor, which returns arrays [n, units].
+# A function that encodes a sequence, given the encoder, the input's name and tensor. It returns
+# arrays [n, units].
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
@@ -45,16 +45,16 @@ def tabular(  # noqa: PLR0913
     dropout: float = 0.1,
     pieces: int = PIECES,
 ) -> keras.Model:
-    """Return a model of ReLU layers on all inputs together.
+    """Return a model with ReLU layers on all inputs together.
 
     Args:
         spec: inputs that are single numbers, classes or strings, tensors of numbers of a fixed
             shape, or sequences of numbers or vectors of any length.
-        hidden_units: the sizes of the layers, each followed by `dropout`.
+        hidden_units: the sizes of the layers, each followed by dropout.
         dimension: the size of an embedding row.
         words: the maximum number of words to use of a text.
         dropout: the fraction of units that a training step drops.
-        pieces: the number of quantile intervals of a number; 0 to normalize the number instead.
+        pieces: the maximum number of quantile intervals of a number; 0 to normalize it instead.
     """
     return network(
         spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
@@ -198,10 +198,10 @@ class Places:
             [each.layer(self.given[name]) for each, name in zip(cut, names, strict=True)], axis=1
         )
         missing = keras.ops.isnan(x)
-        # The median, which is 0 here, replaces a missing number; the mask exists only if numbers
-        # were missing in training.
+        # Replace a missing number by the median, which is 0 here. The mask below marks it only if
+        # values of this input were missing in training.
         x = keras.ops.where(missing, 0.0, x)
-        # Infinity times zero would be NaN.
+        # Limit the numbers to the range of training, because infinity times zero would be NaN.
         low, high = np.stack([each.ends for each in cut], axis=1)
         x = keras.ops.minimum(keras.ops.maximum(x, low), high)
         x = keras.ops.expand_dims(x, -1)
@@ -210,8 +210,8 @@ class Places:
         units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
         x = keras.layers.EinsumDense(
             "abc,bcd->abd", (len(names), units), bias_axes="bd", activation="relu",
-            # About half of the pieces of a number are 1. If the mean weight were not 0, all units
-            # would start nearly equal.
+            # About half of the pieces of a number are 1. With a mean weight other than 0, all units
+            # would start with nearly equal values.
             kernel_initializer=keras.initializers.RandomNormal(stddev=most**-0.5),
             name="flotilla_pieces",
         )(x)  # fmt: skip
@@ -238,7 +238,7 @@ class Places:
         return [bag]
 
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
-        # A class that was not in the training data must not cause an error in serving.
+        # With "wrap", a class that was not in the training data causes no error in serving.
         layer = ShardedEmbedding(
             rows, self._dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
         )
@@ -286,7 +286,7 @@ class _Cut:
     """A number, and the quantiles of the training examples at which it is cut into pieces."""
 
     def __init__(self, spec: InputSpec, name: str, most: int) -> None:
-        # Before the dataset is prepared, assume the range of the generated examples.
+        # Before the dataset is prepared, assume the range of the artificial examples of a dry run.
         quantiles = np.array(spec.statistics(name).quantiles or (-1.0, 0.0, 1.0))
         edges = np.unique(quantiles)
         if len(edges) > most + 1:
@@ -296,7 +296,7 @@ class _Cut:
         self._most = most
         self._edges = (edges - middle) / spread
         self.ends = self._edges[[0, -1]].astype(np.float32)
-        # The spread excludes outliers, because they would make other numbers equal in float32.
+        # Scale by the interquartile range: with outliers, other numbers could be equal in float32.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )

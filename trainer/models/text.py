@@ -3,9 +3,9 @@
 Each word and each pair of consecutive words in the training vocabulary has an embedding row. A text
 is the sum of its rows, weighted by rarity and normalized to a fixed length (tf-idf: Salton and
 Buckley 1988; bags of pairs: Wang and Manning 2012, Joulin et al. 2016). Repeated terms count once.
-Training drops terms at random, which for a linear model is equivalent to an L2 penalty on rare
-terms (Wager, Wang, Liang 2013). The bag is passed to the outputs directly and through hidden layers
-(Cheng et al. 2016, "Wide & Deep Learning").
+Training drops terms at random, which for a linear model acts like an adaptive L2 penalty (Wager,
+Wang, Liang 2013). The bag is passed to the outputs directly and through hidden layers (Cheng et al.
+2016, "Wide & Deep Learning").
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models.spec import InputSpec, layer_name
 
-# Minimum number of training examples in which a known term occurs.
+# Minimum number of training examples in which a term must occur to be known.
 _LEAST = 2
-# Number of distinct weights of terms, from the rarest to the most frequent term.
+# Number of levels to which the weights of words, and of pairs, are rounded.
 _LEVELS = 64
-# Length of a text's vector. It is above 1 because initial rows are small, and the step size of Adam
-# is fixed.
+# Euclidean norm of the term weights of a text. It is above 1, because initial rows are small and
+# Adam changes them in steps of a fixed size.
 _LENGTH = 3.0
 # Fraction of the terms that a training step drops.
 _DROPOUT = 0.3
@@ -38,7 +38,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
         name: the name of the feature.
         x: the texts of the feature.
         dimension: the size of a term's embedding row.
-        words: the maximum number of words, and of pairs, to use of a text.
+        words: the maximum number of words, and of pairs, that are used of a text.
     """
     known = spec.statistics(name)
     if not known.pairs:

@@ -9,17 +9,18 @@ models.
 popularity of the item and the activity of the user.
 
 `two_tower_ranker` retrieves and ranks: it returns vectors for a search, and the logit of a click.
-Its towers also use attributes, such as the segment of a user; if an id has no row, only they are
-used. The last element of an item's vector is its popularity; the last element of a user's vector is
-1. The model is trained with two losses:
+Its towers also use attributes, such as the segment of a user. Ids without a row share a row, so
+only their attributes distinguish them. The last element of an item's vector is a learned popularity
+score; the last element of a user's vector is 1. The model is trained with two losses:
 
     click        the binary cross entropy of the logit, from the task `recommendation`. The logit
                  is the dot product of both vectors, plus the output of a small network
     retrieval    for each click, a softmax over the items of the whole batch, with the dot products
                  of the vectors as scores. Popular items are sampled more often, which is corrected
                  by subtracting the logarithm of the popularity from the scores. The feature
-                `popularity` is the number of times an item was shown on the previous day. It is
-                 also an input of the item's tower, so that the tower recognizes new items
+                 `popularity` is the number of times an item was shown, for example on the previous
+                 day. It is also an input of the item's tower, so that the tower recognizes new
+                 items
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 # The fraction of the distinct strings that must have a row. It is below 1 because the number of
 # distinct strings is an estimate.
 _NEARLY = 0.95
-# A table of numbers has a row for each number up to the largest. It may have this many rows, or
-# this multiple of the distinct numbers.
+# A table of integer ids has a row for each id up to the largest. It must have fewer rows than this,
+# or than this many times the number of distinct ids.
 _MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
@@ -62,9 +63,9 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids as inputs, and one or two logits as output.
-        rows: by input feature, the number of rows in its table: its largest id plus 1. If
-            neither `rows` nor `tables` is given, table sizes are taken from the training split, ids
-            may be strings, and unknown ids share one row.
+        rows: by input feature, the number of rows in its table, which must exceed its largest id.
+            If neither `rows` nor `tables` is given, the sizes of the tables are derived from the
+            training split, ids may be strings, and unknown ids share one row.
         tables: by feature with a growing table, arguments for `EmbeddingTable`: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Ids in growing
             tables may be any integers or strings.
@@ -157,7 +158,7 @@ def _tables(
     rows: Mapping[str, int] | None,
     tables: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, int | Mapping[str, Any] | None]:
-    """Return for each feature the table's rows, the arguments of a growing table, or None."""
+    """Return by feature the number of rows, the arguments of a growing table, or None."""
     if spec.num_classes not in {1, CLASSES}:
         of_rating = "".join(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
@@ -196,7 +197,7 @@ def _tables(
 
 
 def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
-    """Convert ids to rows, according to the training statistics, and return the number of rows."""
+    """Convert ids to row numbers by the training statistics; return them and the number of rows."""
     known = spec.statistics(name)
     if ids.dtype == "string":
         vocabulary = spec.vocabulary(name)
@@ -250,13 +251,13 @@ class FoundAndRanked(keras.layers.Layer):
         return {**super().get_config(), **own}
 
     def loss(self, x: Mapping[str, Any], y: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return the weighted mean of the softmax loss over the clicks of a batch."""
+        """Return the retrieval loss: the weighted mean of a softmax loss over clicks of a batch."""
         width = (outputs.shape[-1] - 1) // 2
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
         if self.popularity:
-            # The popularity is not divided by the number of examples, because a constant cancels
-            # out.
+            # Counts need not be divided by their sum, because a constant factor cancels out in the
+            # softmax.
             scores -= _logarithm(x[self.popularity])[tf.newaxis]
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
@@ -276,7 +277,7 @@ class FoundAndRanked(keras.layers.Layer):
 class Recommender(keras.Model):
     """A functional model whose last layer is `FoundAndRanked`."""
 
-    # Keras saves a model as a functional one only if it has these arguments.
+    # Keras saves a subclass as a functional model only if `__init__` has these arguments.
     def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
         """Create the model from symbolic inputs and outputs."""
         super().__init__(inputs, outputs, name=name, **kwargs)
@@ -315,14 +316,15 @@ def two_tower_ranker(  # noqa: PLR0913
     """Return a model that outputs the logit and both vectors, for the task `recommendation`.
 
     Args:
-        spec: inputs that are ids and attributes of users and items: integers or strings.
+        spec: inputs that are ids and attributes of users and items, integers or strings.
         tables: by id or attribute feature, arguments for `EmbeddingTable`: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature with the id of the user.
         item: the feature with the id of the item.
         user_attributes: other features of the user, each with its own table.
         item_attributes: other features of the item, each with its own table.
-        popularity: feature with the number of times the item was shown, NaN for 0; or empty.
+        popularity: the feature with the number of times the item was shown, which may be NaN for
+            never; or empty.
         dimension: the size of a row, and of a tower's vector without its last element.
         hidden_units: the sizes of the ReLU layers in each tower.
         ranking_units: the sizes of the ReLU layers in the network on both vectors.

@@ -2,9 +2,9 @@
 
 Keras's layers (`StringLookup`, `TextVectorization`) store a table in the process that creates them,
 and graphs on other cluster tasks cannot access it. These layers store 64-bit fingerprints of the
-known values as constants of the graph. Therefore every strategy can place them on any task, and the
-exported model is self-contained. The probability of a collision among n values is n^2 / 2^64; for a
-million values it is one in ten million.
+known values as constants of the graph. Therefore, every strategy can place them on any task, and
+the exported model is self-contained. The probability of a collision among n values is about
+n^2 / 2^64; for a million values, it is below one in ten million.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_TEXT = "\uffff"
 
 
 class _Known:
-    """The fingerprints of known values, and the numbers of these values."""
+    """The fingerprints of known values, and the number of each value."""
 
     def __init__(self, values: Sequence[str], first: int) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -57,7 +57,7 @@ def _make_distinct(values: Sequence[str]) -> list[str]:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Converts strings of any shape to integers: 0 if unknown, and from 1 on if known.
+    """Converts strings of any shape to integers: 0 for unknown strings, from 1 on for known ones.
 
     Leading and trailing spaces are ignored.
     """
@@ -115,8 +115,9 @@ class Words(keras.layers.Layer):
         """Create the layer for these words, which are numbered from 2.
 
         Args:
-            values: the known words, or n-grams of words joined by a space.
-            length: the maximum number of words per text; None for the longest text of each batch.
+            values: the known words, or n-grams whose words are joined by a space.
+            length: the number of columns, to which texts are truncated or padded; None for the
+                length of the longest text in each batch.
             ngram: the number of consecutive words in a value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: arguments of a Keras layer.

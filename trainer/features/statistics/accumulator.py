@@ -36,12 +36,12 @@ from flotilla.trainer.features.statistics.words import count_words
 
 # Number of intervals between the quantiles of a number.
 STEPS = 1000
-# Seed of the hash of an example; differs from the seed of the hash that assigns splits.
+# Seed of the hash of an example. It must differ from the seed of the hash that assigns splits.
 _SALT = 0x5EED
 _PROJECTIONS = 4
 # Statistics of each element are kept only for vectors up to this length.
 _LONGEST = 4096
-# Maximum number of value hashes for all features together, and minimum number per feature.
+# Maximum number of value hashes of all features together, and the minimum number per feature.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 
 
@@ -71,11 +71,11 @@ class Accumulator:
         """Create statistics without examples.
 
         Args:
-            features: features of the dataset.
-            inputs: features that identify equal examples.
-            targets: features whose association with the others is measured.
-            vocabulary: maximum number of values to keep for a text.
-            seed: seed of the sample; it must differ between parts that are merged.
+            features: the features of the dataset.
+            inputs: the features by which examples are compared.
+            targets: the features whose association with the others is measured.
+            vocabulary: the maximum number of values to keep of a text or class.
+            seed: the seed of the sample; it must differ between parts that are merged.
         """
         self.examples = 0
         self._features = features
@@ -191,7 +191,7 @@ class Accumulator:
 
     def _counters(self) -> Iterator[tuple[str, BoundedCounter | Hashes]]:
         for each in self._counts.values():
-            # Settling the counts also adds the words of pending texts.
+            # `settle` also counts the words of pending texts.
             each.settle()
         kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
         for kind, parts in ({"value": self._values} | kinds).items():
@@ -214,7 +214,7 @@ class Accumulator:
         self._missing[name] += len(wide) - int(present.sum())
         self._moments[name].add(values)
         if name in self._values:
-            # Digest the values again, because rounded fractions would lose their last digits.
+            # Digest float64 values again, because `digests` are of values rounded to float32.
             found = digest(values) if digests is None or values.dtype == np.float64 else digests
             self._values[name].add(combine({"": found[present]}, 0))
         if name in self._counts:
@@ -308,7 +308,8 @@ class Accumulator:
             return counter.distinct
         if name not in self._values:
             return 0
-        # A text is hashed once per batch, not once per example, so `of` is unknown.
+        # A text is hashed once per batch and not once per example, so the number of added hashes is
+        # unknown.
         present = None if counter else self.examples - self._missing[name]
         return self._values[name].distinct(present)
 
@@ -351,7 +352,7 @@ def _count_bytes(images: Any) -> NDArray[np.float64]:
 
 
 def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean and standard deviation of each list; NaN for an empty one."""
+    """Return the mean and the standard deviation of each list; NaN for an empty list."""
     numbers = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     lengths = np.diff(lists.offsets.to_numpy())
     means, stds = np.full((2, len(lists)), np.nan)
@@ -366,5 +367,5 @@ def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 @lru_cache(maxsize=16)
 def _signs(size: int) -> NDArray[np.float64]:
-    """Return fixed random signs, onto which rows are projected."""
+    """Return fixed random signs, by which rows are projected."""
     return np.random.RandomState(0).choice([-1.0, 1.0], (size, _PROJECTIONS))

@@ -1,9 +1,9 @@
 """Association of two values of an example, from 0 (independent) to 1 (one determines the other).
 
-For two numbers: the absolute rank correlation (Spearman). For a number and a class: the correlation
-ratio (Fisher) of the ranks, because outliers would dominate the ratio of the values. For two
-classes: Cramér's V. The last two are corrected for chance, which grows with the number of classes
-("A bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
+For two numbers, it is the absolute rank correlation (Spearman). For a number and a class, it is the
+correlation ratio (Fisher) of the ranks, because outliers would dominate the ratio of the values.
+For two classes, it is Cramér's V. The last two are corrected for chance, because many classes
+increase them ("A bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Maximum number of classes; all rarer values form one class.
+# Maximum number of separate classes; all rarer values together form one more class.
 MOST_VALUES = 100
 _FEWEST = 10
 Values = NDArray[np.float64]
@@ -35,7 +35,7 @@ def measure_association(
 
 
 def _ranks(values: Values) -> Values:
-    """Return ranks, with the mean rank for ties. SciPy's function takes too long to import."""
+    """Return ranks, with the mean rank for ties. Importing SciPy for this would take too long."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     found: Values = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return found

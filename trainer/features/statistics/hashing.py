@@ -1,8 +1,8 @@
 """A keyed 64-bit hash of examples that depends only on their content.
 
-The hash does not depend on the storage type of a column: one large value turns a column into
-float64, one missing value turns integers into floats, and a new class shifts the indices of the
-others. Digests of columns are computed without the key, so that hashes with different keys can
+The hash does not depend on how a column is stored. A single large value turns a column into
+float64, a single missing value turns integers into floats, and a new class shifts the indices of
+the others. Digests of columns are computed without the key, so that hashes with different keys can
 share them. A repeated text is digested only once.
 """
 
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Number of leading values that are checked for repetition, and the largest share of distinct ones.
-# Of 5,000 values that are equally frequent, about 1,680 are among the first 2,048.
+# Number of leading values that are checked for repetition, and the maximum share of distinct values
+# among them. Of 5,000 equally frequent values, about 1,680 are among the first 2,048.
 _HEAD, _DISTINCT = 2048, 0.9
 
 
@@ -40,7 +40,10 @@ def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.
 
 
 def digest(values: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each value of a column; `to_arrow` lists the accepted forms."""
+    """Return a 64-bit digest of each value of a column.
+
+    The column is a NumPy array, or has a form that `to_arrow` accepts.
+    """
     if isinstance(values, np.ndarray) and values.dtype != object:
         if values.dtype != np.uint8 or values.ndim == 1:
             return _numbers(values)
@@ -59,13 +62,13 @@ def digest(values: Any) -> NDArray[np.uint64]:
 
 
 def values_repeat(array: pa.Array) -> bool:
-    """Return whether it is faster to encode a column as a dictionary than to read each value."""
+    """Return whether values repeat so often that it is faster to encode them as a dictionary."""
     head = array[:_HEAD]
     return len(head) < len(array) and len(head.unique()) <= _DISTINCT * len(head)
 
 
 def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
-    """Convert a column so that equal content is equal for any storage type.
+    """Convert a column so that equal content has equal digests, however it is stored.
 
     Class indices become their `labels`. Fractions are rounded to float32.
     """
@@ -83,9 +86,9 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
 
 
 def to_arrow(values: Any) -> pa.Array:
-    """Convert bytes to an Arrow array without nulls, and arrays of any length to lists of numbers.
+    """Convert rows of bytes to an Arrow array without nulls, and rows of arrays to Arrow lists.
 
-    Arrays of texts become lists of bytes; Arrow arrays are returned unchanged.
+    The lists contain numbers, or bytes for arrays of texts. Arrow arrays are returned unchanged.
     """
     if isinstance(values, pa.Array):
         return values
@@ -96,7 +99,7 @@ def to_arrow(values: Any) -> pa.Array:
     if flat.dtype.kind in "OSU":
         inner = pa.array([bytes(each) for each in flat], pa.large_binary())
     else:
-        # Arrow does not support the accelerators' short float types, such as bfloat16.
+        # Arrow does not support short float types of accelerators, such as bfloat16.
         inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
     ends = np.cumsum([0, *(np.size(each) for each in rows)])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
@@ -113,7 +116,7 @@ def _digest_lists(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the digests of consecutive ranges of a buffer."""
+    """Return the digests of consecutive ranges of a buffer, which begin at `starts`."""
     blake, ends = hashlib.blake2b, starts.tolist()
     digests = b"".join(
         blake(data[begin:end], digest_size=8).digest() for begin, end in pairwise(ends)
@@ -127,14 +130,13 @@ def _key(name: str, seed: int) -> np.uint64:
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
-    # Hash integers as floats, so that the hashes do not change when missing values turn a column
-    # into floats.
+    # Hash integers as floats, because missing values may turn a column of integers into floats.
     given = values.reshape(len(values), -1)
     wide = given.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
     if given.dtype in (np.int64, np.uint64):
-        # Above this, float64 cannot represent odd integers.
+        # Above this bound, float64 cannot represent all integers.
         bits = np.where(np.abs(wide) < _EXACT, bits, given.view(np.uint64))
     total = np.zeros(len(values), np.uint64)
     for place in range(bits.shape[1]):

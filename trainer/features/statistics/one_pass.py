@@ -1,10 +1,12 @@
 """Mergeable one-pass statistics of numbers and texts, in bounded memory.
 
-Numbers: mean and variance, by merging (Chan, Golub, LeVeque, "Updating formulae", 1979), because
-the difference of two sums of squares would lose the digits of numbers with a large mean.
+The mean and variance of numbers are merged part by part (Chan, Golub, LeVeque, "Updating formulae",
+1979), because the difference of two sums of squares would lose the digits of numbers with a large
+mean.
 
-Texts: exact counts up to a limit of distinct texts. Above the limit, the rarest are dropped ("Lossy
-counting", Manku and Motwani 2002); a dropped text that occurs again is counted from 0.
+The counts of texts are exact up to a limit of distinct texts. Above the limit, the rarest texts are
+dropped ("Lossy counting", Manku and Motwani 2002). If a dropped text occurs again, it is counted
+from 0.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from numpy.typing import NDArray
 #: Texts, as large_binary, with the count of each.
 Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
-# Ratio of counted to requested texts. It keeps the requested texts from being dropped.
+# Maximum number of counted texts per requested text. With this margin, the requested texts are
+# rarely dropped.
 _MARGIN = 4
 # Maximum number of pending texts, and their maximum size in bytes.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
@@ -74,7 +77,7 @@ def _measure(values: NDArray[Any]) -> Moments:
     mask: Any = True
     if values.dtype == np.int64:
         least, most = values.min(0), values.max(0)
-        # Subtract the minimum first, because large integers lose digits when converted to floats.
+        # Subtract the minimum first, because a conversion to floats loses digits of large integers.
         base = np.where(np.float64(most) - least < _CLOSE, least, 0)
         wide = (values - base).astype(np.float64)
     else:
@@ -92,16 +95,16 @@ def _measure(values: NDArray[Any]) -> Moments:
 
 
 class BoundedCounter:
-    """Counts of the most frequent texts.
+    """Counts texts; if there are too many distinct texts, the rarest are dropped.
 
     Attributes:
         is_whole: whether no text has been dropped.
     """
 
     def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
-        """Create an empty counter that can return the `most` most frequent texts.
+        """Create an empty counter; `counts` returns up to `most` texts.
 
-        `on_counted` is called with each batch of distinct texts before any are dropped.
+        `on_counted` is called with each batch of distinct texts before any of them are dropped.
         """
         self.is_whole = True
         self._most, self._on_counted = most, on_counted
@@ -136,7 +139,7 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """Return the number of kept texts, which are all distinct texts if `is_whole`."""
+        """The number of kept texts; if `is_whole` is set, the number of all distinct texts."""
         self.settle()
         return len(self._texts)
 
@@ -193,7 +196,7 @@ class BoundedCounter:
 
 
 def _sum(parts: Sequence[Counted]) -> Counted:
-    """Return each distinct text once, with the sum of its counts."""
+    """Return the distinct texts, each with the sum of its counts."""
     texts, counts = zip(*parts, strict=True)
     coded = pa.concat_arrays(texts).dictionary_encode()
     total = np.bincount(coded.indices, np.concatenate(counts), len(coded.dictionary))

@@ -1,10 +1,10 @@
 """Sketches of examples: a uniform sample, and the smallest hashes.
 
 Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that the
-sketches of parts can be merged. The keys of a sample are random; with 16,384 examples, the rank of
-a quantile has a standard error below 0.4 %, and with fewer examples it is exact. The keys of
-`Hashes` are hashes of the inputs, so equal examples have equal keys, even in other splits and
-datasets.
+sketches of parts can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples,
+the rank of a quantile has a standard error below 0.4 %; up to this number of examples, quantiles
+are exact. The keys of `Hashes` are hashes of the inputs, so equal examples have equal keys, even in
+other splits and datasets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 MOST_EXAMPLES = 1 << 14
 MOST_HASHES = 1 << 16
-# Maximum number of values in a sample, over all columns.
+# Maximum number of values in a sample, in all columns together.
 _MOST_NUMBERS = 1 << 22
 _SLACK = 2
 
@@ -49,7 +49,7 @@ class Sample:
             self._shrink()
 
     def merge(self, other: Sample) -> None:
-        """Add the sample of other examples."""
+        """Add the sample of another part."""
         self._keys += other._keys
         for name, held in self._rows.items():
             held.extend(other._rows[name])
@@ -88,9 +88,9 @@ class Sample:
 class Hashes:
     """The smallest hashes, with the number of examples of each.
 
-    They also give the number of distinct hashes. It is exact up to `most`. Beyond that it is
-    estimated from the largest of the k hashes, because hashes are uniform; the standard error is 1
-    / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
+    They also give the number of distinct hashes, exactly up to `most`. Above that, it is estimated
+    from the largest of the k kept hashes, because hashes are uniform; the relative standard error
+    is 1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
     """
 
     def __init__(self, most: int = 0) -> None:
@@ -100,7 +100,7 @@ class Hashes:
         self._copies = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
         self._pending_count = 0
-        # Hashes above this limit are not kept.
+        # Hashes above this bound are not kept.
         self._bound = np.uint64(2**64 - 1)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
@@ -121,7 +121,7 @@ class Hashes:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all hashes have been kept."""
+        """Whether all hashes have been kept."""
         self._settle()
         return bool(self._bound == np.uint64(2**64 - 1))
 
@@ -129,14 +129,14 @@ class Hashes:
         """Return the number of distinct hashes; `of` is the number of added hashes, if known."""
         if self.is_whole:
             return len(self._found)
-        # If hashes occur about equally often, dividing by their mean count is more accurate.
+        # If hashes occur about equally often, the quotient by their mean count is more accurate.
         if of is not None and self._copies.std() < self._copies.mean():
             return round(of / float(self._copies.mean()))
         found = round((len(self._found) - 1) / (float(self._bound) / 2.0**64))
         return found if of is None else min(found, of)
 
     def smallest(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the smallest hashes, sorted, and the number of examples of each."""
+        """Return the smallest hashes in ascending order, and the number of examples of each."""
         self._settle()
         return self._found, self._copies
 
@@ -158,7 +158,7 @@ class Hashes:
             self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
-        """Keep the smallest of these hashes, adding the counts of equal ones."""
+        """Add up the counts of equal hashes, and keep the smallest hashes."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
         if len(unique) > self._most:

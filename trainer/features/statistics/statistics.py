@@ -1,7 +1,7 @@
-"""Statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
+"""The statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
 
-`statistics.json` has statistics for people and models; models read it lazily (`Learnt`).
-`examples.npz` has the sketches of each split by which datasets are compared: hashes of examples,
+`statistics.json` has statistics for people and models; models read it only when needed (`Learnt`).
+`examples.npz` has the sketches of each split, by which datasets are compared: hashes of examples,
 and a sample of their values.
 """
 
@@ -24,14 +24,14 @@ from flotilla.trainer.runtime.json_records import parse, parse_record
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
-# A function that returns the content and location of the first existing file, or empty values.
+# A function that returns the content and the URI of the statistics file, or empty values.
 Read = Callable[[], tuple[bytes, str]]
 #: Kind of a feature whose dataset has not been prepared.
 UNKNOWN_KIND = "unknown"
 
 
-# Texts with up to this many distinct values are categories; with more values, each must occur this
-# often on average.
+# The values of a text are categories if there are at most this many distinct values, or if each
+# occurs this often on average.
 _FEW_VALUES, _TIMES = 20, 10
 
 
@@ -45,10 +45,10 @@ class FeatureStatistics:
     """Statistics of a feature in one split.
 
     Attributes:
-        kind: number, text, class, tensor or image. For an encoded image, the number is its size in
-            bytes.
+        kind: number, text, class, tensor or image. For an encoded image, the statistics are those
+            of its size in bytes.
         examples: number of examples of the split.
-        missing: number of examples without a value, that is, with NaN or an empty text.
+        missing: number of examples without a value, such as NaN or an empty text.
         mean: mean of the numbers, or of all elements of a tensor. Like `std`, `least` and `most`,
             it is None if there are no numbers.
         means: mean of each element of an input vector; `stds` has the standard deviations.
@@ -58,7 +58,8 @@ class FeatureStatistics:
         distinct: number of distinct values of a number, a text or a class; estimated if large.
         words: for input texts, number of examples by word, in lower case and without punctuation.
             In scripts without spaces, each letter is a word.
-        pairs: the same for pairs of consecutive words, separated by a space.
+        pairs: for input texts, number of examples by pair of consecutive words, which are separated
+            by a space.
         association: association with each label in a sample, from 0 to 1: a correlation, a
             correlation ratio, or Cramér's V.
     """
@@ -96,7 +97,7 @@ class ExampleSketch:
         hashes: the smallest hashes of the inputs, sorted.
         copies: number of examples of each hash.
         is_whole: whether `hashes` contains the hashes of all examples.
-        sample: values of randomly drawn examples, as a column of numbers by feature.
+        sample: values of randomly drawn examples, as columns of numbers by name.
     """
 
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -137,7 +138,7 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
     for split, each in sketches.items():
         arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
         arrays[f"{split}/is_whole"] = np.array(each.is_whole)
-        # Number the arrays, because a column's name may have any characters and any length.
+        # Name the arrays by number, because a column's name may have any characters and any length.
         columns = json.dumps(list(each.sample))
         arrays[f"{split}/columns"] = np.frombuffer(columns.encode(), np.uint8)
         values = enumerate(each.sample.values())
@@ -149,7 +150,7 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
 
 
 def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
-    """Return the sketches by split; raises `UserError` if the file is corrupted."""
+    """Parse `examples.npz`; return the sketches by split. Raises `UserError` if it is corrupted."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -173,14 +174,14 @@ class Learnt:
     """Statistics of the training split, for a model."""
 
     def __init__(self, read: Read) -> None:
-        """Create statistics that are read by calling `read` at the first access."""
+        """Create the statistics; `read` is called at the first access."""
         self._read = read
-        #: Content of `statistics.json` after the first access, which is stored in checkpoints.
+        #: Content of `statistics.json`, which checkpoints store; empty before the first access.
         self.data = b""
 
     @cached_property
     def features(self) -> Mapping[str, FeatureStatistics]:
-        """The statistics of each feature.
+        """The statistics of each feature, by name.
 
         Raises:
             UserError: the statistics cannot be read.
@@ -193,5 +194,5 @@ class Learnt:
         return found
 
 
-#: Statistics before preparation, when nothing is known about any feature.
+#: The statistics before preparation, when no feature is known.
 NOTHING = Learnt(lambda: (b"", ""))

@@ -1,6 +1,6 @@
-"""Words of texts, and pairs of consecutive words, counted in Arrow arrays.
+"""Counts the words of texts, and pairs of consecutive words, in Arrow arrays.
 
-Each word counts once per text.
+Each word or pair counts once per text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flotilla.trainer.features.statistics.one_pass import Counted
 from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
 
 _NOT_UTF8 = re.compile(r"\S*\ufffd\S*")
-# Size in bytes of the parts into which texts are divided.
+# Size of the parts into which the texts are divided, in bytes.
 _PART = 1 << 22
 
 
 def count_words(texts: pa.Array, counts: NDArray[np.int64]) -> Iterator[tuple[Counted, Counted]]:
-    """Yield words and pairs of words, as large_binary, with their numbers of examples.
+    """Yield words and pairs of words, as large_binary, each with its number of examples.
 
     Args:
         texts: distinct texts, as large_binary.
-        counts: number of examples with each text.
+        counts: the number of examples with each text.
     """
     if not len(texts):
         return
@@ -42,7 +42,7 @@ def split_words(texts: pa.Array) -> pa.Array:
     try:
         plain = texts.cast(pa.large_string())
     except pa.ArrowInvalid:
-        # Leave out words with invalid UTF-8.
+        # Drop words with invalid UTF-8.
         found = [each.decode(errors="replace") for each in texts.to_pylist()]
         plain = pa.array([_NOT_UTF8.sub(" ", each) for each in found], pa.large_string())
     plain = pc.replace_substring_regex(pc.ascii_lower(plain), PUNCTUATION, "")
@@ -72,7 +72,7 @@ def _count_part(texts: pa.Array, counts: NDArray[np.int64]) -> tuple[Counted, Co
 def _count_rows(
     rows: NDArray[np.int64], ids: NDArray[np.int64], number: int, counts: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return how many examples contain each of `number` items; repeats do not count."""
+    """Return the number of examples that contain each of `number` items."""
     found = np.unique(rows * max(1, number) + ids)
     weights = counts[found // max(1, number)]
     return np.bincount(found % max(1, number), weights, number).astype(np.int64)
