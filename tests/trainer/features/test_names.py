@@ -48,7 +48,7 @@ def test_another_one_can_be_read_and_is_its_own(name, layer):
 
 def test_an_argument_is_called_as_its_column_where_that_is_a_word():
     found = argument_names(["a b", "a_b", "A_B", "größe", "class", "self", "1st", "x"])
-    # These names differ only in case.
+    # `a_b` and `A_B` differ only in case, so only one of them keeps its name.
     assert found["A_B"] == "A_B"
     assert found["a_b"].startswith("a_b_")
     words = {"größe": "gr__e", "class": "input_class", "self": "input_self", "1st": "input_1st"}

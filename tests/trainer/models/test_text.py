@@ -39,7 +39,7 @@ def test_a_word_that_is_negated_is_learnt(texts):
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.optimizer.learning_rate = 0.03
     model.fit(tf.constant(texts), tf.constant(IS_BAD), epochs=20, batch_size=40, verbose=0)
-    # From single words alone, at most three of four texts can be classified.
+    # From single words alone, at most three of four texts can be classified correctly.
     answers = model(tf.constant(texts)).numpy().argmax(axis=1)
     assert np.mean(answers == IS_BAD) > 0.9
 

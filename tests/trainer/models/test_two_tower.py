@@ -30,7 +30,7 @@ ROWS = {"user": 7, "item": 5}
 
 
 def build(spec=PAIRS, seed=0, **args):
-    # A user's own function may pass arguments that no configuration has checked.
+    # Skip the checks of `ModelConfig`: a user's function may pass any arguments to the model.
     config = ModelConfig.model_construct(name="two_tower", args=args)
     return registry.build(config, spec, seed)
 
@@ -46,7 +46,7 @@ def pairs(users, items):
 def test_its_score_is_the_match_of_both_towers_and_a_bias():
     model = build(rows=ROWS, dimension=3)
     found = weights(model)
-    # Biases are initially zero, which would hide a mistake.
+    # Biases are 0 initially, which would hide a mistake.
     for variable in model.variables:
         if variable.path.endswith("bias"):
             variable.assign(np.arange(1.0, 1.0 + variable.shape[0]) / 7)

@@ -44,7 +44,7 @@ def objective(labels=CLICKS):
 
 def build(spec=None, check=None, **args):
     given = {"tables": TABLES, "popularity": "shown", "dimension": 3, **args}
-    # A user's own function may pass arguments that no configuration has checked.
+    # Skip the checks of `ModelConfig`: a user's function may pass any arguments to the model.
     config = ModelConfig.model_construct(name="two_tower_ranker", args=given)
     return registry.build(config, spec or spec_of(), 0, (check or objective()).accept)
 
@@ -69,12 +69,12 @@ def test_its_outputs_are_a_logit_and_both_vectors():
     np.testing.assert_array_equal(of_items[1], of_items[3])
     match = (of_users[:, :3] * of_items[:, :3]).sum(axis=1)
     rest = outputs[:, 0] - match
-    # The remainder is linear in each tower, and so stays small.
+    # The rest of the logit is linear in the vectors and rows, so it stays small.
     assert np.abs(rest).max() < 10
 
 
 def plain_softmax(outputs, clicks, weights=None):
-    """Return the retrieval loss by its definition, computed one click at a time."""
+    """Return the retrieval loss, computed by its definition for one click at a time."""
     of_users, of_items = outputs[:, 1:5].astype("float64"), outputs[:, 5:].astype("float64")
     each, counts = [], []
     for row in np.flatnonzero(clicks):

@@ -1,4 +1,4 @@
-"""Helpers that compute a task's metrics on examples."""
+"""Helpers that compute the metrics of a task on given examples."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from flotilla.trainer.tasks.objective import Objective
 
 
 class InParts:
-    """Examples that are read in parts of at most seven."""
-
     def __init__(self, labels, outputs, weights=None, **columns) -> None:
         self.whole = Part(labels, outputs, weights, columns)
 
@@ -31,13 +29,13 @@ class InParts:
 
 
 def measured(task, examples: InParts) -> dict[str, float]:
-    """Return the metrics, computed from sums over the parts."""
+    """Return the metrics as a validation computes them, from sums over the parts."""
     objective = Objective(task)
     return objective.means(np.sum([objective.sums(part) for part in examples.parts()], axis=0))
 
 
 def evaluated(task, examples: InParts) -> dict[str, Any]:
-    """Return the result of a complete evaluation of the examples."""
+    """Return the metrics and other results of an evaluation."""
     return predictions.measure_predictions(Objective(task), examples)
 
 

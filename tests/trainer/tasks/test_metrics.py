@@ -24,7 +24,6 @@ def predictions(count=400, classes=6, seed=0, lift=1.5):
 
 
 def measure(labels, logits):
-    """Return the evaluation of the examples, which it reads in small parts."""
     return measure_predictions(
         of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32))
     )

@@ -58,7 +58,6 @@ def measured(objective, model, weights=None):
 
 
 def by_keras(model, weights=None):
-    """Return the result of Keras's own evaluation of a compiled model."""
     found = model.evaluate(INPUTS, LABELS, sample_weight=weights, return_dict=True, verbose=0)
     return {name: pytest.approx(value, rel=1e-5) for name, value in found.items()}
 
@@ -108,7 +107,7 @@ def test_loss_and_metrics_are_those_of_keras(kind, weights):
     expected = by_keras(model_of(), weights)
     model = model_of()
     found = measured(accepted(model), model, weights)
-    # With weights, the task's own metric of this name is used.
+    # With weights, `accuracy` is the task's own metric, which is weighted.
     common = expected.keys() - ({"accuracy"} if weights is not None else set())
     assert {name: found[name] for name in common} == {name: expected[name] for name in common}
 

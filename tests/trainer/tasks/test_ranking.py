@@ -25,7 +25,7 @@ def case(count=80, queries=12):
 
 
 def expected(true, score):
-    """Return NDCG and reciprocal rank, averaged over all orders of ties, and the area."""
+    """Return NDCG and reciprocal rank, averaged over all orders of tied items, and the AUC."""
     found = []
     for order in permutations(range(len(true))):
         ranked = true[list(order)]

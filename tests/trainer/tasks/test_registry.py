@@ -247,7 +247,7 @@ def test_numbers_below_zero_are_no_classes():
 def test_a_split_that_says_nothing_of_a_model_is_refused(counts, words):
     found = dataset(label=feature(classes=3))
     found.target_counts["label"] = counts
-    # Without statistics, the dataset has not been prepared, so nothing can be checked yet.
+    # Without moments, the dataset counts as not prepared, and the split is not checked.
     registry.create(TaskConfig(), found)
     found.target_moments["label"] = {"min": 0.0}
     with pytest.raises(ConfigError) as caught:

@@ -15,7 +15,7 @@ from tests.trainer.tasks.measuring import InParts, measured, target
 
 COUNT = 40
 RANDOM = np.random.default_rng(0)
-# The scalar labels have a mean far above their deviation, like years.
+# The mean of the scalar labels is far above their standard deviation, as with years.
 LABELS = {
     (): 1990 + 10 * RANDOM.normal(size=COUNT),
     (3,): RANDOM.normal(size=(COUNT, 3)) * [1, 10, 100],

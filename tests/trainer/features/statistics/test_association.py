@@ -1,4 +1,4 @@
-"""Tests the strength of association between two values, from none to full."""
+"""Tests the association of two columns, from independent to equal values."""
 
 import numpy as np
 import pytest

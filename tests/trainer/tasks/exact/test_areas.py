@@ -1,4 +1,4 @@
-"""Tests that both areas equal scikit-learn's and that influences are their derivatives."""
+"""Tests that areas under curves equal scikit-learn's, and that influences are derivatives."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_areas_are_scikit_learns(given, weights):
         # Positive and negative examples both need a positive total weight.
         weight = np.where(np.arange(COUNT) < 4, weight.max(), weight)
     found = areas(true, score, weight)
-    # scikit-learn's sums of tiny weights lose all precision.
+    # Scale tiny weights for scikit-learn, whose sums of them lose all precision.
     theirs = weight if weights != "tiny" else weight * 1e200
     assert found.auc == pytest.approx(scores.roc_auc_score(true, score, sample_weight=theirs))
     expected = scores.average_precision_score(true, score, sample_weight=theirs)
@@ -57,7 +57,7 @@ def test_one_score_for_all_is_what_a_constant_reaches():
 def test_examples_of_one_kind_have_no_area(kind):
     true = np.full(COUNT, kind)
     assert np.isnan(areas(true, SCORES["spread"])).all()
-    # Only one of the two classes has any weight.
+    # Only examples of one kind have a positive weight.
     true[0] = not kind
     assert np.isnan(areas(true, SCORES["spread"], (true == kind).astype(float))).all()
     assert np.isnan(areas(true[:0], SCORES["spread"][:0])).all()

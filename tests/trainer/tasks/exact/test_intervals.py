@@ -1,4 +1,4 @@
-"""Tests that intervals stay in their metric's range, never have zero width, and cover the truth."""
+"""Tests that intervals stay in the metric's range, have a width, and cover the true value."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def covered(draw, truth, times=400):
     return np.mean([low <= truth <= high for low, high in found])
 
 
-# True values, estimated from a million examples.
+# True values of the metrics, estimated from a million examples.
 AREAS = {"auc": 0.8555, "average_precision": 0.4776}
 
 

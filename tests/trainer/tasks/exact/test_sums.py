@@ -1,4 +1,4 @@
-"""Tests means, metrics of groups and calibration against direct computations."""
+"""Tests means, metrics of groups, and calibration against direct computations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_error_of_a_ratio_of_sums_is_that_of_its_linear_part(count):
     (error,) = groups.errors(lambda sums: sums[..., 2:] / sums[..., 1:2])
     expected = np.sqrt(((y - ratio * x) ** 2).sum()) / x.sum()
     assert groups.total == pytest.approx([count, x.sum(), y.sum()])
-    # The estimate from a hundred groups has an error of about a tenth.
+    # The estimate from a hundred groups has a relative error of about 10 %.
     assert error == pytest.approx(expected, rel=0.25)
 
 

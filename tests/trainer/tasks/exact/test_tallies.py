@@ -28,8 +28,6 @@ WEIGHTS = {
 
 
 class InHalves:
-    """Examples that are read in parts of 700."""
-
     def __init__(self, labels, outputs, weights=None, **columns):
         self.whole = Part(labels, outputs, weights, columns)
         self.count = len(labels)
@@ -65,7 +63,7 @@ def check(task, labels, outputs, weights, expected):
             assert high <= 1 or task.directions[name] == "lower", name
             assert np.isfinite([low, high]).all()
     assert set(whole["metrics"]) == set(task.directions)
-    # With unequal weights, the loss is not the mean that the interval is for.
+    # With unequal weights, the loss differs from the weighted mean, and may have no interval.
     assert set(whole["metrics"]) - set(whole["intervals"]) <= {"loss"}
     return whole
 
@@ -118,7 +116,7 @@ def test_of_two_classes(case, weights):
 
 def of_classes(labels, logits, weights):
     wide = logits.astype(np.float64)
-    # Round, because the sums of equal logits in a different order differ slightly.
+    # Round, because sums of the same logits in another order differ slightly.
     chances = special.log_softmax(wide, axis=1).round(9)
     guess, weigh = logits.argmax(axis=1), {"sample_weight": weights}
     found = {

@@ -1,4 +1,4 @@
-"""Tests recommendations: ranking metrics of shown items, and retrieval by vectors."""
+"""Tests recommendations: ranking metrics of offered items, and retrieval by vectors."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_a_slice_does_not_define_is_no_number():
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["recall_at_3", "query_auc"])
 def test_a_champion_is_compared_by_what_is_found(metric):
-    # Use many users, because the bound allows for skewness, and one outlier could decide.
+    # With few users, one outlier could widen the bound, which is corrected for skewness.
     labels, outputs, columns = case(count=1500, users=100, noise=0)
     worse = outputs.copy()
     RANDOM.shuffle(worse)
@@ -156,7 +156,7 @@ def test_outputs_have_to_be_a_logit_and_two_vectors():
 
 
 def examples(count=300, users=40, items=60, *, rounded=False):
-    """Return examples with large, sparse IDs, whose vectors depend only on the ID."""
+    """Return examples with large, sparse IDs. The vector of a user or item depends on its ID."""
     who, what = RANDOM.integers(0, users, count), RANDOM.integers(0, items, count)
     of_users, of_items = (RANDOM.normal(size=(n, SIZE)).astype("float32") for n in (users, items))
     if rounded:
@@ -166,9 +166,9 @@ def examples(count=300, users=40, items=60, *, rounded=False):
 
 
 def counted(given, k):
-    """Return the recall of each user with a positive example, computed by definition.
+    """Return the recall of each user with a positive example, computed by its definition.
 
-    If only some of several items with equal scores are found, each counts with its probability.
+    If only some of the items with equal scores are retrieved, each counts with its probability.
     """
     who, what, taken, of_users, of_items = given
     vector = {item: of_items[np.flatnonzero(what == item)[0]] for item in np.unique(what)}
@@ -210,7 +210,7 @@ def test_it_is_what_counting_finds(rounded, at_once):
 @pytest.mark.parametrize("value", [0, 1 / 3])
 def test_a_model_that_scores_all_alike_finds_what_a_random_order_does(value):
     who, what, taken, of_users, of_items = examples()
-    # Rounding changes all scores equally.
+    # All items have the same vector, so rounding changes all scores equally.
     search = search_of((who, what, taken, of_users, np.full_like(of_items, value)))
     np.testing.assert_allclose(search.recalls([10])[10], 10 / search.candidates)
 
