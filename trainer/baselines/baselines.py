@@ -4,11 +4,10 @@
     texts               a linear model of TF-IDF
     recommendation      popularity, and item-item
 
-They are fitted to at most `MOST_ROWS` random training examples, and to fewer if there are many
-columns or classes, or texts. A recommendation baseline uses up to `_MOST_PAIRS` examples. This
-limits the memory to about 1 GB. A clock, which is checked between slices of the work, limits the
-time. An error in a baseline does not fail the evaluation; the baseline is reported as skipped, with
-the reason.
+They are fitted to at most `MOST_ROWS` random training examples (recommenders to `_MOST_PAIRS`), and
+to fewer with many columns, classes or texts. This limits the memory to about 1 GB. A clock, which
+is checked between slices of the work, limits the time. A baseline that fails does not fail the
+evaluation; it is reported as skipped, with the reason.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Maximum number of iterations (the default of scikit-learn), and of trees. An iteration adds a tree
-# per class.
+# Maximum number of iterations (scikit-learn's default), and of trees (one per class and iteration).
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
@@ -59,7 +58,7 @@ class Kind(NamedTuple):
 
 
 def boosting(columns: Columns) -> Kind:
-    """Return the kind for histogram gradient boosting, with categories and missing numbers."""
+    """Return histogram gradient boosting, which supports categories and missing numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
@@ -90,10 +89,7 @@ def boosting(columns: Columns) -> Kind:
 
 
 def linear(columns: Columns) -> Kind:
-    """Return the kind for linear models of numbers, one-hot categories and TF-IDF.
-
-    Classes are predicted by logistic regression, and numbers by ridge regression.
-    """
+    """Return logistic regression for classes and ridge regression for numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415

@@ -95,8 +95,7 @@ class DatasetSpec:
         """Return the spec of a published dataset, with the statistics `learnt` for models.
 
         Raises:
-            UserError: it is not the manifest of a dataset, is incomplete, or was written by another
-                version.
+            UserError: the manifest is invalid, not that of a dataset, or of another version.
         """
         if manifest.kind != KIND:
             raise UserError(f"it is a {manifest.kind}, not a {KIND}: check the URI")
@@ -169,10 +168,7 @@ def slice_features(
 def require_slices(
     config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` if the evaluation or the gate needs a slice that does not exist.
-
-    The value of a slice is checked only if it is the class of a label with class names.
-    """
+    """Raise `ConfigError` if the evaluation or the gate needs a slice that does not exist."""
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []
     for bound in ("min", "max"):

@@ -1,9 +1,8 @@
 """Technical names for columns and outputs.
 
-A column may have any name, such as `Sepal Length (cm)`, `user/age`, `class`, or an empty one. Keras
-layers, TensorFlow scopes, checkpoint variables and signature arguments allow few characters, so
-they get their names from these functions. A name that is valid everywhere, such as `age`, is
-unchanged.
+A column may have any name, such as `Sepal Length (cm)`, `user/age`, or an empty one. Keras layers,
+TensorFlow scopes, checkpoint variables and signature arguments allow few characters, so they get
+their names from these functions. A name that is valid everywhere, such as `age`, is unchanged.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Choice(NamedTuple):
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
     """Return the configuration with the model that is chosen for a dataset.
 
-    An image model that is chosen augments its images, unless `model.args` or
-    `training.jit_compile` prevents it.
+    An image model augments its images by default, except with `training.jit_compile`.
     """
     model, data = named(config.model, dataset), config.data
     if model.name == _OF_ALL[IMAGE] and config.model.name == AUTO:
@@ -91,8 +90,7 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
     """Choose the model for inputs, given their kinds by name.
 
-    `may_match` tells whether a model for pairs of ids is possible: the target must be a number or
-    one of two classes, and the inputs must fit embedding tables.
+    `may_match` tells whether the target and the inputs allow a model that scores pairs of ids.
     """
     if may_match and (pair := _pair(kinds)):
         return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")

@@ -56,7 +56,7 @@ def report_bad_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# A function that checks the built model and its symbolic outputs, and may raise `ConfigError`.
+# A function that checks the built model and its symbolic outputs; it may raise `ConfigError`.
 Check = Callable[[keras.Model, Any], None]
 
 

@@ -22,9 +22,8 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, share, size
 from flotilla.trainer.models.tabular import PIECES, KnownPlaces, Places, network
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Rank of a sequence of vectors: length and size.
+# Rank of a sequence of vectors (length and size), and kernel size of a convolution.
 _VECTORS = 2
-# Kernel size of a convolution.
 _WIDTH = 3
 # Maximum number of embedding rows; larger ids share a row with other ids.
 _MOST_IDS = 1 << 16
@@ -49,8 +48,7 @@ def sequence(  # noqa: PLR0913
         spec: sequences of numbers, vectors, ids or strings, and any inputs of `tabular`.
         hidden_units: the sizes of the layers on all inputs, each followed by dropout.
         dimension: the number of units per position of a sequence, and the size of an embedding row.
-        blocks: the number of convolution blocks; each block after the first one doubles the
-            receptive field.
+        blocks: the number of convolution blocks; each one doubles the receptive field.
         words: the maximum number of words to use of a text that is not a sequence.
         dropout: the fraction of units that a training step drops.
     """

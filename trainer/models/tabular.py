@@ -31,8 +31,7 @@ _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 # Number of units for each number, and the maximum number for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# A function that encodes a sequence, given the encoder, the input's name and tensor. It returns
-# arrays [n, units].
+# A function of the inputs, the name and the tensor of a sequence, which returns arrays [n, units].
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 

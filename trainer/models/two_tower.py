@@ -256,8 +256,7 @@ class FoundAndRanked(keras.layers.Layer):
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
         if self.popularity:
-            # Counts need not be divided by their sum, because a constant factor cancels out in the
-            # softmax.
+            # Counts need not be divided by their sum: a constant factor cancels out in the softmax.
             scores -= _logarithm(x[self.popularity])[tf.newaxis]
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
@@ -323,8 +322,7 @@ def two_tower_ranker(  # noqa: PLR0913
         item: the feature with the id of the item.
         user_attributes: other features of the user, each with its own table.
         item_attributes: other features of the item, each with its own table.
-        popularity: the feature with the number of times the item was shown, which may be NaN for
-            never; or empty.
+        popularity: the feature with the number of times the item was shown (NaN for 0); or empty.
         dimension: the size of a row, and of a tower's vector without its last element.
         hidden_units: the sizes of the ReLU layers in each tower.
         ranking_units: the sizes of the ReLU layers in the network on both vectors.

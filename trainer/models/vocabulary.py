@@ -116,8 +116,7 @@ class Words(keras.layers.Layer):
 
         Args:
             values: the known words, or n-grams whose words are joined by a space.
-            length: the number of columns, to which texts are truncated or padded; None for the
-                length of the longest text in each batch.
+            length: the number of words to which texts are truncated or padded; None for no limit.
             ngram: the number of consecutive words in a value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: arguments of a Keras layer.

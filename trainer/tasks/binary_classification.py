@@ -197,10 +197,7 @@ class BinaryClassification(Sigmoid):
         super().check_output(output, last)
 
     def check(self) -> None:
-        """Refuse labels with more than two values, and splits with only one class.
-
-        Most metrics are undefined for a single class.
-        """
+        """Refuse labels with more than two values, and splits with only one class."""
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(

@@ -107,10 +107,7 @@ class Queries(NamedTuple):
 
 
 class QueryTally(Tally):
-    """Accumulates metrics of examples and queries.
-
-    The query ids, labels, scores and weights of all examples stay in memory.
-    """
+    """Accumulates metrics of examples and queries; keeps ids, labels and scores in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:
         """Create an empty accumulator; `group` is the feature that identifies queries."""

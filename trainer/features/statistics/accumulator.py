@@ -308,8 +308,7 @@ class Accumulator:
             return counter.distinct
         if name not in self._values:
             return 0
-        # A text is hashed once per batch and not once per example, so the number of added hashes is
-        # unknown.
+        # A text is hashed once per batch, so the number of added hashes is unknown.
         present = None if counter else self.examples - self._missing[name]
         return self._values[name].distinct(present)
 

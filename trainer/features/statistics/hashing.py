@@ -40,10 +40,7 @@ def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.
 
 
 def digest(values: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each value of a column.
-
-    The column is a NumPy array, or has a form that `to_arrow` accepts.
-    """
+    """Return a 64-bit digest of each value of an array, or of values that `to_arrow` accepts."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         if values.dtype != np.uint8 or values.ndim == 1:
             return _numbers(values)

@@ -1,12 +1,10 @@
 """Mergeable one-pass statistics of numbers and texts, in bounded memory.
 
-The mean and variance of numbers are merged part by part (Chan, Golub, LeVeque, "Updating formulae",
-1979), because the difference of two sums of squares would lose the digits of numbers with a large
-mean.
+Mean and variance are merged part by part (Chan, Golub, LeVeque, "Updating formulae", 1979), because
+the difference of two sums of squares would lose the digits of numbers with a large mean.
 
-The counts of texts are exact up to a limit of distinct texts. Above the limit, the rarest texts are
-dropped ("Lossy counting", Manku and Motwani 2002). If a dropped text occurs again, it is counted
-from 0.
+The counts of texts are exact up to a limit of distinct texts. Above it, the rarest are dropped
+("Lossy counting", Manku and Motwani 2002); a dropped text that occurs again is counted from 0.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from numpy.typing import NDArray
 #: Texts, as large_binary, with the count of each.
 Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
-# Maximum number of counted texts per requested text. With this margin, the requested texts are
-# rarely dropped.
+# Number of counted texts per requested text, so that requested texts are rarely dropped.
 _MARGIN = 4
 # Maximum number of pending texts, and their maximum size in bytes.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26

@@ -1,7 +1,4 @@
-"""Counts the words of texts, and pairs of consecutive words, in Arrow arrays.
-
-Each word or pair counts once per text.
-"""
+"""Counts words and pairs of consecutive words, each once per text, in Arrow arrays."""
 
 from __future__ import annotations
 

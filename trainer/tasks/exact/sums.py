@@ -83,10 +83,7 @@ class Groups:
         return found
 
     def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
-        """Return the standard errors of metrics; `function` computes the metrics from sums.
-
-        It converts sums [..., size] to metrics [..., metrics].
-        """
+        """Return the standard errors of the metrics that `function` computes from the sums."""
         some = self._sums[self._sums[:, 0] > 0]
         without = function(self.total - some)
         spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
