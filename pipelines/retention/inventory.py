@@ -452,7 +452,6 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Return whether a process on this machine holds the lock of a run or sweep folder."""
     with suppress(OSError):
         try:
             descriptor = os.open(folder / "lock", os.O_RDONLY)

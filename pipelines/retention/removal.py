@@ -86,7 +86,6 @@ def remove(
 
 
 def _remove(root: str, workdir: Path, item: Item) -> bool:
-    """Remove an item if it may still be removed, and return whether it was removed."""
     with _may_go(root, workdir, item) as free:
         if free:
             uri = _uri(root, item)

@@ -322,7 +322,6 @@ def start(options: RunOptions) -> LocalRun:
 
 
 def _write_proposal(proposal: Proposal, folder: Path) -> Path:
-    """Write the proposed configuration, which can repeat this run, to the folder of the run."""
     path = folder / proposal.file_name
     try:
         path.write_text(proposal.text(folder), encoding="utf-8")

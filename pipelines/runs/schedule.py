@@ -440,7 +440,6 @@ def unschedule(
 def _wait_for_runs(
     client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
 ) -> None:
-    """Wait until these disabled schedules have no active runs."""
     seen, lost, outage = set[str](), set[str](), kfp_watch.Outage(on_note)
     while True:
         try:
@@ -466,7 +465,6 @@ def _wait_for_runs(
 
 
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
-    """Return the message about a run that must end before its schedule is deleted."""
     what = f"the schedule is disabled, and will be removed when its run {run.run_id} has ended"
     if cancel:
         return f"{what}, which is being cancelled"

@@ -103,7 +103,6 @@ def damaged(data, kind, how):
 
 
 def put(path, kind, how):
-    """Damage an intact file."""
     if kind != "place":
         path.write_bytes(damaged(path.read_bytes(), kind, how))
         return

@@ -11,7 +11,6 @@ pytestmark = pytest.mark.usefixtures("uploaded")
 
 @pytest.fixture
 def started(instance, remote, uploaded):
-    """Start a run, and return its ID."""
     assert uploaded
     assert remote("submit", "--name", "mine").code == 0
     [run_id] = instance.store.runs
