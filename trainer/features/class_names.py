@@ -104,7 +104,7 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of each class that has several; boolean words ignore case."""
+        """Return the spellings of each class with several, apart from the case of boolean words."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:

@@ -71,7 +71,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per global step; asynchronous workers do separate steps."""
+    """Return the number of examples per global step; an asynchronous step is of one worker."""
     training, topology = config.training, config.topology
     return (
         training.step_examples
@@ -116,7 +116,7 @@ def resolve_for_dataset(config: Config, uri: str) -> Config:
 
 
 def resolve(config: Config, splits: Splits) -> Config:
-    """Return the configuration with `auto` replaced by numbers; raises `ConfigError`."""
+    """Return the configuration with numbers in place of `auto`; raises `ConfigError`."""
     if is_resolved(config):
         return config
     size = next(each for each in SIZES if splits.train < each.examples)

@@ -2,10 +2,10 @@
 
 A number is encoded by its position between the quantiles of the training examples, and a separate
 layer for each number maps the encoding to several units (piecewise linear encoding: Gorishniy et
-al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning"). Therefore the effect of
-a number need not be monotonic, as in a decision tree, and outliers have a limited effect. Missing
-numbers are marked. Classes and repeated strings have embedding rows. Other strings are bags of
-words (`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
+al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning"). As in a decision tree,
+the effect of a number need not be monotonic, and outliers have a limited effect. Missing numbers
+are marked. Classes and repeated strings have embedding rows. Other strings are bags of words
+(`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
 convolutions, with mean and maximum pooling over its positions; padding is ignored.
 """
 

@@ -116,7 +116,7 @@ class Words(keras.layers.Layer):
 
         Args:
             values: the known words, or n-grams whose words are joined by a space.
-            length: the number of words to which texts are truncated or padded; None for no limit.
+            length: the number of words to which texts are truncated or padded; None to only pad.
             ngram: the number of consecutive words in a value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: arguments of a Keras layer.

@@ -57,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return a target's class names, or default names if it has two classes, or ()."""
+    """Return the class names of a target, or default names if there are two, or ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -188,7 +188,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Require one logit per example; the error for two logits says how to correct the model."""
+        """Require one logit per example; the error for two logits suggests two corrections."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, but {self.name} of {self.target} needs one logit, "

@@ -130,7 +130,7 @@ class R2Score(keras.Metric):
     """The coefficient of determination, averaged over the numbers of an example.
 
     Keras sums the squares of the labels, which loses precision if their mean is far above their
-    standard deviation. Here a value near the mean is subtracted from the labels first.
+    standard deviation. Here, a value near the mean is subtracted from the labels first.
     """
 
     def __init__(self, numbers: int, near: float) -> None:
@@ -383,7 +383,7 @@ def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
 
 
 def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the most likely class is correct [n], and its probability [n]."""
+    """Return whether the most likely class is correct [n], and its predicted probability [n]."""
     return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
 
 

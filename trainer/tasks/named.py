@@ -47,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # List the classes of these names here. To look up a name, Keras would create an object, which
-    # starts TensorFlow's threads, but tasks are forked from a process that imports this module.
+    # List the classes of these names here. Keras would create an object to look up a name, and so
+    # start TensorFlow's threads in a process from which tasks are forked.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -166,7 +166,7 @@ def is_by_class(loss: keras.losses.Loss) -> bool:
 
 
 def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
-    """Return a hint to use the sparse forms of losses, for class numbers; empty without any."""
+    """Return a hint to use the sparse forms of these losses; empty if they have none."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
     return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""

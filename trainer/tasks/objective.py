@@ -498,7 +498,7 @@ class Measuring(Tally):
         """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # The configured loss may differ from the task's own loss.
+        # The configured loss may differ from the task's own loss, which the interval is for.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
             # The sum in single precision has overflowed.
@@ -542,5 +542,5 @@ def select_rows(tree: Any, rows: Any) -> Any:
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """Cast a model's outputs to float32; with mixed precision they have another type."""
+    """Cast a model's outputs to float32; with mixed precision, they may have another type."""
     return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

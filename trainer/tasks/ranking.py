@@ -117,7 +117,7 @@ class QueryTally(Tally):
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
         self._examples.add(part)
-        # A view would keep the whole part in memory.
+        # Copy the scores, because a view would keep the whole part in memory.
         scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
         self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
 

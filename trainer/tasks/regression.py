@@ -43,8 +43,8 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# The median is computed from a sample with at most this many values, or this many examples if they
-# have more values.
+# Maximum number of values in the sample for the median, and the number of examples if each example
+# has many values.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
@@ -96,7 +96,7 @@ class Regression(Task):
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The mean and standard deviation for standardizing outputs; else 0 and 1."""
+        """The mean and standard deviation that standardize outputs, or 0 and 1."""
         return float(self._mean), float(self._std)
 
     @property

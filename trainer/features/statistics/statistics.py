@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.json_records import parse, parse_record
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
-# A function that returns the content and the URI of the statistics file, or empty values.
+# A function that returns the content of `statistics.json` and its folder's URI, or empty values.
 Read = Callable[[], tuple[bytes, str]]
 #: Kind of a feature whose dataset has not been prepared.
 UNKNOWN_KIND = "unknown"

@@ -256,7 +256,7 @@ class Scores:
         columns = np.array(found)
         defined = columns[~np.isnan(columns[:, 0])]
         squares = (defined[:, 2:4] ** 2).sum(axis=0)
-        # After `condense` the influences of examples are unknown, and may all be equal.
+        # After `condense`, the influences of examples are unknown; assume fully dependent columns.
         whole = defined[:, 2:4].sum(axis=0) ** 2
         if self._columns > 1 and not self._ranked:
             whole = (together**2).sum(axis=1)
