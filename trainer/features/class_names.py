@@ -43,7 +43,7 @@ def normalize_number(text: str) -> str:
 
 
 def class_key(text: str) -> str:
-    """Return a key that is equal for all spellings of a class; it ignores the other classes."""
+    """Return a key that all spellings of a class share, whatever the other classes are."""
     short = normalize_text(text)
     word = short.lower()
     return word if word in _WORDS else normalize_number(short) or short

@@ -71,7 +71,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per global step; an asynchronous step is of one worker."""
+    """Return the number of examples per global step; with asynchronous updates, of one worker."""
     training, topology = config.training, config.topology
     return (
         training.step_examples

@@ -134,7 +134,7 @@ class Classification(Softmax):
         ]
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return 1 for each example with a correct most likely class, else 0; only for accuracy."""
+        """Return 1 for each correct prediction and 0 for others [n]; None except for `accuracy`."""
         # A user's subclass may define another metric with this name.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None

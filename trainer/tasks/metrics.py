@@ -256,7 +256,7 @@ def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
 
 
 def _scores() -> Any:
-    # This import loads pandas and takes half a second, and training does not need it.
+    # Import scikit-learn only here, because the import takes half a second and loads pandas.
     from sklearn import metrics  # noqa: PLC0415
 
     return metrics

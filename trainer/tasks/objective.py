@@ -439,7 +439,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of sums for a batch; `loss` is given if the model computes it."""
+        """Return the vector of sums for a batch; `loss` is set if the model computes its loss."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():

@@ -127,7 +127,10 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
 
 
 def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
-    """Describe the task and its positive class in one line; `set_positive` returned the dataset."""
+    """Return a line that names the task and its positive classes, with the reasons.
+
+    The dataset comes from `set_positive`.
+    """
     name, why = choose_task(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():

@@ -52,7 +52,7 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value at a path of a nested mapping; other values apply to all paths."""
+    """Return the value at a path of a nested mapping; a plain value applies to all paths."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree

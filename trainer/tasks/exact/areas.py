@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with their sums; `order`, if given, sorts scores descending."""
+    """Return the distinct scores with their sums; `order` is the descending order, if known."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
