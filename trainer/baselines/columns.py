@@ -19,7 +19,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Tensors with more elements are not used, because they are probably images; vectors may be longer.
+# Tensors of rank 2 or more with more elements are not used, because they may be images.
 _MOST_PIXELS = 256
 _VECTOR = 1
 # With up to this many columns, histograms have more bins. They take at most 160 MB in both cases.

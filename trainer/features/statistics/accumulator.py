@@ -366,5 +366,5 @@ def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 @lru_cache(maxsize=16)
 def _signs(size: int) -> NDArray[np.float64]:
-    """Return fixed random signs, by which rows are projected."""
+    """Return fixed vectors of random signs [size, projections]; rows are projected onto them."""
     return np.random.RandomState(0).choice([-1.0, 1.0], (size, _PROJECTIONS))

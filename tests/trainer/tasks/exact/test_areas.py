@@ -41,7 +41,7 @@ def test_areas_are_scikit_learns(given, weights):
         # Positive and negative examples both need a positive total weight.
         weight = np.where(np.arange(COUNT) < 4, weight.max(), weight)
     found = areas(true, score, weight)
-    # Scale tiny weights for scikit-learn, whose sums of them lose all precision.
+    # Scale tiny weights, because scikit-learn's sums of tiny weights lose all precision.
     theirs = weight if weights != "tiny" else weight * 1e200
     assert found.auc == pytest.approx(scores.roc_auc_score(true, score, sample_weight=theirs))
     expected = scores.average_precision_score(true, score, sample_weight=theirs)
