@@ -94,7 +94,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
     elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
     else:
-        # The UI identifies rows by name, and two classes may have the same name.
+        # The UI identifies rows by name, so add the index to a name that several classes share.
         names = [
             f"{each} ({i})" if labels.count(each) > 1 else each for i, each in enumerate(labels)
         ]

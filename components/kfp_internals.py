@@ -73,7 +73,7 @@ def replace_local_runner(run: RunCommand) -> None:
 
     If `run` returns None, the local runner starts the step itself.
     """
-    # Importing this module takes a second.
+    # Import this only here, because it takes a second.
     from kfp.local import subprocess_task_handler
 
     before = subprocess_task_handler.run_local_subprocess
@@ -110,7 +110,7 @@ def make_client_type() -> Any:
 
         @property
         def requests(self) -> Any:
-            """The API client for all requests, with `cookie`, `rest_client`, `configuration`."""
+            """The sender of all requests, with `cookie`, `rest_client` and `configuration`."""
             return self._healthz_api.api_client
 
     return OwnClient

@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages in order; only the first if the run is unchanged or has a dataset."""
+    """Run the stages in order; only the first if nothing is new or a dataset is given."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):

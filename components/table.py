@@ -57,7 +57,7 @@ class StepSpec:
         retries: how often each stage is retried in its pod after a transient failure, and how
             often a lost pod is replaced.
         is_light: whether the step needs little CPU and memory, regardless of the settings.
-        may_use_gpus: whether the step computes with the model.
+        may_use_gpus: whether the step runs the model, for which GPUs may be used.
         loads: module that does the computation and imports TensorFlow; empty if there is none.
         is_exit_step: whether the step runs at the end of every complete run, even after a failure.
     """
@@ -166,7 +166,7 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after `stage`; all of them if it is not one of them."""
+    """Return the names of a step's stages after `stage`; all if `stage` is of another step."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 

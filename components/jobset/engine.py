@@ -135,7 +135,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return the pod failure policy. The order matters: the first match applies."""
+    """Return the pod failure policy; Kubernetes applies the first rule that matches."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,

@@ -144,7 +144,7 @@ class Adoption:
     def _delete(self, found: Tree, seconds: float) -> None:
         metadata = found["metadata"]
         if not self._engine.end(found) and self._ask(partial(stop.is_requested, self._api, found)):
-            # The job's chief is still saving a checkpoint.
+            # Wait, because the job's chief may still be saving a checkpoint.
             self._engine.stop(found).wait(self._api, self._wait)
         if not metadata.get("deletionTimestamp"):
             resource = self._kind.resource

@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine of the run's job or the first that is served; `local` outside a cluster."""
+    """Return the engine of the run's job, or the first served engine; `local` without a cluster."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, because this is not in a pod and has no KUBECONFIG")
         return "local"

@@ -79,7 +79,7 @@ class PodRefusals:
         self.newest = ""
 
     def final(self) -> str:
-        """Return why a job's pods can never be created; empty if unknown or if the job has run."""
+        """Return why a job that has not run can never get its pods; empty if no reason is known."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS

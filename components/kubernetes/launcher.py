@@ -272,7 +272,7 @@ class _Launch:
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            # The job may be deleted before the watch first lists it.
+            # Pass the job, because it may be deleted before the watch first lists it.
             self._watch(self._kind.kind, self._kind.resource, by_name, created),
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]

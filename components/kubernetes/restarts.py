@@ -54,7 +54,7 @@ class Restarts:
         return self._engine.is_final(self._config, end)
 
     def record_progress(self, step: int) -> None:
-        """Record a published checkpoint; if it is the newest so far, forget the lost pods."""
+        """Record a published checkpoint; if it is the newest, reset the count of lost pods."""
         with self._lock:
             if step > self._newest:
                 self._newest = step

@@ -259,12 +259,12 @@ class Supervisor:
             )
 
     def _count_restart(self, end: TaskEnd) -> None:
-        # A worker of a user's program may end before the leading task, but a worker of the trainer
-        # must not end before training has.
+        # A worker of a user's program may end before the leading task. A worker of the trainer must
+        # not end before training is complete.
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
-        # When a job fails, all of its tasks end, with any exit code.
+        # When a job fails, all of its tasks end with any exit code, and are not restarted.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         if self._engine.fails_with_a_pod and end.code == DONE:
@@ -466,7 +466,7 @@ class Supervisor:
             raise UserError(f"the pods of the job {self._name} are rejected: {refusal}")
         exceeded = self._find_exceeded()
         if exceeded:
-            # A controller that is down may come back, for example after an update.
+            # A controller that has not reacted may be down and come back, so a retry may help.
             kind = UserError if self._deadlines.is_taken_up else TransientError
             raise kind(f"{exceeded} (job {self._name}){self._last_events()}")
         limit = self._unreachable

@@ -124,7 +124,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """A transient failure of a request; the API asks for a pause of `retry_after` seconds."""
+    """A transient failure of a request; the API may ask for a pause of `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         """Store the cause and the seconds to wait."""

@@ -64,8 +64,8 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
 
     if role == TRAINER:
-        # Without these, an abandoned job runs until its deadline, and a cancelled job ends without
-        # a last checkpoint.
+        # Without these permissions, an abandoned job runs until its deadline, and a cancelled job
+        # ends without a last checkpoint.
         return (
             *job_permissions("delete", is_optional=True),
             *lease_permissions("get", "list", "watch", is_optional=True),
@@ -76,9 +76,9 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without it, only the tasks detect a Service of another owner, and only after minutes.
+        # Without this, only the tasks detect a Service of another owner, and only after minutes.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
-        # Without it, failure reports contain no events.
+        # Without this permission, failure reports contain no events.
         Permission("list", "events", is_optional=True),
         ISOLATION,
     )

@@ -3,9 +3,9 @@
 Usage: python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
 
 The guard writes the configuration to a file, from which the task reads it, and restarts the task
-inside its pod (`task_process`). In the leading task's pod, it watches
-the launcher (`launcher_watch`); in workers and servers, it delays SIGTERM until the leading task
-has ended (`shutdown`).
+inside its pod (`task_process`). In the leading task's pod, it watches the launcher
+(`launcher_watch`); in workers and servers, it delays SIGTERM until the leading task has ended
+(`shutdown`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Guard:
         killer.start()
 
     def wait(self) -> int:
-        """Return the exit code of the task (128 + N for signal N), or one that fails the job."""
+        """Return the exit code of the task (128 + N for signal N), or a code that fails the job."""
         code = self._process.wait()
         if not self.ends_job:
             return code
@@ -221,7 +221,7 @@ def _restart_limit(config: Config, task: Task | None) -> float:
     role = task.role if task else "worker"
     if config.cluster.kubernetes.of(role).restart_policy == "Never":
         return 0
-    # Training does not depend on the evaluator.
+    # Training does not depend on the evaluator, so its restarts are not limited.
     return math.inf if role == "evaluator" else config.cluster.max_restarts
 
 
@@ -237,7 +237,7 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # The leader saves the variables of the current process; a new one would not have them.
+            # Do not restart this task: the leader saves the variables of the current process.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

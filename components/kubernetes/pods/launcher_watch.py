@@ -31,7 +31,7 @@ UNRENEWED_LIMITS = 2
 
 
 class Ending(Protocol):
-    """An object that can end the job: the guard."""
+    """An object that can end the job: a guard, or the `Reaction` of an agent."""
 
     def end_job(self, reason: str) -> None:
         """End the task and the job; the termination message includes the reason."""
@@ -152,8 +152,8 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     except UnreachableError:
         age.unreadable()
     except Exception:
-        # For example, a proxy has responded with a web page. The loop continues, but this time does
-        # not count.
+        # For example, a proxy has responded with a web page. The loop continues, and the age of the
+        # heartbeat does not grow until the next read.
         age.unreadable()
         raise
     return True

@@ -25,8 +25,8 @@ _START_FAILURES = (
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
-# The kubelet's reason for a container that keeps exiting. Only for a sidecar, this is a start
-# failure: the program does not start before its sidecar runs.
+# The kubelet's reason for a container that keeps exiting. This is a start failure only for a
+# sidecar, because the program does not start before its sidecar runs.
 _CRASHES = "CrashLoopBackOff"
 # Waiting reasons of every container that starts normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
@@ -195,7 +195,7 @@ def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs, even if its pod is being deleted: a chief saves then."""
+    """Return whether the container runs, as it still may in a pod that is being deleted."""
     return has_started(pod) and not has_ended(pod)
 
 
@@ -293,8 +293,8 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times have a resolution of one second. A failure in the second of the deletion request has
-    # another cause.
+    # Times have a resolution of one second. A failure in the same second as the deletion
+    # request has another cause.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(

@@ -23,7 +23,7 @@ _SHUTTING_DOWN = b"e"
 # Seconds that a stopped server waits for the announcement, which comes only if the leader stops.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
-# Spare connections beyond one for each server.
+# Number of connections that are allowed beyond one for each server.
 SPARE = 8
 
 
@@ -87,7 +87,7 @@ class ShutdownConnection:
         threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
     def wait(self, notice: float, timeout: float) -> None:
-        """Wait `notice` s for the announcement, and then `timeout` s for the leader's end."""
+        """Wait up to `notice` s for the announcement, then up to `timeout` s for the end."""
         if self._announced.wait(notice):
             self._ended.wait(timeout)
 

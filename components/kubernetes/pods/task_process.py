@@ -186,7 +186,7 @@ class TaskProcess:
 
 
 def adopt_orphans() -> None:
-    """Make this process reap the task's orphans if the containers share a PID namespace."""
+    """Make this process reap the task's orphans, even if the containers share a PID namespace."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

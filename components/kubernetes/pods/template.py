@@ -1,4 +1,4 @@
-"""The pods of a training job, with a template for each role: only workers may request GPUs."""
+"""The pods of a training job. Each role has a template; for example, servers request no GPUs."""
 
 from __future__ import annotations
 
