@@ -203,7 +203,7 @@ def test_its_body_is_imports_and_one_call(component):
 
 def test_its_stages_read_only_what_they_take(component):
     module = import_module(component.python_func.__module__)
-    # Names that the frame provides, or that one stage passes to another.
+    # Names that `Step` provides, or that one stage passes to another.
     own = {"stage", "output", "at", *Resolved._fields, "dataset_uri", "evaluation", "model_uri"}
     taken = {*inspect.signature(component.python_func).parameters, *own}
     read = {

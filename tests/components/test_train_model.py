@@ -223,7 +223,7 @@ class TestProgram:
 
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
-        """Return a dict, to which tests add checkpoints to publish: the step and the model path."""
+        """Return a dict for tests to fill: the checkpoints to publish, from step to model path."""
         made = {}
 
         def launch(job: Job, _defaults: PodDefaults) -> None:

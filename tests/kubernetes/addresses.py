@@ -1,4 +1,4 @@
-"""A loopback address for each pod that has a hostname, such as the pods of a JobSet.
+"""Gives each pod that has a hostname, such as a pod of a JobSet, its own loopback address.
 
 TensorFlow's server listens on all addresses, so each pod also gets a free port. Connections to the
 port in the manifest are relayed to the free port.

@@ -9,7 +9,7 @@ from tests.kubernetes.jobset_api import JobSetApi
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree
 
 USER = "ann@example.com"
-# The operator installs this webhook with `failurePolicy: Fail` for CREATE and UPDATE.
+# The API's error if the operator's webhook, which has `failurePolicy: Fail`, does not respond.
 WEBHOOK_FAILED = (
     "Internal error occurred: failed calling webhook "
     '"validator.tfjob.training-operator.kubeflow.org": failed to call webhook: Post '

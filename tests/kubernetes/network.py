@@ -85,7 +85,7 @@ class Network:
             ]
 
     def _remember(self) -> None:
-        """Remember the cluster's domains, which remain known when they have no pods."""
+        """Record the cluster's domains; they remain known even without pods."""
         for kind in ("pods", "services"):
             for tree in self._store.all(kind):
                 subdomain = tree["spec"].get("subdomain")

@@ -282,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
         if log.lost:
             lost = f"unable to retrieve container logs for containerd://{'9c1b' * 16}"
             return self._send_text(200, lost, "text/plain")
-        # The kubelet compares whole seconds.
+        # The kubelet ignores fractions of a second in `sinceTime`.
         since = query.get("sinceTime", "")[:19]
         follow = query.get("follow") in ("true", "True")
         position = 0

@@ -37,12 +37,12 @@ class NotServedError(Exception):
 
 
 def now(seconds: int = 0) -> str:
-    """Return the time, shifted by some seconds, in Kubernetes's format of whole seconds."""
+    """Return the current time plus `seconds` in Kubernetes's format, which has whole seconds."""
     return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Store:
-    """All objects by kind, namespace and name; `changed` is also the lock.
+    """All objects by kind, namespace and name. The condition `changed` is also the lock.
 
     Attributes:
         graceful: kinds whose objects are only marked for deletion; another component removes them.

@@ -34,7 +34,7 @@ POLICY = {"podFailurePolicy": NEVER_AGAIN, "backoffLimit": 20}
 def jobsets(kube, api):
     kube.install_jobset()
     kube.job_controller.backoff_seconds = 0.05
-    # Tests end deleted pods themselves.
+    # Deleted pods remain until a test ends them.
     kube.store.graceful.add("pods")
     return client.CustomObjectsApi(api)
 

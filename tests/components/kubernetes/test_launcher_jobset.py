@@ -533,7 +533,7 @@ def test_pods_of_a_suspended_job_are_no_loss_where_jobs_may_not_be_listed(kube, 
     before = uids(kube)
     name = kube.jobset()["metadata"]["name"]
     kube.wait_followed("worker-0")
-    # The watch of pods reports the deletion before the watch of the JobSet reports the suspension.
+    # Make the watch of pods report the deletion before the watch of JobSets reports the suspension.
     kube.faults.add("GET .*jobsets.*watch=", 503)
     kube.server.drop_streams()
     kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": True}})

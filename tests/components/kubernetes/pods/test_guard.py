@@ -225,7 +225,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
     # The leader has announced its shutdown, but its process has not exited yet.
     waited.join(0.2)
     assert waited.is_alive()
-    # When the leader's process exits, its connections are closed, as here.
+    # The exit of the leader's process would close its connections in the same way.
     for accepted in server._connections:
         accepted.close()
     waited.join(60)
@@ -250,7 +250,7 @@ def watched(kube, port):
 
 
 def limit(seconds):
-    """Return the variable that sets the heartbeat's limit, in seconds."""
+    """Return the variable that sets the time limit for the heartbeat, in seconds."""
     kind = ["tfjobs", "kubeflow.org", "v1"]
     place = {"namespace": NAMESPACE, "job": "job", "kind": kind, "seconds": str(seconds)}
     return {"FLOTILLA_LAUNCHER": json.dumps(place)}

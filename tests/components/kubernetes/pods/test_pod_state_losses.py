@@ -9,7 +9,7 @@ TEN, ELEVEN = "2026-01-01T00:00:10Z", "2026-01-01T00:00:11Z"
 
 
 def pod(index=0, version=1, code=None, finished=TEN, **more):
-    """Return the pod of a worker, deleted at `deleted` without a grace period."""
+    """Return a worker's pod; `deleted` is the time of its deletion, without a grace period."""
     labels = {**NAMES, "training.kubeflow.org/replica-index": str(index)}
     metadata = {"name": f"job-worker-{index}", "uid": f"u{index}", "labels": labels}
     metadata["resourceVersion"] = str(version)

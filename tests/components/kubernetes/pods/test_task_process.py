@@ -224,7 +224,7 @@ def test_orphans_of_the_task_are_reaped_while_it_runs(tmp_path):
 
 @pytest.mark.cluster
 def test_a_child_of_the_guard_itself_is_left_to_the_thread_that_waits_for_it(tmp_path):
-    # For example, the API client may run a program to obtain credentials.
+    # The guard has such a child if the API client runs a program to obtain credentials.
     also = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(7)'])\n"
