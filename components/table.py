@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # # `register_model` may compare the model with champions that the gate did not see.
+    # # `register_model` may evaluate the model again, against champions that the gate did not see.
     StepSpec(
         name="export_model",
         stages=(

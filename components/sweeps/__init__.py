@@ -1,1 +1,1 @@
-"""The steps that only the pipeline of a sweep has."""
+"""The steps that exist only in the pipeline of a sweep."""
