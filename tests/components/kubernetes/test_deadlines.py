@@ -309,7 +309,7 @@ class TestStart:
         said = "all tasks are running, but training has made no step yet"
         assert deadlines.start(pods) == (2, said)
         assert not deadlines.is_training
-        # For example, a Service of another job may have the same name.
+        # The cause is, for example, a Service of another job with the same name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
         assert deadlines.start(pods)[1].endswith(
             "no step yet; these names do not resolve: a-ps-0-0.a"
