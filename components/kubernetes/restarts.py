@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAG
 def describe_failure(
     api: Api, end: TaskEnd, log_tail: Iterable[str], *, is_program: bool = False
 ) -> str:
-    """Return the report of a failed task: its own message if that explains the exit, or the cause."""
+    """Return the report of a failed task: its message if that explains the exit, or the cause."""
     if (end.code in (FAILED, TRY_AGAIN, USAGE) or is_program) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
