@@ -1,4 +1,4 @@
-"""The base of all configuration sections, which are frozen and strict and have no unknown keys."""
+"""The base of all configuration sections, which are frozen and strict, and reject unknown keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.masking import find_credentials, mask
 
 #: The largest whole number of a run parameter, because KFP passes numbers as doubles.
 MOST = 2**53
-#: How a number that is determined from the data later is written, in Python and in YAML.
+#: The value of a number that is determined from the data later, in Python and in YAML.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (

@@ -13,8 +13,8 @@ REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
 #: The key in `rules` that stands for all rules that it does not list.
 ALL = "all"
-#: Each rule with its default action and meaning. A rule refuses data from which no model can learn,
-#: or that make a metric wrong. It warns if a person has to judge the finding.
+#: Each rule with its default action and meaning. The default is to refuse data from which no model
+#: can learn or that make a metric wrong, and to warn about findings that a person has to judge.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema or of the champion's dataset is missing"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),

@@ -26,8 +26,8 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-#: The field for all other keys, which is also an entry of drop-down lists, and its key for a whole
-#: configuration.
+#: The field for all other keys, which is also an entry of drop-down lists, and the key in its value
+#: that contains a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")

@@ -90,7 +90,8 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# `security` sets the fields of containers. The API would silently drop an unknown field.
+# Other fields are rejected: `security` sets the fields of containers, and the API would silently
+# drop an unknown field.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",

@@ -80,12 +80,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# A configuration has only 100 keys, and PyYAML needs 20 s to read 1 MB.
+# Maximum size of a configuration. PyYAML needs 20 s to read 1 MB.
 _MOST_BYTES = 1 << 17
-# The depth of a key such as task.outputs.LABEL.args. The limit is needed because a node may contain
-# itself.
+# Maximum depth at which texts are kept. The limit is needed because a node may contain itself.
 _DEEPEST = 6
-# Each alias repeats a value, and aliases of aliases soon fill the memory.
+# Maximum number of values. Aliases of aliases could multiply a value until the memory is full.
 _MOST_VALUES = 100_000
 
 _Loader.add_implicit_resolver(
@@ -220,7 +219,7 @@ def parse_value(text: str, key: str = "") -> Any:
     """Parse a YAML value, for a key if one is given. Raises `ConfigError`."""
     try:
         return _load(text, key.split(".") if key else ())
-    # PyYAML does not convert errors of its constructors: `!!bool x` is a KeyError.
+    # PyYAML does not convert errors of its constructors: `!!bool x` raises a KeyError.
     except Exception:
         raise ConfigError(_one_line(f"{text!r} is not a YAML value")) from None
 

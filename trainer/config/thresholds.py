@@ -97,7 +97,7 @@ class ChampionRule(Section):
         raise ValueError("write a number such as 0.02, or a share such as 2%")
 
     def comparison_key(self) -> str:
-        """Return the parameters of an evaluation. An absolute margin affects only the gate."""
+        """Return the parameters that affect evaluations. An absolute margin affects only gates."""
         return f"{self.metric} {self.better} {self.confidence!r} {self.share!r} {self.class_margin}"
 
     @property
