@@ -43,7 +43,7 @@ class Fault:
     body: bytes | None = None
 
     def strikes(self, handler: BaseHTTPRequestHandler) -> bool:
-        """Count a request if it matches; return whether the fault strikes it."""
+        """Count a request if it matches. Return whether the fault strikes it."""
         if self.times == 0 or self.method not in ("", handler.command):
             return False
         if not re.search(self.path, handler.path):
@@ -129,7 +129,7 @@ class Faulty(BaseHTTPRequestHandler):
             self._answer(fault.kind, fault.body)
             return False
         if fault.kind == "mangle":
-            # Change the first half, which has the head of a manifest.
+            # Change the first half, which contains the beginning of a manifest.
             sent = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             sent[len(sent) // 4] ^= 1
             self.rfile = io.BytesIO(sent)
@@ -172,7 +172,7 @@ class Faulty(BaseHTTPRequestHandler):
 
 
 class _Torn:
-    """A stream that passes on the headers and half of the body, or nothing."""
+    """A stream that passes on the headers and half of the body, or nothing if `whole` is 0."""
 
     def __init__(self, file: Any, *, whole: int) -> None:
         self._file = file

@@ -31,7 +31,7 @@ class PreconditionError(Exception):
 
 
 def _read_fast(handler: Any, query: Any) -> Any:
-    """Read an upload in one piece. The email parser takes 20 ms/MB and may drop a trailing CR."""
+    """Read an upload in one piece. The emulator's parser takes 20 ms/MB and may drop a last CR."""
     kind = handler.headers.get("Content-Type") or ""
     if not kind.startswith("multipart/related"):
         return _read_data(handler, query)

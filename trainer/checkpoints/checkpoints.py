@@ -75,7 +75,7 @@ class Checkpoints:
     learnt = NOTHING
     #: The positive class of each output that has one. Each checkpoint records it.
     positive: Any = None
-    #: Raises if the run may not continue from a checkpoint.
+    #: Called with the newest checkpoint. Raises if the run may not continue from it.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
     #: The saver of parts, or None if the chief writes and reads all variables.
@@ -255,7 +255,7 @@ class Checkpoints:
         return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
 
     def _require_lease(self) -> None:
-        # The lease does not exist yet when the file object is created.
+        # Look up the lease only now, because it is set after the file object was created.
         self.lease.require()
 
     @contextmanager

@@ -13,8 +13,8 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoin
 from flotilla.trainer.runtime.json_records import parse_record
 
 PREFIX = "variables"
-# The manifest field that lists the variables of servers that were lost since the previous
-# checkpoint: for each server, the paths and the global step to which the values were reset.
+# The manifest field about servers that were lost since the previous checkpoint. For each server, it
+# contains the paths of its variables and the global step to which their values were reset.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
 # TensorFlow's escape sequences for paths in checkpoint keys.

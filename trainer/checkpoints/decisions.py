@@ -41,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval(Interval):
-    """When to save a checkpoint: after a number of steps or seconds; 0 means never."""
+    """When to save a checkpoint: after a number of steps or of seconds (0: never)."""
 
     seconds: float = 0.0
 
@@ -64,8 +64,8 @@ class Retention:
     """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: the interval, in hours, of further checkpoints to keep, from the first one on;
-            0 to keep none.
+        every_hours: minimum time between further checkpoints to keep, in hours, beginning with the
+            first checkpoint. With 0, none are kept.
     """
 
     newest: int
@@ -144,7 +144,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
     if not found:
         raise none_below(uri)
     ranked = best_first(found) if choice == "best" else []
-    # A slow evaluator may have measured only the initial weights.
+    # Do not select the initial weights only because a slow evaluator has measured nothing else.
     if found[-1].global_step and not any(each.global_step for each in ranked):
         ranked = []
     damaged = ""

@@ -116,19 +116,19 @@ class IndexEntry:
 
     @property
     def by(self) -> MainMetric:
-        """The metric that compares checkpoints: the main metric or, if not measured, the loss."""
+        """The metric that ranks the checkpoint: the main metric, or the loss if that is missing."""
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` is the metric to compare them by. By default, it is that of the newest checkpoint.
+    `main_metric` is the metric to compare them by. By default, the newest checkpoint determines it.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # Runs may be resumed with another metric, and old manifests have none.
+    # Use the newest metric: a run may be resumed with another one, and old manifests have none.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -174,7 +174,7 @@ def learnt_of_checkpoint(uri: str, dataset: str) -> Learnt:
 
 
 def learnt_of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> Learnt:
-    """Return the statistics for a run's model, from its initial weights or from the dataset."""
+    """Return the statistics for a run's model, from its checkpoints, initial weights or dataset."""
     return Learnt(lambda: _first([*_list_own(checkpoints, training), dataset]))
 
 

@@ -105,7 +105,7 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # An invalid checkpoint with the same manifest but other data would be kept.
+                # `publish` would keep an invalid checkpoint that has the same manifest.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):

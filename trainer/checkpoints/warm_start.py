@@ -58,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The variables of the model to load, and those to skip, by reason."""
+    """The variables of the model that are loaded, and the skipped variables by reason."""
 
     taken: list[str] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)

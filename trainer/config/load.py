@@ -31,7 +31,7 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
-# Values that turned removed keys off. A configuration recorded by an earlier version may
+# Values with which removed keys had no effect. A configuration recorded by an earlier version may
 # still contain them.
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),

@@ -40,7 +40,7 @@ _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initiali
 MOST_COUNTED = 255
 #: Default number of steps for which a row must be unused before another id may get it.
 MIN_AGE = 16
-# Larger numbers must be mistakes.
+# Maximum values of the settings of a table, and of its capacity. Larger values must be mistakes.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
 #: The word for the checkpoint of the registry's champion.
 CHAMPION = "champion"

@@ -134,7 +134,7 @@ class TaskConfig(Section):
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# Zero means never.
+# An interval or a limit that may be 0, which means never.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 

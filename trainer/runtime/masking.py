@@ -104,7 +104,7 @@ def mask(text: str) -> str:
 
 
 def remove_credentials(text: str) -> str:
-    """Return `text` with credentials masked, otherwise unchanged."""
+    """Return `text` with credentials masked, and otherwise unchanged."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_mask_user, text)
     if "=" in text or ":" in text or " " in text:

@@ -3,7 +3,7 @@
 A request to stop (`flotilla cancel`, Ctrl-C, the eviction of a pod) is a SIGTERM or SIGINT, which
 handlers only record. It passes from the command to the last checkpoint as follows:
 
-1. `flotilla.pipelines.cli.runs` is the command.
+1. `flotilla.pipelines.cli.runs` implements the command.
 2. `flotilla.pipelines.runs.control` signals the process group of the run, which includes the
 running step. After Ctrl-C, `flotilla.pipelines.runs.local` does the same.
 3. `flotilla.trainer.cluster.supervisor`, in the process of the step, sends SIGTERM to the leading

@@ -369,7 +369,7 @@ def _source_file(name: str) -> Path | None:
         return None
     try:
         spec = importlib.util.find_spec(name)
-    # The name is not the name of a module, or its parent is not a package.
+    # The name is not a valid module name, or its parent is not a package.
     except (ImportError, AttributeError, ValueError):
         return None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):

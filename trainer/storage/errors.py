@@ -37,7 +37,7 @@ class NotPublished(Missing):
 
 
 class Corrupt(UserError):  # noqa: N818
-    """A file differs from the manifest. The message names the file."""
+    """A stored file is damaged or has an unexpected format. The message names it."""
 
 
 class UnknownSchema(UserError):  # noqa: N818

@@ -151,7 +151,7 @@ class FileStore:
         return _publish_stage(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
-        """Return the plain names directly below a URI, in order, without hidden ones."""
+        """Return the decoded names directly below a URI, sorted, without hidden ones."""
         return sorted(name for name in os.listdir(_path(uri)) if not name.startswith("."))
 
     def files(self, uri: str) -> Iterator[ListedFile]:
@@ -371,7 +371,7 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
             if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
-            # Remove the folder here, because the process that holds the lock may not be allowed to.
+            # Remove the folder here, because the process that holds the lock may lack the rights.
             with suppress(OSError):
                 stage.rmdir()
 

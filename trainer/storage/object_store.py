@@ -210,7 +210,7 @@ class ObjectStore:
         return placed
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Create the manifest once all its objects are visible, and delete all other objects."""
+        """Create the manifest if all its objects are visible, and delete all other objects."""
         there = self._below(draft)
         if MANIFEST in there:
             return None
@@ -231,7 +231,7 @@ class ObjectStore:
         return manifest if won else None
 
     def children(self, uri: str) -> list[str]:
-        """Return the plain names directly below a URI."""
+        """Return the decoded names directly below a URI, sorted, without hidden ones."""
         with self._translate(uri):
             names = self._bucket.names(_prefix(uri))
         return [name for name in names if name and not name.startswith(".")]

@@ -341,7 +341,7 @@ def create_bytes(uri: str, data: bytes) -> bool:
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order. Empty if nothing exists there."""
+    """Return the decoded names directly below `uri`, sorted. Empty if nothing exists there."""
     with report_errors(f"list {uri}"):
         try:
             return choose_store(uri).children(uri)

@@ -199,7 +199,7 @@ class S3Bucket:
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Return whether the ETag is the MD5 of the file or its parts; with SSE-KMS it never is."""
+        """Return whether the ETag is the MD5 of the file or of its parts (never with SSE-KMS)."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -286,7 +286,7 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _create_absent(self, request: Callable[..., None]) -> None:
-        """Create an object on condition that it is absent, if the store supports conditions."""
+        """Create an object if it is absent. Ignore this condition if the store rejects it."""
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:

@@ -67,7 +67,7 @@ class Store(Protocol):
         """Return the content and tag of one file. Raises `TooLargeError` beyond `most` bytes."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files in `manifest` from `source` to `uri`, verified, and the manifest last.
+        """Copy the files in `manifest` from `source` to `uri`, verify them, and write the manifest.
 
         Returns the written manifest, which tells where the files are stored. If `uri` already has a
         manifest, readers see no change, and the result is None.
@@ -83,7 +83,7 @@ class Store(Protocol):
         """Publish the files of the draft of `uri` that `manifest` lists; see `place`."""
 
     def children(self, uri: str) -> list[str]:
-        """Return the plain names directly below a URI, in order, without hidden ones."""
+        """Return the decoded names directly below a URI, sorted, without hidden ones."""
 
     def files(self, uri: str) -> Iterator[ListedFile]:
         """Yield the files at and below a URI, in any order, while the listing continues."""
@@ -258,7 +258,7 @@ def tls_trouble(error: BaseException) -> Trouble:
     """Return the class of a client's TLS error, determined from its causes."""
     cause: BaseException | None = error
     while cause:
-        # The endpoint uses plain HTTP.
+        # This reason means that the endpoint uses plain HTTP.
         plain = isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER"
         if plain or isinstance(cause, ssl.SSLCertVerificationError):
             return Trouble.NO_TLS

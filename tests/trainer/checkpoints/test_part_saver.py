@@ -331,7 +331,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
         made.parts.settle()
         there = [each for each in left(tmp_path) if ".data-" in each]
         free.set()
-    # The files of step 10, whose upload is in progress, and of step 40.
+    # Only the files of step 10, whose upload is in progress, and of step 40 remain.
     assert len(there) == 2 * 2
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
 
@@ -431,7 +431,7 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp
     made = in_bucket()
     save_steps(made, 10)
     uri = storage.join(made.uri, "step-00000020")
-    # A server has uploaded its part, and the chief was killed before the manifest.
+    # A server has uploaded its part, and the chief was killed before it wrote the manifest.
     orphan = tmp_path / "orphan"
     orphan.write_bytes(b"of an attempt that died")
     with storage.draft(uri) as draft:

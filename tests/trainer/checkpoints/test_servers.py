@@ -40,7 +40,7 @@ def short_deadline(monkeypatch):
 
 def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
     assert PartServers(1, None).are_ready()
-    # The second server uses the folder of the first, and finds its name there.
+    # The second server uses the folder of the first, whose `ready.json` names `ps-0`.
     assert not PartServers(two_servers.count, None).are_ready()
 
 
@@ -66,7 +66,7 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
 
 @pytest.mark.usefixtures("short_deadline")
 def test_a_server_whose_disk_is_damaged_is_not_lost(two_servers):
-    # The system refuses a write there with EIO, for which TensorFlow has no error type.
+    # Writing to /proc/self/mem fails with EIO, for which TensorFlow has no error type.
     line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for errors"
     with pytest.raises(storage.Unavailable, match=line):
         two_servers._write(1, "/proc/self/mem", "x")
@@ -117,7 +117,7 @@ def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers,
     monkeypatch.setitem(part_server._ACTIONS, "discard", counted)
     monkeypatch.setattr(tf.io, "write_file", write_and_fail)
     two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # Wait until the second request has also been taken.
+    # Wait until the second request has also been answered.
     while os.listdir(part_server.REQUESTS):
         pass
     assert done == ["parts/x"]

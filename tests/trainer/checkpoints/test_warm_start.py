@@ -79,7 +79,7 @@ def test_a_run_without_one_says_so(run):
 def test_a_resumed_run_ignores_it_and_keeps_its_origin(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
-    # The checkpoint may have been deleted since then.
+    # The source may be deleted once a checkpoint of this run exists.
     shutil.rmtree(before.folder)
     run.train(steps=40, keep=100, warm_start=uri)
     assert run.weight(40) == 15.0 + 20.0

@@ -149,7 +149,7 @@ def test_what_is_sent_openly():
     assert [url for url in openly + CLOSED if is_sent_openly(url)] == openly
 
 
-# Colors, a window title, bells, reversed text and invisible characters.
+# Characters that set colors or a window title, ring a bell, reverse text, or are invisible.
 COMMANDS = [
     "\x1b[2J",
     "\x1b]0;t\x07",

@@ -291,7 +291,7 @@ def test_a_long_traceback_keeps_its_head_and_its_end(blocks, monkeypatch):
 
 
 def test_a_frame_without_a_module_is_judged_by_its_file(monkeypatch):
-    # A user has asked for a model `:f`, with an empty module name.
+    # A user has configured a model `:f`, with an empty module name.
     monkeypatch.setattr(user_code, "_imported", {""})
     assert not user_code.is_users_file("/usr/lib/python3/site-packages/keras/layer.py")
     assert user_code.is_users_file("/home/ann/net.py")

@@ -345,7 +345,7 @@ def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> 
 
 @pytest.fixture
 def bucket_unconditional(s3: S3Server) -> BucketPlace:
-    """Return a bucket in S3. Google Cloud Storage always supports preconditions."""
+    """Return a bucket in S3, where a store may lack conditional writes."""
     return BucketPlace(s3, f"s3://{bucket_name()}")
 
 

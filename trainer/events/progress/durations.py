@@ -12,7 +12,7 @@ _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 
 def duration(seconds: object) -> str:
-    """Return seconds as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`; else `-`."""
+    """Return seconds as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min`, `2 d 7 h`, or else `-`."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return "-"
     if not 0 <= seconds < math.inf:
@@ -31,8 +31,8 @@ def duration(seconds: object) -> str:
 def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
     """Return the begin and end of each period in which a run was working.
 
-    A try is the name of a step, its begin and its end. If a step starts that was tried before, the
-    time before it is idle, because the run was waiting to be resumed.
+    A try consists of the name of a step, its begin and its end. If a step is tried again, the time
+    before the new try is idle, because the run was waiting to be resumed.
     """
     joined: list[tuple[float, float]] = []
     seen: set[str] = set()
@@ -41,12 +41,12 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # The later steps are tried again, too.
+            # The steps after it are also tried again, which is no further interruption.
             seen.clear()
         seen.add(step)
     return joined
 
 
 def time_at_work(tries: Iterable[tuple[str, float, float]]) -> float:
-    """Return the seconds in which a run was working; see `join_tries`."""
+    """Return the time for which a run was working, in seconds. See `join_tries`."""
     return sum(ended - began for began, ended in join_tries(tries))

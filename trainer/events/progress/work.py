@@ -68,7 +68,7 @@ class Work:
         size: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the work. `total` counts units, `size` is the total of the other measure."""
+        """Describe the work. `total` counts units, and `size` is the total of the other measure."""
         self._what, self._unit, self._total, self._size = what, unit, total, size
         self._clock, self._began = clock, clock()
         self._done, self._sized = 0, 0.0

@@ -55,7 +55,7 @@ def stamp_output() -> Iterator[None]:
 
 
 def split_stamp(line: str, *, utc: bool = False) -> tuple[float | None, str]:
-    """Split a line into its Unix time, or None if it has no timestamp, and its text.
+    """Split a line into its Unix time and its text. The time is None if there is no timestamp.
 
     The timestamp is in local time or, with `utc`, in UTC, as in pods.
     """
