@@ -208,7 +208,7 @@ class UploadFailed(Event):
 
 
 class Restart(Event):
-    """A training task that ended with `code` is restarted. `restarts` counts incidents so far."""
+    """A training task that ended with `code` is restarted. `restarts` counts failures so far."""
 
     task: str
     cause: str

@@ -86,7 +86,7 @@ class Store(Protocol):
         """Return the decoded names directly below a URI, sorted, without hidden ones."""
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files at and below a URI, in any order, while the listing continues."""
+        """Yield the files at and below a URI, in any order, before the listing is complete."""
 
     def remove(self, uri: str) -> None:
         """Remove a file, or a directory with all files below it, the manifest first."""
@@ -202,7 +202,7 @@ class Bucket(Protocol):
         """Return the checksum that the store itself computed for an object, or None."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`, ordered by key, while listing them."""
+        """Yield all objects whose key begins with `prefix`, ordered by key, page by page."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, in order."""
