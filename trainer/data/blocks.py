@@ -109,7 +109,7 @@ def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[
 
 
 class _Packed(NamedTuple):
-    """The content of a column. Row `i` begins at `starts[i]`; `kind` is the tag of the content."""
+    """A serialized column: row `i` begins at byte `starts[i]` of `data`, and `kind` is its tag."""
 
     kind: bytes
     data: memoryview

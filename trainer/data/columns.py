@@ -71,7 +71,7 @@ def make_texts(values: Iterable[Any]) -> pa.Array:
 def count_lengths(
     features: Mapping[str, FeatureSpec], columns: Mapping[str, Column]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of examples in columns of variable length, by length feature."""
+    """Return the lengths of the sequences in each column, by the name of its length feature."""
     return {
         length_name(name): _lengths(columns[name]) // math.prod(feature.sizes[1:])
         for name, feature in features.items()

@@ -258,8 +258,8 @@ def _encode_images(
 ) -> dict[str, FeatureSpec]:
     """Return the specs of images that are stored encoded; empty unless `data.image` has a size.
 
-    Labels are excluded, because resizing would blend their values, and so are features in
-    `data.shapes`.
+    Features in `data.shapes` are excluded, and so are labels, because resizing would blend their
+    values.
     """
     if not config.image.size:
         return {}

@@ -2,8 +2,8 @@
 
 A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**`
 across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE}` (2026-11-23,
-20261123 or 2026/11/23), which is the span of a file. Hidden files are left out: files whose name
-begins with a dot or an underscore, and checksum files (`.crc`).
+20261123 or 2026/11/23), which is the span of a file. Hidden files are left out: files with a name,
+or in a folder, that begins with a dot or an underscore, and checksum files (`.crc`).
 
 A changed file is detected by its size and its tag. In a bucket, the tag is a checksum, so a file
 that is stored again with the same content is unchanged. On a disk, it is the modification time.
@@ -292,7 +292,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # The path "a//b" has an empty name, so it is not the path of a file.
+    # Hide a path such as "a//b": it has an empty name, so it is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

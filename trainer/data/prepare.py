@@ -150,7 +150,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 
 
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
-    """Return the source of a configuration's dataset, which downloads its files to `folder`.
+    """Return the source of a configuration's dataset; it downloads files to `folder`.
 
     `root` is `storage.root`, where the listing of `data.version` is stored; it may be empty.
 

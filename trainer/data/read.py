@@ -186,7 +186,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Return whether the training split has fixed lengths and fits in `held` rows, or 256 MiB."""
+    """Return whether the training split has fixed lengths and fits in `held` rows (or 256 MiB)."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 
@@ -280,7 +280,7 @@ def _count_held(spec: DatasetSpec, examples: int | None) -> int:
 
 
 def _count_blocks(spec: DatasetSpec, most: int) -> int:
-    """Return the number of blocks in a window: 1 if a block is one row, because it may be large."""
+    """Return the number of blocks in a window; 1 if a block is one row, which may be large."""
     return most if spec.block_rows > 1 else 1
 
 

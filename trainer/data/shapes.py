@@ -107,7 +107,7 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return the fits of features whose shape varies or must change; raises `ConfigError`.
+    """Return how to fit features whose shape varies or must change; raises `ConfigError`.
 
     Args:
         name: name of the dataset, for messages.

@@ -84,7 +84,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part. Import TensorFlow here if the source needs it.
+        """Yield the examples of a part.
 
         Raises:
             UserError: the part cannot be read, or has an invalid row.

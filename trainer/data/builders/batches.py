@@ -98,7 +98,7 @@ def _store(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[by
 def _dataset(
     source: tfds.core.DatasetBuilder, selection: Selection, split: str, part: tuple[int, int]
 ) -> tf.data.Dataset:
-    """Return batches of the `part[1]` examples (-1 for all) that follow the first `part[0]`."""
+    """Return batches of `part[1]` examples (-1 for all), after skipping the first `part[0]`."""
     size = max(1, min(BATCH, BATCH_BYTES // max(1, selection.example_bytes)))
     skipped, taken = part
     if not selection.fits and _is_plain(source, selection):

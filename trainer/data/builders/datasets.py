@@ -16,7 +16,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Class names instead of classes, so that a builder's packages are imported only when it is used.
+# These are class names, so that a builder's packages are imported only when it is used.
 _HERE = "flotilla.trainer.data.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",

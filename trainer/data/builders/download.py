@@ -69,7 +69,7 @@ def _network_failure(url: str, seconds: float) -> str:
 
 
 def _reason(error: Exception) -> str:
-    # requests wraps the error of urllib3, which wraps the system's; the innermost says most.
+    # requests wraps urllib3's error, which wraps the system's error. Use the innermost message.
     inner = error.args[0] if error.args else error
     text = str(getattr(inner, "reason", inner) if isinstance(inner, Exception) else error)
     return " ".join(text.rpartition(": ")[2].split()) or type(error).__name__
@@ -222,7 +222,7 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 
 
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
-    """Call `ask(url)` before each file that is downloaded and not reused.
+    """Call `ask(url)` before each file that has to be downloaded.
 
     A builder's URLs are unknown until it downloads them: its list of checksums covers all its
     configs, and may be missing. TFDS has no public hook for this.

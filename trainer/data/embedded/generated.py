@@ -86,7 +86,7 @@ RANK = 2
 # Factors of the two terms of a score. The sigmoid of a score is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# A fixed seed instead of the configured one, because every run needs the same examples.
+# The seed is fixed, because every run needs the same examples.
 SEED = 20
 
 Column = NDArray[np.int64]

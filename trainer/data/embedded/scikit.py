@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-# A fixed seed instead of the configured one, because all runs must have the same splits.
+# The seed is fixed, because all runs must have the same splits.
 SEED = 20
 TRAINING = 1437
 TEST_SHARE = 0.2

@@ -1,4 +1,4 @@
-"""Sequences of variable length: stored without padding, and padded to the longest of a batch.
+"""Sequences of variable length: stored without padding, and padded to the longest one of a batch.
 
 The length of each example is stored as an integer feature. A model gets the length only if this
 feature is one of its inputs. Batches are bucketed by length.

@@ -388,7 +388,7 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     if value.dtype == _TEXT and spec.labels:
         value = _number_classes(name, value, spec)
     if not value.size:
-        # The type of an empty list is arbitrary.
+        # Give an empty list the type of the feature, because its own type is arbitrary.
         value = value.astype(_TEXT if spec.dtype == "string" else numpy_type(spec))
     if fit is not None:
         whole = value.astype(np.int64) if fit.method == "multi_hot" else value

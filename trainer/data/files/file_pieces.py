@@ -79,7 +79,7 @@ class FilePieces:
 
     @property
     def first(self) -> int:
-        """The index of the first training file, with whose columns other files are compared."""
+        """The index of the first training file; the columns of other files are compared with it."""
         numbered = enumerate(self.files)
         return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
 

@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source):
-    """The files of a listing that have one format, as a source."""
+    """A source of the files in a listing that have one format."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
-        """Read the files of a listing; remote files are copied to `scratch` while they are read."""
+        """Choose the files to read; remote files are copied to `scratch` while they are read."""
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
@@ -221,7 +221,7 @@ class FileSource(Source):
 
     def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
-        # In a listing, each file is one row.
+        # In a listing of images, each file is one row, so the number of rows is known.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.

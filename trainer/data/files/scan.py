@@ -110,7 +110,7 @@ class BrokenRows:
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:
-        """Return the counts for a manifest."""
+        """Return the counts and the first broken rows for a manifest."""
         return {"count": self.count, "of": self.rows, "first": self.first(place)}
 
 
@@ -176,7 +176,7 @@ class Wanted:
         gathered: columns whose values may be classes.
         images: columns that name images.
         time: column of the times by which splits are made, or empty.
-        time_type: its type in `data.types`, or empty.
+        time_type: type of that column in `data.types`, or empty.
         whole: whether to reject a file with columns that the first file lacks.
         measures: whether the sizes of images are needed.
     """

@@ -1,4 +1,4 @@
-"""Parse texts of a file as numbers, bools or times. Vectorized with pyarrow."""
+"""Parse texts of a file as numbers, bools or times, vectorized with pyarrow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BOOL = r"^(?i:true|false)$"
 _DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
 _ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
 TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
-# In lower case. The type of a column is inferred as bool only from true and false.
+# These words are in lower case. A column is inferred as bool only from true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 

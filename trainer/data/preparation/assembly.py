@@ -45,7 +45,7 @@ class Written:
 
 
 def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
-    """Write the shards of all splits to `folder`, from the folders of the parts in their order.
+    """Write the shards of all splits to `folder`, from the folders of the parts, in order.
 
     The examples of each split are shuffled with the configured seed.
 

@@ -96,7 +96,7 @@ class PartMapper:
     """Maps a part and publishes it; runs in a worker."""
 
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
-        """Store a pickled source, and the user's modules."""
+        """Store a pickled source, and the URI of the user's code."""
         self._source, self._uri, self._config = source, uri, config
         # A worker on another machine does not have the user's modules.
         self._code = user_code.bundle()

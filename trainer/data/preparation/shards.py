@@ -1,4 +1,4 @@
-"""The shards of a split are TFRecord files of blocks, equal in size up to one example."""
+"""The shards of a split: TFRecord files of blocks. Shard sizes differ by at most one example."""
 
 from __future__ import annotations
 

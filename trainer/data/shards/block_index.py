@@ -31,7 +31,7 @@ def write_index(paths: Sequence[Path]) -> None:
 
 
 def find_blocks(paths: Sequence[Path]) -> bytes:
-    """Return the content of the index file of shards."""
+    """Return the content of an index file for shards."""
     found = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:

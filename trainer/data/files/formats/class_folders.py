@@ -67,7 +67,7 @@ class ImageFilesReader(Reader):
 
 
 def find_class(path: str) -> str:
-    """Return an image's class, which is the name of its folder; raises `UserError` without one."""
+    """Return an image's class, the name of its folder; raises `UserError` if there is none."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
@@ -78,7 +78,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits that folders above the class folders name, and split by folder.
+    """Return files with splits from folders above the class folders, and the split of each folder.
 
     Raises:
         UserError: only some of the folders are split folders, or there are no class folders.
@@ -110,6 +110,6 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
 
 
 def shuffle_files(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
-    """Return files in random order, because in folder order each class would be one block."""
+    """Return files in random order, because in folder order each class would be contiguous."""
     order = np.random.RandomState(seed).permutation(len(files))
     return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])

@@ -170,7 +170,7 @@ def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: 
 
 
 def _longest(array: pa.Array, otherwise: int) -> int:
-    """Return the length of the longest value in a nested dictionary; `otherwise` without one."""
+    """Return the length of a nested dictionary's longest value, or `otherwise` if it is unknown."""
     while not pa.types.is_dictionary(array.type):
         if pa.types.is_struct(array.type):
             array = array.field(0)

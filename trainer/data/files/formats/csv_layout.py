@@ -153,7 +153,7 @@ class _Head:
         self._lines: list[int] = []
         line, kept = 1 + bool(given), []
         for each in records:
-            # Skip empty rows. Excel writes them with delimiters.
+            # Skip empty rows, which Excel writes as rows of delimiters.
             if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
                 kept.append(each)
                 self._lines.append(line)
