@@ -63,7 +63,6 @@ def select(config: DataConfig, info: Any) -> Selection:
 
 
 def _whole(leaves: Mapping[str, Leaf]) -> Selection:
-    """Select all features without roles, for `data.map`."""
     kept = {name: leaf for name, leaf in leaves.items() if not leaf.is_dataset}
     return Selection(
         inputs=(),

@@ -27,7 +27,7 @@ class Target:
     """Statistics of one target, by split."""
 
     def __init__(self, name: str, spec: FeatureSpec) -> None:
-        """Create statistics without values."""
+        """Create empty statistics."""
         self.name = name
         self._spec = spec
         self._counts: dict[str, NDArray[np.int64]] = {}

@@ -1,4 +1,4 @@
-"""Tests that examples by index are in the order of the files in every storage mode."""
+"""Tests that reading examples by index follows the order of the files in every storage mode."""
 
 from __future__ import annotations
 

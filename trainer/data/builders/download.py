@@ -188,7 +188,6 @@ def _report_bars() -> Iterator[None]:
 
 
 def _kind(error: Exception) -> type[UserError]:
-    """Return `TransientError` for a network failure or an overloaded server, else `UserError`."""
     status = re.search(r"HTTP code: (\d+)", str(error))
     busy = status is not None and int(status[1]) in (408, 429, *UNAVAILABLE)
     broken = isinstance(error, _BROKEN) and not isinstance(error, requests.exceptions.SSLError)

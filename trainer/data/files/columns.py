@@ -139,7 +139,6 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
 def _set_dtype(
     config: DataConfig, column: Column, scan: ColumnScan, *, exact: bool, is_label: bool
 ) -> Column:
-    """Set the shape of a tensor, and a dtype that can hold the numbers of the column."""
     if column.type in NUMBERS_IN_WRITING:
         unit = _unit(column.name, scan)
         return replace(column, unit=unit, dtype="" if is_label else "float64")

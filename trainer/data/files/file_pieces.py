@@ -162,7 +162,6 @@ class FilePieces:
             yield origin, held
 
     def _cut(self, number: int) -> list[Piece]:
-        """Return the pieces of a file; a remote file is not divided."""
         file = self.files[number]
         if file.size < 2 * PART_BYTES or not file.uri.startswith("file:"):
             return [Piece(number)]

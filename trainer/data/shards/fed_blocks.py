@@ -93,7 +93,7 @@ def _names(
         key = tf.strings.join(parts, separator=" ")
         gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
         asked = _send(tf.strings.join(["next ", key, " ", seed, "\n"]))
-        # The file has no records; opening it waits for the gate.
+        # The gate has no records; opening it blocks until the feed opens it for writing.
         passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
         answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
         answers = tf.data.Dataset.counter().flat_map(

@@ -87,6 +87,6 @@ def feed(numbered, tmp_path, elsewhere):
     for each in made:
         each.close()
     STARTED.clear()
-    # Graphs find this folder by a relative path, so leaving it ends those that still wait.
+    # Graphs use relative paths, so graphs that still wait fail after this change of directory.
     gc.collect()
     os.chdir(elsewhere)
