@@ -110,6 +110,6 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
 
 
 def shuffle_files(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
-    """Return files in random order, because in folder order each class would be contiguous."""
+    """Return files in random order, because the images of a class are contiguous in a listing."""
     order = np.random.RandomState(seed).permutation(len(files))
     return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])
