@@ -269,7 +269,7 @@ def test_a_damaged_record_is_an_error(numbered):
 
 @pytest.mark.parametrize("of_graph", [0, 5])
 def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
-    """Regression test: with a graph seed of 0, the tensor was compared with 0 and failed."""
+    """Regression test: with a graph seed of 0, comparing the seed tensor with 0 failed."""
     spec, files = numbered(30)
 
     @tf.function

@@ -183,7 +183,7 @@ class ShardStore:
             return False
 
     def release(self, reader: str, name: str = "") -> None:
-        """Release one shard of a reader, or all; a released shard stays until room is needed."""
+        """Release one or all shards of a reader; they stay on disk until room is needed."""
         with self._lock:
             for each in [name] if name else [*self._held]:
                 self._held.get(each, set()).discard(reader)
