@@ -37,7 +37,7 @@ from flotilla.trainer.storage.retry import shorter_retry
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
-# A living holder renews the lease twice in this time.
+# Time to watch an expired lease, in seconds. A living holder renews it twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
 # Maximum time to try a release at exit, in seconds; if it fails, the next holder waits.
 _RELEASE_SECONDS = 10.0

@@ -29,13 +29,13 @@ WARNING = (
     "this system cannot keep TensorFlow's servers on loopback, so other machines can reach the "
     "tasks of this run and run any graph as this user: see docs/security.md"
 )
-# The address where the leading task serves its metrics: loopback, or all addresses in a pod.
+# The variable with the leading task's address for metrics. Default: loopback; `*` in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
 # TensorFlow reads this variable when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"
-# asm-generic/socket.h
+# Socket options, from asm-generic/socket.h.
 _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 51
-# linux/filter.h: offsets above this one count from the start of the IP header.
+# From linux/filter.h: offsets above this one count from the start of the IP header.
 _IP = 0xFFF00000
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _DROP = [(_RETURN, 0, 0, 0)]

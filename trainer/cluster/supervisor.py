@@ -47,8 +47,9 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 GRACE_SECONDS = 60.0
 # Time for the evaluator to measure each remaining checkpoint after training, in seconds.
 EVALUATION_SECONDS = 600.0
-# Maximum growth of a server's memory, relative to the end of the first attempt. Not lower, because
-# a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory later.
+# Maximum growth of a server's memory, relative to the end of the first attempt. It is not lower,
+# because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
+# later.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # Maximum number of restarts of a failing evaluator, which do not count towards

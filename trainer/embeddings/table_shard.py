@@ -98,7 +98,7 @@ class Shard:
         self._rules, self._draw = rules, draw
         self._number = np.int64(number)
         self.branch = branch or SharedBranch()
-        #: The step counter, if a strategy has one; otherwise lookups are counted.
+        #: The step counter of the strategy; without one, each lookup counts as a step.
         self.steps: tf.Variable | None = None
         #: The optimizer slots of shape [capacity + 1, ...], and the value of each in a new row;
         #: None stands for a copy of the row itself.

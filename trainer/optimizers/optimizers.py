@@ -21,7 +21,8 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# The first two wrap another optimizer. For the third, weights must be swapped before an evaluation.
+# Optimizers that cannot be used. The first two wrap another one; the third needs other weights in
+# an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
 # Arguments of Keras that are refused, because they have no effect, or because another key has the

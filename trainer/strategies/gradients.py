@@ -188,7 +188,7 @@ class PureGradient:
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
-        """Run the model and the loss with zeros in place of dense variables; return the zeros."""
+        """Run the model and loss with zeros for all variables except tables; return the zeros."""
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):

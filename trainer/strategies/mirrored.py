@@ -81,7 +81,7 @@ class Replicated(KerasStrategy):
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
         if not own:
-            # The gradients are already means; Keras would clip and then sum them.
+            # The gradients are already means, so Keras must not sum them over the replicas.
             self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
         self._run_steps = self._steps(problem)
@@ -90,7 +90,7 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # Not in `build`: restoring a checkpoint makes the seeds equal again.
+            # Do this after `build`, because restoring a checkpoint makes the seeds equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
@@ -117,7 +117,7 @@ class Replicated(KerasStrategy):
             moving = [
                 variable.value
                 for variable in self.model.non_trainable_variables
-                # A variable that was created as trainable and later frozen is equal on all
+                # Skip variables that were frozen after their creation: they are equal on all
                 # replicas.
                 if variable.value.dtype.is_floating and not variable.value.trainable
             ]

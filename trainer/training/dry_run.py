@@ -118,7 +118,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     if config.training.jit_compile:
         registry.require_compilable(model)
         _require_known_lengths(model)
-    # Built-in models can always be read back.
+    # Skip built-in models, which can always be read back.
     if "keras" in config.export.formats and ":" in name:
         registry.require_readable(name, model)
     if any(form.startswith("tflite") for form in config.export.formats):
@@ -246,7 +246,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
                     break
     refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # The configuration fits if labels that look like classes are quantities.
+        # Labels that look like classes may be quantities; then the configuration may fit.
         found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused
@@ -432,7 +432,7 @@ def _try_out(
         subject = Subject(model=model, task=objective.task, spec=dataset)
         (batch,) = batches
         calibration = {name: _get_inputs(dataset, batch)[name].numpy() for name in dataset.inputs}
-        # Built-in models can always be served and read back.
+        # Skip built-in models and tasks, which can always be served and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(is_built_in, parts))
         if own:

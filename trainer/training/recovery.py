@@ -96,8 +96,7 @@ class Recovery:
             > self._checkpoints.newest_step(),
             "no running server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
-            # Otherwise, the lost server's variables would end with fewer updates than before the
-            # loss.
+            # The lost server's variables would end with fewer updates than they had before.
             "cluster.recovery is auto, and its values would go back more steps than remain": (
                 auto_loses and left < back
             ),

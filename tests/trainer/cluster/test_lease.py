@@ -31,7 +31,7 @@ from flotilla.trainer.storage import local
 from tests.stores.faults import Fault
 from tests.trainer.storage.places import place_of
 
-# `minio` has the same client as `s3`.
+# Leave out `minio`, which uses the same client as `s3`.
 EVERY = pytest.mark.parametrize("place", ["file", "gs", "s3"], indirect=True)
 
 
@@ -294,14 +294,14 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
     old.time -= 2 * LEASE_SECONDS
     late = storage.join(place.root, "late", "checkpoints")
     old.acquire("digits-2", late)
-    # It expired, but its holder may still train, without a connection to the store.
+    # The lease has expired, but its holder may still train without a connection to the store.
     assert remove_expired(late) == []
     old.time -= ABANDONED_SECONDS
     elsewhere = storage.join(place.root, "other", "checkpoints")
     old.acquire("digits-0", elsewhere)
     place.put(storage.join(elsewhere, ".lock", "000000.json"), b"{")
     removed = remove_expired(elsewhere)
-    # A file that is not a lease may belong to anyone.
+    # A file that is not a lease is kept, because it may belong to another program.
     assert [storage.name_of(each) for each in removed] == ["000001.json"]
     assert holders(elsewhere) == {0: None}
 
@@ -489,7 +489,7 @@ def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
     monkeypatch.setattr(lease.log, "warning", lambda *_: looked.set())
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
     with lease.hold_lease(here, "digits-1") as mine:
-        # Between two renewals: a renewal in progress would write it again.
+        # Delete the file between two renewals: a renewal in progress would write it again.
         with mine._mutex:
             for number in holders(here):
                 storage.delete(lease_uri(here, number))

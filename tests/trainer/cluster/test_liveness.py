@@ -117,7 +117,7 @@ def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
     thread.start()
     workers = (answers, stopped, gone)
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (stopped,), "worker": workers})
-    # Long enough for the thread above on a busy machine.
+    # This timeout is long enough for the thread above on a busy machine.
     found = probe_peers(cluster, THIS, timeout=3)
     thread.join()
     assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
@@ -193,7 +193,7 @@ def test_tasks_are_found_soon_unless_the_user_has_said_otherwise(monkeypatch, be
 
 
 def test_no_server_takes_the_questions_for_too_many():
-    # The limit of gRPC servers, for a channel with a call that receives no data.
+    # A gRPC server closes a channel that sends pings more often while a call receives no data.
     assert CHANNEL_OPTIONS["grpc.keepalive_time_ms"] > 300_000
 
 

@@ -52,7 +52,7 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
     others = other_addresses()
     loopbacks = ["127.0.0.1", "127.7.7.7", "::1"]
     if family == "IPv4":
-        # As on a machine without IPv6.
+        # Simulate a machine without IPv6.
         monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
     if not loopback._has_ipv6():
         loopbacks.remove("::1")

@@ -99,7 +99,7 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
     with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, but this"):
         process.require_gpus(config_of(2))
     present(1)
-    # The GPUs are assigned in turn.
+    # One GPU is enough, because workers share GPUs in turn.
     process.require_gpus(config_of(2))
 
 
@@ -239,7 +239,7 @@ class Driver:
         return 0
 
 
-# The name of this function in the driver.
+# The function has this name in the driver.
 Driver.cuDeviceTotalMem_v2 = Driver.tell_memory
 
 

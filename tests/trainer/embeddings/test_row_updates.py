@@ -224,7 +224,7 @@ def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
         single(optimizer={"dense_updates": dense}, accumulate=accumulate) for dense in (False, True)
     )
     for each in (lazily, densely):
-        # A row with one earlier gradient: only the dense update keeps changing its moments.
+        # Simulate a row with one earlier gradient. Only a dense update still changes its moments.
         each.variables()["optimizer/adam/whole_embeddings_momentum"].assign(
             tf.ones((ROWS, DIMENSION))
         )

@@ -70,7 +70,7 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
 def test_an_id_that_came_often_enough_is_never_turned_away_and_few_others_get_a_row(
     min_count, seed
 ):
-    # Rows are always free.
+    # With this capacity, rows are always free.
     layer = table(6000, min_count=min_count)
     truth, random, came = Truth(layer), np.random.default_rng(seed), set()
     for _ in range(150):

@@ -319,7 +319,7 @@ def test_the_loop_of_local_steps_stays_on_the_worker():
 
     found = closure.get_concrete_function().graph.get_operations()
     (loop,) = (each for each in found if each.type in {"While", "StatelessWhile"})
-    # Look at captured tensors, which are on the devices where they are used.
+    # Leave out placeholders, which stand for captured tensors.
     given = [each.op for each in loop.inputs if each.op.type != "Placeholder"]
     assert len(given) > len(model.trainable_variables)
     assert {each.device for each in given} == {worker}

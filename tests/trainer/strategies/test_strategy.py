@@ -133,7 +133,7 @@ def test_the_bias_correction_of_adam_reads_the_exact_counter():
     before = model.get_weights()[0]
     gradient = tf.ones_like(before)
     optimizer.apply([gradient, tf.ones(3)], model.trainable_variables)
-    # At a late step there is no correction: the first momentum is a tenth of the gradient.
+    # At a late step, the bias correction is 1, and the first momentum is a tenth of the gradient.
     moved = before - model.get_weights()[0]
     rate = float(optimizer.learning_rate)
     np.testing.assert_allclose(moved, rate * 0.1 / np.sqrt(0.001), rtol=1e-3)

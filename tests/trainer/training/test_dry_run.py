@@ -416,7 +416,7 @@ def test_what_does_not_fit_is_one_line(tmp_path, name, message):
 
 
 def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
-    # No artificial byte is zero.
+    # The artificial bytes contain no zero.
     images = np.full((20, 8, 8, 1), 255, np.uint8)
     labels = np.arange(20) % 10
     uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)

@@ -77,7 +77,7 @@ def train_all(run, tasks, *, stopped=None, **training):
         except (UserError, ClusterLostError) as error:
             return error
         except BaseException:
-            # Otherwise, the other tasks would wait for this one.
+            # Abort the barrier, or the other tasks would wait for this one.
             task.exchange.abort()
             raise
 

@@ -18,7 +18,7 @@ from flotilla.trainer.training import recovery
 from flotilla.trainer.training.recovery import Recovery
 
 FOUND = RestoredCheckpoint(uri="file:///step-400", global_step=400, folder=Path(), fields={})
-#: The servers of the variables.
+#: The server of each variable.
 PLACES = {"a": 0, "b": 1, "c": 2, STEP: 0}
 
 

@@ -29,7 +29,7 @@ class Serves(Exception):  # noqa: N818
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """Return a function that runs a server, and the function `look` once the server would start."""
+    """Return a function that runs `serve`, and calls `look` when the server would start."""
 
     def called(look):
         parts, seen = PartServer(tmp_path, "ps-0"), []

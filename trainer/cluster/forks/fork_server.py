@@ -35,7 +35,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Libraries use no descriptors from this number on.
+# Lowest descriptor number that no library uses.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)

@@ -18,7 +18,7 @@ from flotilla.trainer.cluster.forks.fork_request import Request
 VARIABLE = "FLOTILLA_FORK_SERVER"
 # The value by which a user disables forking.
 NONE = "none"
-# Libraries use no descriptors from this number on.
+# Lowest descriptor number that no library uses.
 _HIGH = 200
 
 

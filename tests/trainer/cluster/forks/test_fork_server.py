@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
 
 pytestmark = pytest.mark.cluster
-# Longer than the timeout of one request, but shorter than two timeouts.
+# Time limit in seconds: longer than the timeout of one request, shorter than that of two.
 HELD = 1.5 * fork_request._SECONDS
 
 
@@ -74,7 +74,7 @@ def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, t
             fork_request.send(starter, asked.wanted, output)
         _, descriptor = fork_request.receive_number(starter)
         asked.says()
-        # The server is busy, as while it loads a module.
+        # Stop the server, as if it were busy loading a module.
         server.process.send_signal(signal.SIGSTOP)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         assert has_ended(descriptor)
