@@ -1,4 +1,4 @@
-"""A module called in a separate process returns its answer or an error."""
+"""Tests the answer or error of a module that is called in a child process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The record of the end of training: its contents, and when it is rejected."""
+"""Tests the contents of the record of the end of training, and when the record is rejected."""
 
 import json
 from dataclasses import replace

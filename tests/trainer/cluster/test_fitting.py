@@ -1,4 +1,4 @@
-"""The results and messages of a dry run in a separate process."""
+"""Tests the results and messages of a dry run in a child process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The common interface of launchers: a job as data, and one call."""
+"""Tests the id that a job derives from its checkpoint folder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The lease of a checkpoint folder: held, refused, shared, expired, lost and released."""
+"""Tests when a job acquires, keeps, loses or releases the lease of a checkpoint folder."""
 
 import json
 import os
@@ -37,7 +37,7 @@ EVERY = pytest.mark.parametrize("place", ["file", "gs", "s3"], indirect=True)
 
 @pytest.fixture(params=["file", "gs"])
 def place(request, tmp_path):
-    """A place for checkpoints in each kind of store; `EVERY` adds the other client."""
+    """Return a place for checkpoints in a store; `EVERY` adds a kind of store."""
     return place_of(request, tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch,
 
 @EVERY
 def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
-    """A job sees an expired lease, which is then released and acquired by a third job."""
+    """A job sees an expired lease, which a third job acquires before this one can."""
     stale = clock.acquire("digits-1")
     clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     create, third = storage.create_bytes, []
@@ -332,7 +332,7 @@ def test_no_number_comes_twice(uri, clock):
 
 
 def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypatch):
-    """Two other holders come and go between this one's read and write, so its number is too low."""
+    """Between this job's read and write, two other jobs acquire and release the lease."""
     clock.acquire("digits-0").release()
     create = storage.create_bytes
 
@@ -566,7 +566,7 @@ def time_(here):
 
 @pytest.fixture
 def elsewhere(time_, monkeypatch):
-    """Acquire the lease on another machine, whose processes this machine cannot see."""
+    """Return a function that acquires the lease as a process of another machine."""
 
     def take(run, ahead=0.0):
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Heartbeats: bytes in a pipe, and what their absence means."""
+"""Tests heartbeats, probes of peers, and the options of gRPC channels."""
 
 import errno
 import os

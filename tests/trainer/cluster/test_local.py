@@ -1,4 +1,4 @@
-"""The step's log contains the lines of local tasks, each once."""
+"""Tests that each log line of a task is relayed once, and that each task has its own port."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Ports that only loopback reaches; the server here shares its port as TensorFlow's do."""
+"""Tests ports that only loopback reaches. Its server shares a port as TensorFlow's servers do."""
 
 import errno
 import socket
@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a way
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch):
-    """The sockets that drop connections; they are closed at the end of the test."""
+    """Return the sockets that drop connections, and close them at the end of the test."""
     sockets = []
     monkeypatch.setattr(loopback, "_closed", sockets)
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")

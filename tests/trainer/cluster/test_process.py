@@ -1,4 +1,4 @@
-"""A task of a local cluster as a process: folder, environment, log and termination message."""
+"""Tests the folder, environment, log and termination message of a task's process."""
 
 import json
 import os

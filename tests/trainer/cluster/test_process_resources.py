@@ -1,4 +1,4 @@
-"""Workers on one machine get equal shares of its cores and GPUs."""
+"""Tests that workers on one machine get equal shares of its cores and GPUs."""
 
 import os
 import subprocess
@@ -81,7 +81,7 @@ def task(role, index=0):
 
 @pytest.fixture
 def present(monkeypatch):
-    """Simulate a machine with some GPUs, and with other files of the driver."""
+    """Return a function that simulates a machine with some GPUs and other driver files."""
 
     def give(count):
         def listed(pattern):
@@ -160,7 +160,7 @@ def test_a_machine_without_gpus(present):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Simulate GPUs in TensorFlow, and record its calls about each of them."""
+    """Return a function that simulates GPUs in TensorFlow, and records calls about each of them."""
     calls = []
 
     def give(count):

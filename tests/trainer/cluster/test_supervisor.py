@@ -1,4 +1,4 @@
-"""Which task exits the supervisor of a local cluster accepts; the tasks are shell scripts."""
+"""Tests which exits of tasks the supervisor accepts. The tasks are shell scripts."""
 
 from unittest.mock import create_autospec
 
@@ -91,7 +91,7 @@ def process(role, started_at):
 
 
 def restarted_after(sizes, *, started_at=1.0):
-    """Return after which attempts of a chief a server with these memory sizes is restarted."""
+    """Return the attempts after which a server with these memory sizes, in MB, is restarted."""
     memory = ServerMemory()
     chief, server = process("chief", 2.0), process("worker", started_at)
     restarted = []

@@ -1,4 +1,4 @@
-"""The termination message of a task: its space is reserved in case the disk fills up."""
+"""Tests the termination message of a task, whose space is reserved in case of a full disk."""
 
 import errno
 import resource

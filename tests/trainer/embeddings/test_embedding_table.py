@@ -1,4 +1,4 @@
-"""A dynamic table: which ids get or lose a row, and what the other ids return."""
+"""Tests which ids get or lose a row of a dynamic table, and what the other ids return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy updates change the rows of a batch by Keras's formula, and no other rows."""
+"""Tests that lazy updates change only the rows of a batch, and by Keras's formula."""
 
 import json
 

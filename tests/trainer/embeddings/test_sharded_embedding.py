@@ -1,4 +1,4 @@
-"""A sharded table has the rows and gradients of a single table, and sends only requested rows."""
+"""Tests that a sharded table equals a single table, and sends only requested rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The branch of a table's graph is traced once; its resources are arguments."""
+"""Tests that shards share one trace of a branch, with their resources as arguments."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_work_of_another_kind_is_another_branch():
 
 
 def grown(*tables):
-    """Return the number of functions that insert ids when several tables look up the same ids."""
+    """Return the number of traced functions that insert ids, if all tables look up the same ids."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def step(ids):
@@ -171,7 +171,7 @@ def test_nor_do_those_of_other_initializers_or_slots():
 
 
 class Unnamed(keras.initializers.Initializer):
-    """An initializer whose configuration does not describe it."""
+    """An initializer whose configuration lacks its value."""
 
     def __init__(self, value):
         self.value = value

@@ -1,4 +1,4 @@
-"""A shard of a dynamic table: concurrent workers, their steps, and lost workers."""
+"""Tests a shard of a dynamic table with concurrent, late and lost workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def in_graph(layer):
 
 
 class Truth:
-    """The expected behavior: exact counts of ids, and the ids of a table with one shard."""
+    """The expected state of a table with one shard: exact counts of ids, and the ids with a row."""
 
     def __init__(self, layer):
         (self._shard,) = layer._parts
@@ -323,7 +323,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
 
 
 def branch_with(graph, kind):
-    """Return the operations, by kind, of the branch that contains an operation of `kind`."""
+    """Return the operations by type in the graph that has an operation of the type `kind`."""
     graphs = [graph]
     for each in graphs:
         graphs.extend(inner.graph for inner in each._functions.values())

@@ -1,4 +1,4 @@
-"""How a strategy handles the state of a dynamic table, in one process."""
+"""Tests how a strategy handles the state of a dynamic table, in one process."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Asynchronous training: portions, workers that take turns, and the counts of the chief."""
+"""Tests the portions and turns of asynchronous training, and the chief's counts."""
 
 import heapq
 import itertools
@@ -107,7 +107,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
 
 
 class CutShort(Led):
-    """The strategy with portions whose runs may end before all of their updates are applied."""
+    """The strategy with portions that may end before all of their updates are applied."""
 
     def __init__(self, made):
         super().__init__(Fleet(2))

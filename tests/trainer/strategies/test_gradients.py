@@ -1,4 +1,4 @@
-"""Gradients of pulled values equal those of the variables, compiled or not."""
+"""Tests that gradients of pulled values equal those of the variables, compiled or not."""
 
 from functools import partial
 

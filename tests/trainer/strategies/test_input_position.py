@@ -1,4 +1,4 @@
-"""The order of the examples, and how the visits of workers are counted."""
+"""Tests the order of the examples, and the count of the examples that workers visited."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The placement of variables: balance, named servers, models, and errors."""
+"""Tests the placement of variables: balance, named servers, models, and errors."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Workers take turns, and the chief waits for workers that still serve an earlier chief."""
+"""Tests the turns of workers, and the wait for workers that still serve an earlier chief."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

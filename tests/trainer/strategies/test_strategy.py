@@ -1,4 +1,4 @@
-"""The common parts of strategies: gradients, the counter, variables, and their creation."""
+"""Tests the parts that strategies share: gradients, counter, variables, and creation."""
 
 import json
 import threading

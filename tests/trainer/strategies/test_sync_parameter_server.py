@@ -1,4 +1,4 @@
-"""Synchronous training: which announcements count, and how gradients are staged on the servers."""
+"""Tests which gradients a synchronous update uses, and how they are staged on the servers."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The gradient of two towers equals the gradient of both batches on one device."""
+"""Tests that the gradient of two towers equals that of both batches on one device."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Queries on a traced graph."""
+"""A query on a traced graph."""
 
 
 def ancestors(of):

@@ -1,4 +1,4 @@
-"""A user's models and tasks, valid and invalid ones, in a user's module."""
+"""A module of a user, with valid and invalid models and tasks."""
 
 # This file is written like a user's code, not like ours.
 # ruff: noqa: ARG001, ARG002, ARG005, E402, PLC0415, PLW0108

@@ -1,4 +1,4 @@
-"""`training.callbacks`: Keras callbacks in the outer loop."""
+"""Tests Keras callbacks (`training.callbacks`) in the outer loop."""
 
 import keras
 import pytest

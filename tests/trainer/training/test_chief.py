@@ -1,4 +1,4 @@
-"""The hooks for the outer loop, and TensorFlow errors after which an attempt is restarted."""
+"""Tests the hooks of the outer loop, and which TensorFlow errors restart an attempt."""
 
 import itertools
 import subprocess
@@ -100,7 +100,7 @@ def dataset(validation):
 
 @pytest.fixture
 def hooks():
-    """Return a function that makes hooks, and returns them with the objects that they read."""
+    """Return a function that makes hooks; it also returns the objects on which they depend."""
 
     def build(*, validation=1, evaluator=False, patience=0, losses=()):
         checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())

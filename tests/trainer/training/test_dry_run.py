@@ -1,4 +1,4 @@
-"""Impossible configurations are rejected before training: models, tasks, datasets."""
+"""Tests that models, tasks and datasets that cannot be trained are rejected beforehand."""
 
 import sys
 from contextlib import nullcontext
@@ -473,7 +473,7 @@ def churn(*labels, **features):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Return a function that returns the error of a configuration for a dataset, or ""."""
+    """Return a function from a dataset and a configuration to the error message, or ""."""
 
     def said(dataset, tree, *, whole=False, tries=False):
         if not tries:

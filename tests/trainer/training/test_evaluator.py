@@ -1,4 +1,4 @@
-"""Which checkpoints the evaluator skips, and which errors end it."""
+"""Tests which checkpoints the evaluator skips, and which errors end it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The journal of an attempt: which rows it keeps, and what it starts with."""
+"""Tests which rows the journal of an attempt keeps, and which events it emits."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The outer loop: when it ends, and the files that it writes."""
+"""Tests when the outer loop ends, and which files it writes."""
 
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError

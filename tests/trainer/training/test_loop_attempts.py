@@ -1,4 +1,4 @@
-"""How an attempt resumes: from a checkpoint, and from live values on the servers."""
+"""Tests how an attempt resumes from a checkpoint, and from values on running servers."""
 
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -148,7 +148,7 @@ def test_early_stopping_counts_over_attempts(run, until):
 
 @pytest.fixture
 def left(monkeypatch):
-    """Return a function that leaves values of a global step on a server, and returns a call log."""
+    """Return a function that simulates values of a step on a server, and returns a call log."""
     asked = []
 
     def of_step(step, seconds=0.0):

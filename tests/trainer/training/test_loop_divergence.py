@@ -1,4 +1,4 @@
-"""A loss, a weight or a validation that is not finite ends training."""
+"""Tests that training ends if a loss, a weight or a validation is not finite."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The outer loop with real models: optimizers, averages and frozen variables."""
+"""Tests the outer loop with real models: optimizers, averages and frozen variables."""
 
 from functools import partial
 

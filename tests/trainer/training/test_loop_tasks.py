@@ -1,4 +1,4 @@
-"""Several tasks that run the outer loop at once."""
+"""Tests several tasks that run the outer loop at the same time."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,7 @@ class Peer(Counting):
 
 
 class WithOthers(Counting):
-    """A task that gets fixed values from the others at barriers, from step `at` on."""
+    """A task whose barriers include fixed values of other tasks, from step `at` on."""
 
     def __init__(self, *others, publishes=True, at=0):
         super().__init__()

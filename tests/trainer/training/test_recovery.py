@@ -1,4 +1,4 @@
-"""The initial values of an attempt: values on living servers are kept, lost ones are restored."""
+"""Tests that an attempt keeps the values on running servers, and restores the others."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def led(strategy, state, variables):
 
 @pytest.fixture
 def begin(monkeypatch):
-    """Start an attempt of 1500 steps after servers were lost at step 510; return the outcome."""
+    """Return a function that starts an attempt after servers were lost at step 510 of 1500."""
     monkeypatch.setattr(recovery, "select_resumed", lambda _found, given, _training: dict(given))
 
     def begun(  # noqa: PLR0913

@@ -1,4 +1,4 @@
-"""The tasks of workers and parameter servers."""
+"""Tests the tasks of workers and parameter servers."""
 
 import errno
 import os

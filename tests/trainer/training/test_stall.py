@@ -1,4 +1,4 @@
-"""When a wait is a stall, and which task is named. `tests/cluster` has tests with real waits."""
+"""Tests when a wait is a stall, and which task is named. `tests/cluster` tests real waits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A cluster without a chief: worker 0 becomes the chief, and serves in a child process."""
+"""Tests a cluster without a chief, in which worker 0 becomes the chief."""
 
 import json
 import os

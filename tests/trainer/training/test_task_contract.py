@@ -1,4 +1,4 @@
-"""A user's learning task that breaks its contract is rejected before training."""
+"""Tests that a user's learning task that breaks its contract is rejected before training."""
 
 from types import SimpleNamespace
 from typing import ClassVar
