@@ -235,7 +235,7 @@ def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
         assert not fleet.done()
     assert fleet.applied == fleet.most == boundary
     assert fleet.done()
-    # No worker has got another closure since then.
+    # Neither worker got a second closure.
     assert fleet.units == [TURN, TURN]
 
 

@@ -83,7 +83,7 @@ class Asked:
 
     @contextmanager
     def descriptors(self):
-        """Close the descriptors that only the process needs."""
+        """Yield the output descriptor; afterwards, close those that only the process needs."""
         try:
             yield self._output
         finally:
