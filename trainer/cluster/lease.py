@@ -71,7 +71,7 @@ class LeaseHolder:
 
     @property
     def until(self) -> float:
-        """Return when the lease expires unless it is renewed."""
+        """Return the time at which the lease expires unless it is renewed."""
         return self.renewed + LEASE_SECONDS
 
     @property

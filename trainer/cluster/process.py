@@ -59,7 +59,7 @@ def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
 
 
 def gpu_count(config: Config, task: Task) -> int:
-    """Return the number of GPUs of a task: workers compute, and so does a chief without workers."""
+    """Return the number of GPUs of a task; only workers, or a chief without workers, get any."""
     topology = config.topology
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0

@@ -108,8 +108,8 @@ class Shard:
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
-            # The number of steps of earlier runs, which is added to the global step to get the time
-            # of a use.
+            # The number of steps of earlier runs. Ages are measured by this number plus the global
+            # step.
             self.earlier = made(0)
             # The number of ids that the sketch has counted since it was last halved, and the number
             # in the largest lookup.

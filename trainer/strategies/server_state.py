@@ -243,10 +243,7 @@ class ServerState:
         self._change(self.servers - self.taken, back_to=step)
 
     def list_reverted(self) -> dict[int, int]:
-        """Return the servers that were reset since the newest published checkpoint.
-
-        The result maps each of them to the global step to which it was reset.
-        """
+        """Return the servers reset since the newest published checkpoint, with the step of each."""
         return {n: each.back_to for n, each in self._said.items() if each.back_to >= 0}
 
     def settle(self, *, is_whole: bool) -> None:
@@ -278,7 +275,7 @@ class ServerState:
         return max(0.0, time.time() - max(noted)) if noted else 0.0
 
     def forget(self) -> None:
-        """Free the named variables on reachable servers, unless another chief has taken over."""
+        """Free the named variables if all servers reply and no other chief has taken over."""
 
         def free() -> None:
             with suppress(tf.errors.OpError):

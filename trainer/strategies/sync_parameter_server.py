@@ -38,7 +38,7 @@ STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
-    """Training on parameter servers whose updates use only the first N gradients of a step."""
+    """Training with parameter servers; an update uses only the first N gradients of a step."""
 
     capabilities = find_topology("sync_parameter_server").capabilities
 

@@ -39,7 +39,7 @@ class Journal:
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to global step `start`; an epoch has `epoch` steps, 0 if unknown."""
+        """Read the rows up to `start`; `epoch` is the number of steps per epoch, 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -102,7 +102,7 @@ class Journal:
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps all validations and about `MAX_ROWS` other rows."""
+        """Add a row to the history, which keeps all validations and up to `MAX_ROWS` other rows."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
