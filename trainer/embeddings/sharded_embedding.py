@@ -56,9 +56,9 @@ class ShardedEmbedding(keras.layers.Layer):
         Args:
             rows: the number of rows; ids go from 0 to `rows - 1`.
             dimension: the length of a row.
-            shards: the number of variables that hold the rows; the result does not depend on it. It
-                belongs to the model, not to the cluster, so a checkpoint can only be restored with
-                the same number. It may exceed the number of servers.
+            shards: the number of variables that hold the rows. It belongs to the model, not to the
+                cluster, so a checkpoint can only be restored with the same number. It may exceed
+                the number of servers.
             initializer: the initializer of the shards; each shard has its own seed.
             unknown: what to do with an id outside of the table: "error" raises
                 InvalidArgumentError; "wrap" returns the row `id mod rows`, which a known id also

@@ -244,7 +244,7 @@ def optimize_once() -> None:
     """Run TensorFlow's graph optimizer once, instead of twice, on each graph of this process.
 
     The second pass took half a second on each worker at every restart and made no step faster. The
-    MLIR and memory passes made no step faster either, so they are disabled.
+    MLIR pass and, without a GPU, the memory pass made no step faster either, so they are disabled.
     """
     here = context.context()
     options = here.config

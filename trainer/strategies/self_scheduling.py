@@ -188,7 +188,10 @@ class Turns:
             return found
 
     def holds(self, own: tf.Tensor) -> tf.Tensor:
-        """Return whether a run is the newest one of its closure. Runs in a worker's graph."""
+        """Return whether a run is the newest of its closure, and started after the last `deal`.
+
+        Runs in a worker's graph.
+        """
         with tf.device(self._device):
             is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
             return is_newest & (own[1] > self._before.read_value())

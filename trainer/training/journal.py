@@ -61,7 +61,7 @@ class Journal:
 
     @property
     def logs(self) -> Path | None:
-        """Return the run's local folder for TensorBoard."""
+        """Return the run's local folder for TensorBoard; None if there is none."""
         return self._board.folder
 
     @property
