@@ -13,8 +13,8 @@ A string is identified by two fingerprints of 63 bits: the first one finds its r
 one verifies it. The probability that two of n strings have the same first fingerprint is n^2 / 2^64
 (for a hundred million strings, one in two thousand). In that case, the later string gets no row.
 
-XLA cannot compile the lookup. An exported table contains only the rows in use, and needs no custom
-code.
+XLA cannot compile the lookup. An exported table contains only the rows in use and the shared rows,
+and needs no custom code.
 """
 
 from __future__ import annotations

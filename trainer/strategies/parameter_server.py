@@ -252,7 +252,7 @@ class Served(KerasStrategy):
             return iter(self.stack(found).prefetch(2))
 
     def dispatch(self, calls: Sequence[Call]) -> list[Any]:
-        """Run each call once, on any free worker; return the results."""
+        """Run each call on a free worker, and again if that worker dies; return the results."""
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]

@@ -2,7 +2,8 @@
 
 Variables matched by `cluster.placement` are placed first. The others are placed by size, the
 largest first, each on the server with the fewest bytes (Graham 1969, "Bounds on Multiprocessing
-Timing Anomalies": within 4/3 of the optimum). An optimizer slot is on the server of its variable.
+Timing Anomalies": within 4/3 of the optimum). A slot of the same shape as its variable is on the
+same server.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ def build_placed_model(
 def build_slots(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, kept: KeptValues = NONE_KEPT
 ) -> None:
-    """Create each optimizer slot on the server of its variable, where updates run."""
+    """Create each optimizer slot on the server of its variable, if their shapes are equal."""
     add = optimizer.add_variable_from_reference
 
     # The argument is named as in Keras, because some optimizers pass it by keyword.

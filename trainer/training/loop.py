@@ -67,8 +67,8 @@ class Hooks:
     Attributes:
         make_problem: called once, with the global step at which the attempt begins.
         validate: measures the current variables of the strategy, at each boundary of
-            `training.validate_every`; None without a validation split.
-        should_stop: called before each barrier; true ends training with a last checkpoint. May
+            `training.validate_every`; None if another task validates, or none does.
+        should_stop: called before each inner loop; true ends training with a last checkpoint. May
             raise, for example if the lease of the checkpoints is lost.
         should_stop_early: called after each checkpoint; true if the validations of another task
             (the evaluator) no longer improve.
