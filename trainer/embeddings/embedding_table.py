@@ -412,7 +412,7 @@ class _Seed(keras.random.SeedGenerator):
 
 
 def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
-    """Return a function that draws new rows, and the number of the first shard.
+    """Return a function that draws new rows, and the seed of the first shard.
 
     The function takes a number that replaces the seed, the count of rows, and the count of rows
     drawn before. Initializers that differ only in their seeds share a function.

@@ -1,4 +1,4 @@
-"""Functions by which strategies handle dynamic tables: layers with the attribute `grows`.
+"""Functions that strategies call for dynamic tables: layers with the attribute `grows`.
 
 The variables of a table change in place: no worker pulls them, the variables of a shard are on the
 same server, and a reassigned row gets new optimizer slots.

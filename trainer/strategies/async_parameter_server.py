@@ -103,7 +103,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Make updates towards `boundary`, and reach it if at most `steps` of them are left."""
+        """Apply updates up to `boundary`, and wait for all of them if at most `steps` are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:

@@ -31,7 +31,7 @@ def sharded(shards, rows=ROWS, dimension=DIMENSION, **named):
 
 
 def gradients(layer, ids):
-    """Return the gradient of each variable for a loss with a different weight for every number."""
+    """Return the gradient of each variable for a loss with a different weight for every value."""
 
     @tf.function
     def found():
