@@ -1,4 +1,4 @@
-"""Tests that label rules ignore classes missing by chance and associations that only weaken."""
+"""Tests that label rules ignore classes absent by chance and associations that only weaken."""
 
 from dataclasses import replace
 

@@ -192,7 +192,7 @@ def test_of_thousands_of_classes_few_are_listed_and_all_are_counted():
 
 def test_a_class_that_lost_the_margin_is_seldom_kept_and_an_equal_one_seldom_lost():
     generator, nights, worth, recall = np.random.default_rng(0), 4000, 60, 0.95
-    # The models share half of their random draws, so their answers are correlated.
+    # The models share half of their random draws, so their predictions are correlated.
     first, second = generator.random((2, nights, worth))
     second = np.where(generator.random((nights, worth)) < 0.5, second, first)
     other = first < recall

@@ -36,7 +36,7 @@ def drawn(columns, seed=0):
 
 
 def dataset(folder, columns, splits, spans=()):
-    """Publish the rows as a dataset, with the split of each row given."""
+    """Publish the rows as a dataset; `splits` has the split of each row."""
     known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
     for number, split in enumerate(SPLITS):
         rows = splits == number

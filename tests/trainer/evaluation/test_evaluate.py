@@ -339,7 +339,7 @@ def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
         peaks.append(int(ended.stdout))
     more = MANY - FEW
     predictions = more * (2 * CLASSES * tf.float32.size + tf.int64.size)
-    # scikit-learn works on copies of the predictions.
+    # Allow for the copies of the predictions that scikit-learn makes.
     allowed = 4 * predictions + SLACK
     assert allowed * 2 < more * np.prod(SHAPE), "the examples themselves would be noticed"
     assert peaks[1] - peaks[0] < allowed

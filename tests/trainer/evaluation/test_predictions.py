@@ -66,7 +66,7 @@ def test_details_of_the_task_come_with_its_metrics():
 
 
 class Own(Classification):
-    """A user's task with its own accuracy, and with another metric and a table in its details."""
+    """A user's task that defines its own accuracy, and adds a metric and a table in `details`."""
 
     def metrics(self):
         return [keras.metrics.MeanMetricWrapper(lambda true, _: true * 0 + 0.25, name="accuracy")]

@@ -34,7 +34,7 @@ def test_metrics_are_those_of_the_part_alone():
     ]
     low, high = rows[0]["intervals"]["accuracy"]
     assert low < 2 / 3 < high
-    # Three correct answers out of three may be chance.
+    # Three correct predictions out of three may be due to chance.
     low, high = rows[1]["intervals"]["accuracy"]
     assert (low, high) == (pytest.approx(0.438, abs=1e-3), 1.0)
 

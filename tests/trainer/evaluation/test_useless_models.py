@@ -33,7 +33,7 @@ from tests.trainer.tasks.measuring import target
 DRAW = np.random.default_rng(17)
 COUNT, RARE_COUNT = 1200, 5600
 YES = (DRAW.random(COUNT) < 0.4).astype("int64")
-# 57 positives in 5600 examples, 1 %, as in a test split with a fifth of 28,000 rows.
+# Of 5600 examples, 57 are positive (1 %), as in a test split with a fifth of 28,000 rows.
 RARE = np.zeros(RARE_COUNT, "int64")
 RARE[DRAW.permutation(RARE_COUNT)[:57]] = 1
 CLASS = DRAW.choice(4, COUNT, p=[0.4, 0.3, 0.2, 0.1])
@@ -217,7 +217,6 @@ def test_several_outputs_have_to_beat_their_constants_together(tmp_path):
         assert decision.blessed is blessed, decision.reasons
 
 
-# A test split of 5600 rows with 57 positives, a fifth of a dataset with 28,000 rows.
 FINDS = logits(RARE, 4, -6)
 FINDS_NOTHING = noise(1, count=RARE_COUNT)[::-1] - 6
 

@@ -90,7 +90,7 @@ def test_a_program_ends_with_its_checkpoint_and_model(launched, tmp_path):
     assert len(begun_at(job)) == 1
 
 
-# A program that runs the given code at certain steps, each once.
+# This program runs the code in `ENDS` at the given steps, once each.
 DIES = (
     COUNTS
     + """
@@ -110,7 +110,7 @@ GUARD = "guard = os.getppid()\n"
 AGENT = GUARD + "agent = int(open(f'/proc/{guard}/stat').read().rpartition(')')[2].split()[1])\n"
 WAIT = "\ntime.sleep(600)"
 KILL = "os.kill(os.getpid(), 9)"
-# A process outside of the program's process group kills guard and agent at once.
+# In this program, a process outside of its process group kills guard and agent at the same time.
 BOTH = (
     AGENT
     + """if os.fork() == 0:

@@ -129,7 +129,7 @@ def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
     assert trained.find_finished(config, root) == "first"
     assert trained.find_finished(configured(when_unchanged="train"), root) == "first"
     assert trained.find_finished(configured(steps=7), root) == ""
-    # A run whose data is not a listing of files leaves no mark.
+    # A run whose configuration was not recorded leaves no mark.
     trained.end(root, "second", "refused")
 
 

@@ -318,7 +318,7 @@ def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> No
     assert words[first : first + 5] == ["Label", "Predicted", "Loss", "age", "job"]
     assert words[first + 5 : first + 10] == ["no", "yes", "2", "43", EVIL]
     assert EVIL not in html
-    # Records of earlier versions contain only a text.
+    # Records of earlier versions have the inputs only as a string.
     old = Page(report.render({"evaluation": {"worst": [row]}}))
     assert "age 43, job x" in old.words
 

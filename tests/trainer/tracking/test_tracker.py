@@ -233,7 +233,7 @@ def test_nothing_begins_where_nothing_is_said():
 
 @pytest.fixture
 def target(monkeypatch):
-    """Replace MLflow by a `Target`."""
+    """Replace MLflow with a `Target`."""
     made = Target()
     made.names = []
 
