@@ -27,14 +27,14 @@ def compare_samples(
 ) -> tuple[float, float] | None:
     """Return the effect size and p-value of a difference between two samples of a feature.
 
-    The effect size is the Kolmogorov-Smirnov distance for numbers and for the example means of
-    tensors, and the total variation distance for texts and classes. `sizes` limits the effective
-    sample sizes. Return None if a sample is empty.
+    The effect size is the total variation distance for text and classes, and the Kolmogorov-Smirnov
+    distance for numbers. For tensors, the means of the examples are compared. `sizes` limits the
+    effective sample sizes. Return None if a sample is empty.
     """
     if new.kind in (TEXT, CLASS):
         if not new.counts or not old.counts:
             return None
-        # An example may have several texts, which are not independent.
+        # An example may have several strings, which are not independent.
         present = (min(sizes[0], new.present), min(sizes[1], old.present))
         found, known = _tables(new, old)
         return homogeneity(found, known, present)

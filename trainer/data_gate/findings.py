@@ -99,7 +99,7 @@ class Question:
         return self.splits.group or ("" if drawn else self.dataset.group)
 
     def defines_splits(self, name: str) -> bool:
-        """Return whether a feature defines the splits, and so differs between them."""
+        """Return whether a feature defines the splits, and therefore differs between them."""
         made_by = (self.splits.column, self.splits.time, self.group)
         return any(each and f"{name}/".startswith(f"{each}/") for each in made_by)
 

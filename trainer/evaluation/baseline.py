@@ -48,7 +48,7 @@ class _First:
 def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
     """Return the baselines of a task, with their metrics and a comparison with the model.
 
-    `beats` says whether the baseline is significantly better than the model.
+    `beats` tells whether the baseline is significantly better than the model.
     """
     return [_judge(objective, own, each) for each in fit_baselines(objective.task, splits)]
 

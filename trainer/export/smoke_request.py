@@ -21,7 +21,7 @@ _REPEATS = 20
 
 
 def main() -> None:
-    """Wait until all files are written, load the model, call it, and print the answers."""
+    """Wait until all files are written, load the model, call it, and print the predictions."""
     folder = Path(sys.argv[1])
     saved_model = sys.stdin.read()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))

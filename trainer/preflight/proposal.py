@@ -401,13 +401,13 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
     is_text = {*scan.kinds} <= {"text", "code", "int", "huge"}
     if not choice.is_id(name) and _is_formatted(scan):
         return False
-    # Texts with spaces are features, not ids.
+    # Strings with spaces are features, not ids.
     codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
     return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
 
 
 def _is_formatted(scan: Any) -> bool:
-    """Return whether the texts are formatted numbers or dates, such as 3,25 and 31.12.2024."""
+    """Return whether the strings are formatted numbers or dates, such as 3,25 and 31.12.2024."""
     from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
 
     texts, writing = scan.kinds.get("text", 0), scan.writing

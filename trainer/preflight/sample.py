@@ -167,7 +167,7 @@ class _FirstRows(FileSource):
         ]
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        # Texts that all look like numbers are an error only if no other texts follow.
+        # Strings that all look like numbers are an error only if no other strings follow.
         if self.is_whole or not self._files.reader.parsed:
             super()._check_families(roles, scan)
 

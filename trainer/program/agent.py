@@ -237,7 +237,7 @@ class Agent:
                 end = self._follow(link)
             self._finish(end, held)
 
-    # Before the program.
+    # Before the program starts.
 
     def _begin(self, link: Link) -> Message | None:
         ready = self._await_guard(link)

@@ -369,7 +369,7 @@ class Guard:
                 return
             self._unsent = self._unsent[sent:]
 
-    # The program.
+    # Starting the program, and handling its output and exit.
 
     def _start(self, message: Message) -> None:
         if self._program:

@@ -334,8 +334,8 @@ def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # With this number of examples, nine of ten such models would pass, if the variance stays the
-    # same.
+    # With this number of examples, such a model would pass in nine of ten cases, if the variance
+    # stays the same.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
     times = ((sure + power) * error / distance) ** 2

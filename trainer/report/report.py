@@ -77,7 +77,7 @@ def write(facts: Facts, path: Path) -> None:
 
 
 def render(facts: Facts) -> str:
-    """Return the report of a run as HTML. All texts in `facts` are escaped."""
+    """Return the report of a run as HTML. All text in `facts` is escaped."""
     verdict = str(facts.get("verdict") or "unknown")
     steps = _rows(facts, "steps")
     incidents = _rows(facts, "incidents")
@@ -355,7 +355,7 @@ _LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 def to_markdown(facts: Facts, report: str) -> bytes:
     """Return the summary of a run as Markdown.
 
-    All texts are escaped. `report` is the URI of the full report, or empty.
+    All text is escaped. `report` is the URI of the full report, or empty.
     """
     verdict = str(facts.get("verdict") or "unknown")
     cost, notes = facts.get("cost") or {}, facts.get("notes") or ()

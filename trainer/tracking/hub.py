@@ -60,7 +60,7 @@ class Hub:
             self._session.headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> str:
-        """Return a line that confirms that the registry answers; raises `UserError` if not."""
+        """Return a line that confirms that the registry responds; raises `UserError` if not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
         return f"the model registry responds at {mask(self._home)}"
 

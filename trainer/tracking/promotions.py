@@ -38,7 +38,7 @@ def announce(
     answers: dict[str, queue.SimpleQueue[str]] = {}
     for name, call in wanted.items():
         answers[name] = queue.SimpleQueue()
-        # A daemon thread does not keep the process alive if the registry answers too late.
+        # A daemon thread does not keep the process alive if the registry responds too late.
         work = functools.partial(_answer, call, answers[name])
         threading.Thread(target=work, name="promotion", daemon=True).start()
     for name, answer in answers.items():

@@ -31,7 +31,7 @@ _WHOLE = 2.0**53
 _CHOICES = ("classification", "sequence_to_label", "binary_classification")
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "t", "y"), 1.0),
           **dict.fromkeys(("false", "no", "off", "f", "n"), 0.0)}  # fmt: skip
-# Lowercase texts that stand for a missing number.
+# Lowercase strings that stand for a missing number.
 _MISSING = frozenset(
     (
         "", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "nan", "-nan", "1.#ind", "-1.#ind",
@@ -192,7 +192,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _arrays(wanted: Mapping[str, Any], values: Sequence[Any], tensorflow: Any) -> list[Any]:
-    """Return one array per row, from lists, JSON texts or encoded images."""
+    """Return one array per row, from lists, JSON strings or encoded images."""
     shape, found = wanted["shape"], []
     for value in values:
         if wanted["type"] == "image" and isinstance(value, bytes | bytearray):

@@ -1,4 +1,4 @@
-"""Tests how an evaluation is shown on the page of a run."""
+"""Tests how an evaluation is displayed on the page of a run."""
 
 import base64
 import json
