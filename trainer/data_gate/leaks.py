@@ -35,8 +35,9 @@ _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
 _MOST_OF_ALL = 0.9
 # Maximum number of intervals per class.
 _INTERVALS = 2
-# A threshold cuts a distribution if the 10 examples around it span at most 2.5 times the lower
-# quartile of the widths of 10 examples on one side, which must have more than 30 examples.
+# A threshold cuts a distribution in two if examples are dense around it: 10 examples there span at
+# most 2.5 times the lower quartile of the spans of 10 examples on one side, if this side has more
+# than 30 examples.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 

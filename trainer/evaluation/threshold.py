@@ -110,8 +110,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # Consider only the last of equal probabilities, and not the lowest, which has no lower
-    # neighbor.
+    # Use only the last of equal probabilities, and not the lowest, which has no lower neighbor.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None

@@ -20,7 +20,10 @@ _PREFIX = "FLOTILLA_"
 
 
 class TaskFolders:
-    """The folders of one task. The program writes to `checkpoints`, `model` and `logs`."""
+    """The folders of one task.
+
+    The program writes to `checkpoints`, `model`, `logs` and `metrics`.
+    """
 
     def __init__(self, *, folder: Path) -> None:
         """Store the folder of the task, without creating anything."""

@@ -221,7 +221,7 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
             yield
     finally:
         if server:
-            # Training does not wait for a client whose request is being served.
+            # These calls do not wait for a client whose request is being served.
             server.shutdown()
             server.server_close()
 

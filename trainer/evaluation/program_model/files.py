@@ -134,7 +134,7 @@ def _choose_signature(names: Iterable[str]) -> str:
 
 
 def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Load a TensorFlow 1 model, convert its variables to constants, and return its signature.
+    """Load a TensorFlow 1 model with its variables as constants; return a function that calls it.
 
     TensorFlow 2 can call such a model with variables, but cannot save it again.
     """
