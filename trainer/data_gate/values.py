@@ -61,7 +61,6 @@ def unit(question: Question) -> Iterator[Finding]:
 
 
 def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
-    """Return the unit conversion that maps the old distribution to the new one, if there is one."""
     if len(np.unique(old.numbers)) < _FEWEST_VALUES:
         return None
     best: tuple[float, tuple[str, str]] | None = None

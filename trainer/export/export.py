@@ -8,6 +8,8 @@ The published model consists of the formats in `flotilla.trainer.export.formats`
     kserve.yaml     a KServe InferenceService
     parity.json     how much the predictions of each format differ from the original
     config.json     the configuration of the run
+    statistics.json the statistics of the training split, if the model uses them
+    model.sig       the signature, if a signing key is configured
 """
 
 from __future__ import annotations
@@ -164,7 +166,6 @@ def _fields(
 
 
 def _thresholds(evaluation: str) -> Any:
-    """Return the decision threshold in an evaluation, or a mapping by output."""
     measured = storage.read_json(evaluation, "metrics.json")
     with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}

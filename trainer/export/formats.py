@@ -161,7 +161,6 @@ def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
 
 
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
-    """Return the serving function, and the specs of its arguments, one per input feature."""
     model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:

@@ -179,7 +179,6 @@ def _list_files(data: DataConfig) -> Any:
 
 
 def _examine(data: DataConfig, scratch: Path) -> Rows:
-    """Return statistics of the first rows; raises `UserError`."""
     # Import these late, because they import Arrow.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
@@ -258,7 +257,6 @@ def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterat
 
 
 def _require_label(data: DataConfig, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if no label is given, or if it is not a column."""
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
             f"--label: name the column of {data.source} to predict, perhaps "
@@ -477,7 +475,6 @@ def _find_formatted(rows: Rows, names: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterator[str]:
-    """Yield the lines of the YAML file, each value with its reason as a comment."""
     indent = "  " * (path.count(".") + bool(path))
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
@@ -493,7 +490,6 @@ def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterat
 
 
 def _yaml(value: Any) -> str:
-    """Format a value as YAML on one line."""
     text = yaml.safe_dump(
         value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False
     )

@@ -176,7 +176,6 @@ def _records(
 
 
 def _numbers(above: str) -> list[int]:
-    """Return the numbers among the names below a URI; other names are ignored."""
     found = ((name, parse_number(name)) for name in storage.names(above))
     return sorted(
         number
@@ -190,7 +189,6 @@ def _number_uri(above: str, number: int) -> str:
 
 
 def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, _Record[_Fields]]:
-    """Return the readable records, and log a warning for each damaged one."""
     for each in records.values():
         if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
             log.warning("skipped: %s", each)

@@ -181,7 +181,6 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
 
 
 def _describe_selection(steps: Sequence[Facts]) -> list[str]:
-    """Return a sentence that tells which checkpoint was evaluated and why, if known."""
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")

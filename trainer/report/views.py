@@ -290,7 +290,6 @@ def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
 
 
 def _number_tries(tries: Sequence[Facts]) -> list[str]:
-    """Return the name of each try: the step, with a number if it was tried more than once."""
     names = [str(each.get("step")) for each in tries]
     return [
         f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name

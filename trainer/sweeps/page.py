@@ -68,7 +68,6 @@ def _find_ends(trials: Sequence[Trial], objective: Objective) -> list[float]:
 def _draw(
     sweep: Sweep, key: str, trials: Sequence[Trial], shades: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Return the chart of the objective by the values of a key."""
     top = max((each.rung for each in trials), default=0)
     values = {each.number: each.last.value for each in trials if each.last}
     names = [each.settings.get(key, "") for each in trials if each.number in shades]

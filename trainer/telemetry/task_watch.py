@@ -104,7 +104,6 @@ class TaskWatch:
         return self._started_again or self._restarts
 
     def _read_launcher(self) -> Counter[str] | None:
-        """Return how often the launcher has restarted each role, or None if unknown."""
         found = Counter[str]()
         try:
             for task in self._tasks:

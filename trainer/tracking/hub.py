@@ -178,7 +178,6 @@ def _token() -> str:
 
 
 def _properties(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return numbers and strings as custom properties with their types."""
     made: dict[str, Any] = {}
     for name, value in values.items():
         if is_number(value):

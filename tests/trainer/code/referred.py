@@ -8,7 +8,6 @@ from flotilla.trainer.code.bundle import FOLDER, OF_RUN, OF_SCHEDULES
 
 
 def referred(root: str) -> set[str]:
-    """Return the names of the bundles that a run or a schedule below `root` refers to."""
     below = [storage.join(root, each) for each in storage.names(root) if each != FOLDER]
     schedules = storage.join(root, OF_SCHEDULES)
     notes = [storage.join(each, OF_RUN) for each in below]

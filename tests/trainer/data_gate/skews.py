@@ -32,8 +32,6 @@ def table(rng, size, width=5):
 
 
 def _on(name, change):
-    """Return a skew that changes one column in every split."""
-
     def skew(rng, splits):
         for columns in splits.values():
             columns[name] = change(rng, columns[name].copy())

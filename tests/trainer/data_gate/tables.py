@@ -26,7 +26,6 @@ def question(dataset, champion=None, gate=None, **config):
 
 
 def rules_of(dataset, champion=None, **config):
-    """Return the names of the rules with findings."""
     return {each.rule for each in find_all(question(dataset, champion, **config))}
 
 
@@ -42,7 +41,6 @@ def split_of(columns):
 
 
 def profile(splits, label="label", classes=CLASSES):
-    """Return the profile of a dataset with these columns by split."""
     train = splits["train"]
     inputs = tuple(name for name in train if name != label)
     specs = {

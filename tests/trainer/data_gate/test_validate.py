@@ -123,7 +123,6 @@ def test_histograms_stand_next_to_those_of_the_champion():
 
 
 def labelled(columns):
-    """Return the columns with a constant label."""
     return {**columns, "label": np.zeros(len(next(iter(columns.values()))), int)}
 
 

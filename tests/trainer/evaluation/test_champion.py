@@ -109,7 +109,6 @@ def test_a_damaged_champion_is_not_asked(run, champion, tmp_path):
 
 
 def changed(champion, folder, change):
-    """Publish a copy of the champion with changed files."""
     storage.fetch(champion, folder / "fetched")
     fields = storage.read_manifest(champion).fields
     change(folder / "fetched", fields["saved_model"])

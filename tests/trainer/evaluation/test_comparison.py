@@ -40,7 +40,6 @@ def regressions(weights=None, **said):
 
 
 def measured(opponents, metric):
-    """Return the difference between the metrics of the two models."""
     own, other = (
         predictions.measure_predictions(opponents.objective, each)["metrics"][metric]
         for each in (opponents.own, opponents.other)

@@ -73,5 +73,4 @@ def make_job(folder: Path, text: str, *words: str, roles=None, at="", **sections
 
 
 def published_steps(job: Job) -> list[int]:
-    """Return the steps of the published checkpoints."""
     return [step for _, step in list_checkpoints(job.checkpoints)]

@@ -25,7 +25,6 @@ FIELDS = {"saved_model": "serving/digits/7", "inputs": [], "num_labels": 2}
 
 
 def key_pair(folder, name="one", key=None, encryption=NONE):
-    """Write a private and a public key; return both paths."""
     key = key or ec.generate_private_key(ec.SECP256R1())
     pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private, public = folder / f"{name}.pem", folder / f"{name}.pub"

@@ -108,7 +108,6 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
 
 
 def reached(sweep, trial, rung, value, main=None):
-    """Add a result with this value of the objective to a trial."""
     trial = replace(trial, metrics={(main or BY_LOSS).column: value})
     return sweep.add_result(trial, rung, main)
 

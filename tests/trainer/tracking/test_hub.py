@@ -140,7 +140,6 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving():
-    """Yield the URL of a model registry and its store."""
     store = Store()
     handler = type("Bound", (Handler,), {"store": store})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

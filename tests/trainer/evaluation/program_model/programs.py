@@ -50,7 +50,6 @@ def save(function: Callable[..., Any], takes: Mapping[str, tf.TensorSpec], **hel
 
 
 def softmax_weights(run: SmallRun) -> tuple[tf.Variable, tf.Variable]:
-    """Return copies of the kernel and the bias of the run's model."""
     kernel, bias = (variable.numpy() for variable in run.model.variables)
     return tf.Variable(kernel), tf.Variable(bias)
 
