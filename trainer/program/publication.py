@@ -317,7 +317,7 @@ class Publisher:
             },
         }
 
-    # The next process of this task must know which checkpoint of the folder is published.
+    # Which checkpoint of the folder is published, recorded for the next process of this task.
 
     def _digest(self, found: Stored) -> str:
         return hashlib.sha256(found.signature.encode()).hexdigest()

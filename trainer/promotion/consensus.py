@@ -50,7 +50,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_decided(uri: str) -> dict[str, Any] | None:
-    """Return the decided proposal, completing an unfinished decision, or None if there is none."""
+    """Return the decided proposal, or None; an unfinished decision is completed first."""
     return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 
 

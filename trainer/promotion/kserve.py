@@ -37,6 +37,6 @@ def _storage_uri(uri: str) -> str:
 
 
 def service_name(name: str) -> str:
-    """Return a valid Kubernetes name for a service: letters, digits and `-`."""
+    """Return a valid Kubernetes name for a service: lowercase letters, digits and `-`."""
     plain = re.sub(r"[^a-z0-9]+", "-", name)
     return plain if plain[0].isalpha() else f"model-{plain}"

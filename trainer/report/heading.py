@@ -40,7 +40,7 @@ def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
 
 
 def particulars(facts: Facts) -> list[tuple[str, str]]:
-    """Return the known properties of a run: date, duration, model, dataset, strategy and speed."""
+    """Return the known properties of a run, such as date, duration, model, dataset and speed."""
     config, steps = facts.get("config") or {}, facts.get("steps") or ()
     spans = list_spans(facts.get("tries") or ())
     rows = [("Run", str(facts.get("run_id") or ""))]
