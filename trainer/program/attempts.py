@@ -1,6 +1,7 @@
-"""The attempts of a program without a chief: its workers start together, or not at all.
+"""The attempts of a program, and how its workers start together.
 
-Each worker except the leader writes a new ticket next to the checkpoints when it starts. The leader
+If there are neither a chief nor parameter servers, all workers start together, or none does. Each
+worker except the leader writes a new ticket next to the checkpoints when it starts. The leader
 starts an attempt when each of these workers has a ticket that the previous attempt did not use. It
 then writes the checkpoint and these tickets to a file, so that no two tasks ever start from
 different checkpoints. A worker whose ticket is not in the file waits. If the leader finds a new
