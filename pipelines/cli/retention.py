@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -49,8 +50,9 @@ def gc(
 ) -> Answer:
     """Remove files left below the storage root by interrupted writes, and old runs and versions."""
     from flotilla.pipelines.retention.plan import policy
-    from flotilla.pipelines.retention.removal import collect
+    from flotilla.pipelines.retention.removal import collect, require_clock
     from flotilla.pipelines.runs.local import configuration, find_root
+    from flotilla.trainer import storage
 
     wanted = policy(keep_runs, keep_versions)
     is_asked = wanted.runs is not None or wanted.versions is not None
@@ -59,6 +61,10 @@ def gc(
             "--dry-run lists what --keep-runs or --keep-versions would remove: give one of them"
         )
     root = find_root(configuration(config, assignments or ()), workdir)
+    if not dry_run:
+        # Nothing can be removed from a root that does not exist.
+        with suppress(storage.Missing):
+            require_clock(root)
     answer = (
         _apply_retention(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
     )

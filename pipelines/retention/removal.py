@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -45,6 +46,22 @@ _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
 # Writing a part takes minutes, so a preparation without a new part for this long has ended.
 FORSAKEN = timedelta(days=7)
+# The shortest age that permits a removal is a day. A clock that is wrong by less than this cannot
+# make a file of a running process look that old.
+_MOST_AHEAD = timedelta(hours=1)
+
+
+def require_clock(root: str) -> None:
+    """Raise `UserError` if this machine's clock is more than an hour ahead of the storage's.
+
+    Files of running processes would look old enough to be removed.
+    """
+    ahead = timedelta(seconds=round(time.time() - storage.read_clock(root)))
+    if ahead > _MOST_AHEAD:
+        raise UserError(
+            f"nothing was removed: the clock of this machine is {ahead} ahead of the clock of "
+            f"{root}, so files in use would look old; correct the clock and try again"
+        )
 
 
 def remove(

@@ -249,6 +249,16 @@ class ObjectStore:
                 each = self._bucket.stat(_key(uri))
                 yield ListedFile("", each.bytes, _tag(each))
 
+    def read_clock(self, uri: str) -> float:
+        """Return the time at which the store creates an object."""
+        key = _key(join(uri, f"clock-{uuid.uuid4().hex}"))
+        with self._translate(uri, writes=True):
+            self._bucket.put(key, b"")
+            try:
+                return self._bucket.stat(key).created
+            finally:
+                self._bucket.remove(key)
+
     def remove(self, uri: str) -> None:
         """Remove the manifests first, then the other objects in parallel."""
         below = self._below(uri)

@@ -292,6 +292,18 @@ def collect_garbage(uri: str) -> list[str]:
         return choose_store(uri).sweep(uri)
 
 
+def read_clock(uri: str) -> float:
+    """Return the Unix time of the storage, or raise `Missing` if the folder `uri` does not exist.
+
+    It may differ from the clock of this machine.
+    """
+    with report_errors(f"read the clock of {uri}"):
+        try:
+            return choose_store(uri).read_clock(uri)
+        except FileNotFoundError:
+            raise Missing(f"there is nothing at {uri}") from None
+
+
 def delete(uri: str) -> None:
     """Remove the file or directory at `uri`, if any. A directory is unpublished first."""
     with report_errors(f"delete {uri}"), suppress(FileNotFoundError):

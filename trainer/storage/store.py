@@ -97,6 +97,9 @@ class Store(Protocol):
     def sweep(self, uri: str) -> list[str]:
         """Remove orphans of dead writers in and below `uri`, and return their URIs."""
 
+    def read_clock(self, uri: str) -> float:
+        """Return the Unix time of the storage. `uri` is an existing folder or a prefix."""
+
 
 Result = TypeVar("Result")
 # A larger object is sent in parts of this size in bytes, so that it is never entirely in memory.

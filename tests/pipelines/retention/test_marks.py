@@ -3,6 +3,8 @@
 import pytest
 
 from flotilla.components import in_use
+from flotilla.pipelines.cli import app
+from flotilla.pipelines.retention import removal
 from flotilla.trainer import storage
 from tests.pipelines.retention.roots import manifest
 from tests.pipelines.retention.test_removal import swept
@@ -47,3 +49,12 @@ def test_what_an_unclear_mark_says_is_used_stays(root, dataset, mark):
     marked(root, "used.json", mark)
     assert swept(root) == []
     assert storage.verify(dataset)
+
+
+@pytest.mark.parametrize("ahead", [-7200, 3000, 7200, 2 * 86400])
+@pytest.mark.parametrize("words", [(), ("--keep-runs", "1d", "--yes")])
+def test_nothing_is_removed_by_a_clock_that_is_ahead(root, dataset, monkeypatch, ahead, words):
+    now = removal.time.time()
+    monkeypatch.setattr(removal.time, "time", lambda: now + ahead)
+    code = app.call(["gc", "--workdir", str(root), *words])
+    assert (code, storage.is_published(dataset)) == ((1, True) if ahead > 3600 else (0, not words))

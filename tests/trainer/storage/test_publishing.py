@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,17 @@ def test_garbage_is_none_where_nobody_died(make: Make, place: Place, uri: str) -
     before = place.content(place.root)
     assert storage.collect_garbage(place.root) == []
     assert place.content(place.root) == before
+
+
+def test_the_clock_of_the_storage_is_read_without_a_trace(
+    place: Place, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.put(storage.join(uri, "a"), b"")
+    before, stored = time.time(), place.content(place.root)
+    monkeypatch.setattr(time, "time", lambda: before + 1e6)
+    # Object stores report whole seconds.
+    assert before - 1 <= storage.read_clock(uri) < before + 9e5
+    assert place.content(place.root) == stored
 
 
 _flip = st.tuples(
