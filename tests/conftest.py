@@ -39,7 +39,7 @@ MNIST_FILES = (
 KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN", "FLOTILLA_CANCELS"}
 FOREIGN = (
     "FLOTILLA_", "KFP_", "KF_PIPELINES_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES",
-    "STORAGE_EMULATOR_HOST", "AWS_", "GOOGLE_", "accesskey", "secretkey",
+    "STORAGE_EMULATOR_HOST", "AWS_", "GOOGLE_", "MLFLOW_", "accesskey", "secretkey",
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

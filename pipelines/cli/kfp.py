@@ -281,7 +281,7 @@ def reschedule(
         ),
     ] = "",
 ) -> Answer:
-    """Recreate a schedule for the newest pipeline version, with its times and configuration."""
+    """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))

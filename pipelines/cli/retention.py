@@ -32,7 +32,8 @@ def gc(
         str,
         typer.Option(
             metavar="TIME",
-            help="Also remove older runs and unused datasets, checkpoints and code.",
+            help="Keep runs that were active within this time, such as 30d. Remove older runs, and "
+            "the datasets, checkpoints and code that are no longer needed.",
         ),
     ] = "",
     keep_versions: Annotated[

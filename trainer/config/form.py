@@ -109,7 +109,7 @@ FIELDS = (
         name=SETTINGS,
         key=(),
         type=dict,
-        description="any other key in its section, as in YAML: "
+        description="other configuration keys, nested by section as in the YAML file: "
         '{"training": {"patience": 3}, "gate": {"min": {"accuracy": 0.9}}}',
     ),
 )

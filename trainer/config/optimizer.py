@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
 
     name: str = key(
         "adam",
-        f"{', '.join(OPTIMIZERS)}, or {OF_MODEL}: the optimizer that the model is compiled with",
+        f"{', '.join(OPTIMIZERS)}, or {OF_MODEL} (the optimizer that the model is compiled with)",
     )
     learning_rate: Annotated[float, Field(gt=0), OR_AUTO, AS_WRITTEN] = key(
         0.003, "initial learning rate of the schedule"

@@ -119,7 +119,7 @@ def format_epoch(progress: Progress) -> str:
     return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
 
 
-def is_first_stretch(progress: Progress) -> Progress:
+def drop_time_left(progress: Progress) -> Progress:
     """Remove the remaining time from the first progress, because its speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
@@ -162,7 +162,7 @@ class LogLines:
         # A clock that was set back must not suppress lines.
         if 0 <= event.time - self._progress_at < LINE_SECONDS:
             return ""
-        event = is_first_stretch(event) if self._progress_at < 0 else event
+        event = drop_time_left(event) if self._progress_at < 0 else event
         self._progress_at = event.time
         return f"{format_reached(event)}  {format_metrics(event)}"
 

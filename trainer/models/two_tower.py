@@ -392,7 +392,7 @@ def _check(
     wanted = [*looked_up, *filter(None, [popularity])]
     if twice := [name for name, count in Counter(wanted).items() if count > 1]:
         raise ConfigError(
-            f"{twice[0]!r} is named twice; a feature is an id, an attribute or the popularity"
+            f"{twice[0]!r} is named twice; a feature can be only one of: id, attribute, popularity"
         )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
         raise ConfigError(f"takes {', '.join(wanted)}; set data.inputs to them")

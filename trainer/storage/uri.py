@@ -202,7 +202,7 @@ def web_address(text: str, where: str) -> str:
     """Return `text` if it is a server's URL. Otherwise raise a `ConfigError` that names `where`."""
     if why := find_credentials(text):
         raise ConfigError(
-            f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{where}: {why}; remove it, and pass the credentials of the store in the environment"
         )
     try:
         parts = urlsplit(text)

@@ -309,8 +309,8 @@ def list_rungs(
         )
     if steps // REDUCTION < LEAST_STEPS:
         raise ConfigError(
-            f"training.steps: {steps} are too few for --asha, whose first rung has a third of "
-            f"them: at least {LEAST_STEPS * REDUCTION}"
+            f"training.steps: {steps} is too few for --asha: set at least "
+            f"{LEAST_STEPS * REDUCTION}, because the first rung trains for a third of the steps"
         )
     rungs, left = [steps], count
     while left >= REDUCTION and rungs[0] // REDUCTION >= LEAST_STEPS:

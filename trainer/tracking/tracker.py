@@ -91,12 +91,10 @@ class Reader:
         if not is_due and event.global_step < event.steps:
             return
         self._last = event.global_step
-        values = {
-            "loss": event.loss,
-            "learning_rate": event.learning_rate,
-            "steps_per_second": event.steps_per_second,
-            **event.metrics,
-        }
+        # These are 0 if a user's program does not report them.
+        known = ("loss", "learning_rate", "steps_per_second")
+        values = {name: getattr(event, name) for name in known if getattr(event, name)}
+        values |= event.metrics
         _add(pending, "", values, event.global_step, event.time)
 
     def _add_step(self, event: StepEnd, pending: Pending) -> None:

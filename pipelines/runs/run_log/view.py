@@ -15,9 +15,9 @@ from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
 from flotilla.trainer.events.event_lines import (
     LINE_SECONDS,
     LogLines,
+    drop_time_left,
     format_metrics,
     format_reached,
-    is_first_stretch,
 )
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.wording import key_metrics, round_value
@@ -176,7 +176,7 @@ class LogView:
 
     def _apply_pace(self, line: Line, event: Event) -> Iterator[LogLine]:
         if isinstance(event, Progress) and Progress not in self._paces:
-            line = replace(line, event=is_first_stretch(event))
+            line = replace(line, event=drop_time_left(event))
         pace = self._paces.setdefault(type(event), _Pace())
         if pace.is_due(event.time) or self._verbose:
             progress = self._paces.get(Progress)

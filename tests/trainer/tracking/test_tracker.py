@@ -52,6 +52,14 @@ def test_progress_and_validation_become_curves():
     ]
 
 
+def test_what_a_program_does_not_report_is_no_point():
+    silent = Progress(
+        global_step=20, steps=100, loss=0.0, steps_per_second=0.0, seconds_left=-1,
+        metrics={"reward": 7.0},
+    )  # fmt: skip
+    assert points(Reader(), silent) == [("reward", 7.0, 20)]
+
+
 def test_a_point_has_the_time_of_its_event_so_that_a_second_writing_is_the_same():
     (first, *_) = Reader().read(progress(20, time=12.3456)).points
     assert first.when == 12345
@@ -102,7 +110,7 @@ def test_a_decision_a_failure_and_restarts_are_tags():
 def test_what_waits_is_bounded_and_in_order():
     reader = Reader()
     first, second = reader.read(progress(20)), reader.read(progress(40))
-    assert [each.step for each in second.merge(first).points] == [20] * 3 + [40] * 3
+    assert [each.step for each in second.merge(first).points] == [20] * 2 + [40] * 2
     assert describe_end("FAILED").merge(Pending(status="")).status == "FAILED"
     last = Point("last", 1.0, 99, 0, repeats=True)
     waiting = Pending(points=deque([*first.points] * MOST_WAITING))

@@ -102,8 +102,8 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
     ).use()
     if use.stray:
         raise UserError(
-            f"data.source: {path} has backslashes before quotes within quoted texts, but row "
-            f"{use.stray} has one outside, where its meaning is ambiguous; "
+            f"data.source: {path} escapes quotes with backslashes, but row {use.stray} has a "
+            "backslash outside quotes, which may be an escape or an ordinary character; "
             'write "" for a quote within a quoted text '
             "(Spark: option('escape', '\"'))"
         )
