@@ -96,7 +96,7 @@ def test_the_rungs_are_thirds_of_the_steps():
 @pytest.mark.parametrize(
     ("tree", "settings", "count", "message"),
     [
-        ({"steps": 29}, {}, 9, "29 are too few"),
+        ({"steps": 29}, {}, 9, "29 is too few"),
         ({"steps": 900}, {}, 2, "there are only 2"),
         ({"steps": 900}, {"training.steps": "9"}, 9, "one value"),
         ({"schedule": {"name": "cosine"}}, {}, 9, "cosine"),
