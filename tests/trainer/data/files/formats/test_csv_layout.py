@@ -231,7 +231,7 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     assert len(rows) == 300
     assert rows[3]["title"] == r'say "a, b" \ twice"'
     # If backslashes escaped quotes, the backslash in this path would be lost.
-    with pytest.raises(UserError, match="row 6 has one outside"):
+    with pytest.raises(UserError, match="row 6 has a backslash outside"):
         table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
 
 
