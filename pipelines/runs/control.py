@@ -133,6 +133,8 @@ def logs(
 ) -> RunResult:
     """Pass the readable lines of a run's logs to `on_line`, and return the state of the run.
 
+    For a run on a KFP instance, the status is KFP's state in lower case, such as `succeeded`.
+
     Args:
         run: id or name of the run.
         on_line: called with each line: its time, stage or training task, and text.

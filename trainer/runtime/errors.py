@@ -26,7 +26,7 @@ TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "finished, and blessed if there is a gate",
     FAILED: "failed",
-    USAGE: "wrong usage or configuration; nothing was started",
+    USAGE: "wrong usage, configuration or input",
     REFUSED: "finished, but the data or the model was refused",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
