@@ -230,9 +230,10 @@ def schedule(
     """Schedule recurring runs on a KFP instance, or change the schedule of that name."""
     from flotilla.pipelines.runs import schedule as scheduling
     from flotilla.pipelines.runs.local import configuration
+    from flotilla.pipelines.runs.schedule_times import make_timing
     from flotilla.pipelines.runs.submission import Submission
 
-    timing = scheduling.timing(
+    timing = make_timing(
         cron,
         every,
         zone=timezone,

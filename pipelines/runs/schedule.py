@@ -1,23 +1,14 @@
-"""Recurring runs on a KFP instance. Each name has one schedule.
-
-KFP's cron expressions have six fields, seconds first. If there are only five, KFP still reads the
-first one as seconds. Here, five fields have their usual meaning, and a zero for the seconds is
-added.
-"""
+"""Recurring runs on a KFP instance. Each name has one schedule."""
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 from typing import Any, Unpack
-from zoneinfo import ZoneInfo
 
-from cronsim import CronSim, CronSimError
 from kfp_server_api import (
     V2beta1CronSchedule,
     V2beta1PeriodicSchedule,
@@ -35,6 +26,7 @@ from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, as
 from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
 from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
+from flotilla.pipelines.runs.schedule_times import Timing, describe, make_timing
 from flotilla.pipelines.runs.submission import (
     Submission,
     Target,
@@ -56,144 +48,8 @@ from flotilla.trainer.config.old_parameters import (
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
-_EVERY = {
-    "@yearly": "0 0 0 1 1 *",
-    "@annually": "0 0 0 1 1 *",
-    "@monthly": "0 0 0 1 * *",
-    "@weekly": "0 0 0 * * 0",
-    "@daily": "0 0 0 * * *",
-    "@midnight": "0 0 0 * * *",
-    "@hourly": "0 0 * * * *",
-}
-# The name, minimum and maximum of each field, and its attribute in cronsim.
-_FIELDS = (
-    ("second", 0, 59, "seconds"),
-    ("minute", 0, 59, "minutes"),
-    ("hour", 0, 23, "hours"),
-    ("day of the month", 1, 31, "days"),
-    ("month", 1, 12, "months"),
-    ("day of the week", 0, 6, "weekdays"),
-)
-# The field syntax of KFP's parser; cronsim accepts more, such as `L` and `#`.
-_PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step>/\d+)?", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cron:
-    """A cron expression: `text` for KFP, and `known` for cronsim."""
-
-    text: str
-    known: str
-
-    def after(self, moment: datetime) -> datetime | None:
-        """Return the first match after `moment`, in the same time zone; None if there is none."""
-        try:
-            return next(CronSim(self.known, moment), None)
-        except CronSimError:
-            return None
-
-
-def parse(text: str) -> Cron:
-    """Parse a cron expression of five or six fields; raises `ConfigError`."""
-    words = _EVERY.get(text.strip().lower(), text).split()
-    if len(words) == len(_FIELDS) - 1:
-        words = ["0", *words]
-    if len(words) != len(_FIELDS):
-        raise ConfigError(
-            f"--cron {text!r} has {len(words)} fields: give five (minute hour day month weekday), "
-            "or six with seconds first"
-        )
-    known = []
-    for place, word in enumerate(words):
-        parts = [_normalize_part(part, place) for part in word.lower().split(",")]
-        if None in parts:
-            name, least, most, _ = _FIELDS[place]
-            part = word.split(",")[parts.index(None)]
-            raise ConfigError(
-                f"--cron {text!r}: {part!r} is not a valid {name} ({least} to {most}, *, a-b, a,b, "
-                f"*/n)"
-            )
-        known.append(",".join(map(str, parts)))
-    return Cron(text=" ".join(words), known=" ".join(known))
-
-
-def _normalize_part(part: str, place: int) -> str | None:
-    """Return a part of a field in cronsim's syntax; None if KFP or cronsim refuses it."""
-    _, _, most, values = _FIELDS[place]
-    found = _PART.fullmatch(part)
-    if not found:
-        return None
-    start, end, step = found["from"].replace("?", "*"), found["to"] or "", found["step"]
-    # Sunday may be 7 in cronsim, but not in KFP.
-    if values == "weekdays" and "7" in (start.lstrip("0"), end.lstrip("-0")):
-        return None
-    if step and start != "*" and not end:
-        end = f"-{most}"
-    alone = ["*"] * len(_FIELDS)
-    alone[place] = f"{start}{end}{step if start == '*' and step else ''}"
-    try:
-        read = CronSim(" ".join(alone), datetime.now(UTC))
-    except CronSimError:
-        return None
-    if not step or start == "*":
-        return alone[place]
-    every = int(step[1:])
-    return ",".join(map(str, sorted(getattr(read, values))[::every])) if every else None
-
-
+# The HTTP status of a request that the server refuses.
 _REFUSED = 400
-_INTERVAL = re.compile(r"(\d{1,9})([smhd]?)", re.ASCII)
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_LONGEST = 366 * 86400
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """When runs start.
-
-    Attributes:
-        interval: seconds from one start to the next, or 0; either this or `cron` is set.
-        zone: the time zone of `cron`, which is a setting of the whole instance.
-        catch_up: whether missed runs are started later.
-        at_once: maximum number of concurrent runs.
-        latest: whether each run uses the version that is newest at its start, not a fixed one.
-    """
-
-    cron: Cron | None
-    interval: int
-    zone: str = "UTC"
-    catch_up: bool = False
-    at_once: int = 1
-    latest: bool = False
-
-
-def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
-    """Return when runs start, from the command line options; raises `ConfigError`."""
-    if bool(cron) == bool(every):
-        raise ConfigError("give either --cron or --every")
-    if more["latest"] and version:
-        raise ConfigError("--latest and --version contradict each other: leave one out")
-    if cron:
-        return Timing(cron=parse(cron), interval=0, **more)
-    found = _INTERVAL.fullmatch(every)
-    seconds = int(found[1]) * _SECONDS[found[2] or "s"] if found else 0
-    if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"--every {every!r} is not an interval, such as 6h")
-    if more["zone"] != "UTC":
-        raise ConfigError("--timezone applies only to --cron: an interval has no time zone")
-    return Timing(cron=None, interval=seconds, **more)
-
-
-def find_zone(name: str) -> tzinfo:
-    """Return the time zone with this name; raises `ConfigError`."""
-    if name == "UTC":
-        return UTC
-    try:
-        return ZoneInfo(name)
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(
-            f"--timezone {name!r} is not a time zone, such as Europe/Berlin"
-        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -262,7 +118,7 @@ def schedule(
     Example:
         flotilla.schedule("configs/digits.yaml", cron="0 3 * * *", training={"steps": 200}).next
     """
-    when = timing(
+    when = make_timing(
         cron, every, zone=timezone, catch_up=catch_up, at_once=at_once, latest=latest,
         version=target.get("version", ""),
     )  # fmt: skip
@@ -278,7 +134,7 @@ def schedule(
 
 def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
     """Create this schedule, and replace all others with its name; raises `UserError`."""
-    words, upcoming = _describe(timing)
+    words, upcoming = describe(timing)
     client = connect(access)
     if timing.latest:
         version = newest_version(client, submission.pipeline)
@@ -540,24 +396,6 @@ def _list_named(client: Client, name: str) -> list[Any]:
 def _schedule_key(access: Access, name: str) -> str:
     """Return a key that identifies the schedule across all instances."""
     return "\n".join((access.endpoint, access.namespace, name))
-
-
-def _describe(timing: Timing) -> tuple[str, str]:
-    """Return a description of a timing, and its next start; raises `ConfigError`."""
-    if timing.cron is None:
-        return f"every {timing.interval} s", ""
-    zone = find_zone(timing.zone)
-    upcoming = timing.cron.after(datetime.now(zone))
-    if upcoming is None:
-        raise ConfigError(f"--cron {timing.cron.text!r} never matches a date")
-    there = f"{upcoming:%Y-%m-%d %H:%M:%S} {timing.zone}"
-    utc = upcoming.astimezone(UTC)
-    also = "" if timing.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
-    unless = "the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE is set there"
-    if timing.zone != "UTC":
-        unless = f"if the instance's CRON_SCHEDULE_TIMEZONE is {timing.zone}, as in --timezone"
-    text = f"cron {timing.cron.text!r}, next at {there}{also}; {unless}"
-    return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
 
 
 def _make_wanted(

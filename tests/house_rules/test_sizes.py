@@ -31,7 +31,7 @@ BUDGETS = {
     "pipelines/doctor": 1710,
     "pipelines/replay": 575,
     "pipelines/retention": 1010,
-    "pipelines/runs": 5066,
+    "pipelines/runs": 5080,
     "pipelines/sweeps": 725,
     "trainer": 225,
     "trainer/baselines": 925,
