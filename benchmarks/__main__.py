@@ -102,7 +102,7 @@ def main() -> None:
                 sys.stderr.write(f"{failed[-1]}\n")
             _write(found)
     except KeyboardInterrupt:
-        failed.append(f"interrupted; what was measured is in {OUTPUT}")
+        failed.append(f"interrupted; the results so far are in {OUTPUT}")
     sys.stdout.write(comparisons.table(found) + "\n")
     if failed:
         sys.exit("\n".join(f"bench: {each}" for each in failed))
@@ -119,9 +119,7 @@ def _words() -> list[str]:
     words = sys.argv[1:] or [each for each in MEASURES if not each.startswith(OF_ACCURACY)]
     for word in words:
         if word not in MEASURES:
-            sys.exit(
-                f"bench: there is no comparison {word!r}; it has to be {' or '.join(MEASURES)}"
-            )
+            sys.exit(f"bench: there is no comparison {word!r}; it must be {' or '.join(MEASURES)}")
     if words == ["gpu"] and not on_gpu.present():
         sys.exit("bench: this machine has no GPU")
     if "gpu" in words and not on_gpu.present():

@@ -47,7 +47,7 @@ def checkpoint_parts() -> Comparison:
     """Return how long a save pauses training, relative to an in-memory copy on the servers."""
     seen = _led()
     return Comparison(
-        name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
+        name=f"a save of {MEGABYTES:,} MB of tables in parts: pause of training, over a copy",
         rounds=tuple(
             each / copied for each, copied in zip(seen["pauses"], seen["copies"], strict=True)
         ),

@@ -35,7 +35,7 @@ class Comparison:
     def __post_init__(self) -> None:
         """Reject a comparison without rounds, and invalid combinations of bounds."""
         if (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
+            raise ValueError(f"{self.name}: it needs either at_least or at_most")
         if self.worst_at_least is not None and self.at_least is None:
             raise ValueError(f"{self.name}: worst_at_least needs at_least")
         if not self.rounds:

@@ -35,7 +35,7 @@ _SERVE = """
 import json, sys
 import tensorflow as tf
 path, role, first, count, threads = sys.argv[1:]
-# Workers of one process share these. The loop of each holds one: all wait for ever with too few.
+# Workers of one process share these. Each worker's loop holds one; with too few, all wait forever.
 settings = tf.compat.v1.ConfigProto(
     device_count={"CPU": 1},
     inter_op_parallelism_threads=int(threads),

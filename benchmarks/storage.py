@@ -134,7 +134,7 @@ def gcs(latency: float) -> Iterator[str]:
         url = own.stdout.readline().strip()
         if not url:
             # Without an address, requests would go to the real service.
-            raise RuntimeError("the server of Google Cloud Storage has not come up")
+            raise RuntimeError("the Google Cloud Storage emulator did not start")
         try:
             with mock.patch.dict(os.environ, STORAGE_EMULATOR_HOST=url):
                 yield f"gs://{BUCKET}/bench"

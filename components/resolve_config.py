@@ -142,7 +142,7 @@ def add_positive(config: Config, root: str) -> Config:
             outputs[label] = said.model_copy(update={"positive": said.positive or found[label]})
         task = task.model_copy(update={"outputs": outputs})
     elif "" in found and not task.positive:
-        events.emit(events.DataNote(text=f"task.positive is {found['']!r}, as of the champion"))
+        events.emit(events.DataNote(text=f"task.positive is {found['']!r}, as in the champion"))
         task = task.model_copy(update={"positive": found[""]})
     return config.model_copy(update={"task": task})
 

@@ -11,7 +11,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 # Descriptions of the CSV tables, which cannot contain a comment.
 _TABLES = {
-    "tumors.csv": "569 tumours by 30 measures of their cells; the column to predict is diagnosis."
+    "tumors.csv": "569 tumours, each with 30 measurements of its cells; the label is diagnosis."
 }
 
 

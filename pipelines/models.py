@@ -165,7 +165,7 @@ def _announce(root: str, name: str, made: Promotion) -> Promotion:
         registration.announce(root, name, made.version, hub="")
     except UserError as error:
         # Only log the error, because the promotion itself has succeeded.
-        log.warning("it is not recorded in the tracker: %s", error)
+        log.warning("the promotion is not recorded in the tracker: %s", error)
     return made
 
 

@@ -26,7 +26,7 @@ LEAVES_ONE = """
 
     @pytest.mark.cluster
     def test_orphan(tmp_path):
-        # The kernel shows no command line yet while it replaces a process: wait until it speaks.
+        # While the kernel replaces a process, its command line is empty: wait for the first output.
         os.mkfifo(tmp_path / "begun")
         command = ["sh", "-c", '"$@" > "$0" 2> /dev/null &', str(tmp_path / "begun")]
         subprocess.run([*command, sys.executable, "-c", CODE, str(tmp_path)], check=True)

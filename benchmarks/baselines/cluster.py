@@ -61,7 +61,7 @@ def train(
         RuntimeError: a task failed; its log has the reason.
     """
     if sync and snapshots:
-        raise ValueError("weights are kept in asynchronous training only")
+        raise ValueError("snapshots of the weights need asynchronous training")
     folder.mkdir(parents=True)
     ps, *ports = free_ports(1 + workers)
     where = ["--ps", f"localhost:{ps}", "--workers", *map(str, ports)]

@@ -92,7 +92,7 @@ def _device() -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--network", choices=["perceptron", "cnn"], default="perceptron")
-    parser.add_argument("--steps", type=int, default=8000, help="all of them, in epochs")
+    parser.add_argument("--steps", type=int, default=8000, help="total number, over all epochs")
     return parser.parse_args()
 
 

@@ -31,7 +31,10 @@ def require() -> None:
     """Exit with a message if an official file is missing."""
     absent = [name for name in FILES if not (folder() / name).is_file()]
     if absent:
-        sys.exit(f"FLOTILLA_MNIST_DIR={folder()} lacks {', '.join(absent)}: name their folder")
+        sys.exit(
+            f"FLOTILLA_MNIST_DIR={folder()} lacks {', '.join(absent)}: set it to the folder of "
+            "these files"
+        )
 
 
 def training_examples() -> tuple[Floats, Floats]:

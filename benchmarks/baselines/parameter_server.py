@@ -159,7 +159,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", required=True, metavar="PORT")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--sync", action="store_true")
-    parser.add_argument("--snapshots", type=int, default=0, help="steps between kept weights")
+    parser.add_argument(
+        "--snapshots", type=int, default=0, help="steps between two snapshots of the weights"
+    )
     parser.add_argument("--record", type=Path)
     return parser.parse_args()
 

@@ -10,16 +10,16 @@ from benchmarks.experiments.rows import ROWS, Finding
 
 HEAD = """# Published experiments, run again
 
-Written by `make experiments`, which needs the official MNIST files (`FLOTILLA_MNIST_DIR`). Results
-of runs are stored below `build/experiments`; `make clean` deletes them. Every row is the whole
-pipeline; accuracy and test loss are those of `evaluate_model` on the 10,000 test examples.
+`make experiments` writes this page. It needs the official MNIST files (`FLOTILLA_MNIST_DIR`).
+Results of runs are stored below `build/experiments`; `make clean` deletes them. Each row runs the
+whole pipeline. `evaluate_model` measures accuracy and test loss on the 10,000 test examples.
 
-Two settings differ from the programs, and were chosen with knowledge of the test accuracy: the
-cosine decay of the perceptrons, and the small batch with a decay of the convolutional network with
-Adam. The rows with the goal "none" do not use them. A result close to its goal can miss it with
+Two settings differ from the published programs and were chosen by the test accuracy: the
+cosine decay for the perceptrons, and the small batch with a cosine decay for the network with
+Adam. Rows with the goal "none" do not use them. A result that is close to its goal may miss it with
 another seed.
 
-| config | published program | published result | has to reach | measured | reached |
+| config | published program | published result | goal | measured | reached |
 |---|---|---|---|---|---|
 """
 
@@ -50,7 +50,7 @@ def page(findings: Sequence[Finding]) -> str:
             "\n## Sources\n\n",
             *sources,
             "\n## Commands\n\n",
-            "Each with `--set data.manual_dir=FOLDER` where there is no network.\n\n```\n",
+            "Without network access, add `--set data.manual_dir=FOLDER` to each command.\n\n```\n",
             *(f"{command}\n" for command in commands),
             "```\n",
         ]

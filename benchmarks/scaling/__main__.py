@@ -29,8 +29,15 @@ MEASUREMENTS, SCALING = Path("benchmarks/results/scaling.md"), Path("docs/scalin
 def main() -> None:
     """Run all cases or read their results, fit the model, and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
-    parser.add_argument("--rounds", type=int, default=1, help="of all runs; the median counts")
-    parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="number of rounds; the run with the median speed counts",
+    )
+    parser.add_argument(
+        "--rewrite", action="store_true", help="fit to the runs in measured.json, without measuring"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds: {options.rounds} is invalid; it must be 1 or more")

@@ -75,9 +75,9 @@ def simulated_part(costs: Costs, folder: Path, say: Callable[[str], Any]) -> str
         path.write_text(chart(series, "workers", label), encoding="utf-8")
     return "\n\n".join(
         [
-            "Which limit comes when, asynchronous, of 1,000 workers:",
+            "The bottleneck of asynchronous training with 1,000 workers:",
             table(_LIMITS, _limits(costs)),
-            "Workers that are slow, and workers that are killed, of 100:",
+            "Updates per second of 100 workers, some of which are slow or killed:",
             table(_TROUBLES, _troubles(costs)),
         ]
     )

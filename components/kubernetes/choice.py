@@ -29,7 +29,9 @@ def is_on_a_cluster() -> bool:
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
     """Return the engine of the run's job, or the first served engine; `local` without a cluster."""
     if not is_on_a_cluster():
-        log.info("cluster.launcher auto: local, because this is not in a pod and has no KUBECONFIG")
+        log.info(
+            "cluster.launcher auto: local, because this is not a pod and KUBECONFIG is not set"
+        )
         return "local"
     connection = connect()
     api = Api(connection, namespace or connection.namespace)

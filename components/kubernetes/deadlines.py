@@ -237,7 +237,7 @@ def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
         reasons = dict.fromkeys(filter(None, map(pod_state.waiting_reason, waiting)))
         reason = " ".join(next(iter(reasons), "").split())
         if waiting and all(map(pod_state.waits_as_usual, waiting)):
-            reason = f"{reason}: its image is pulled, its volumes are mounted"
+            reason = f"{reason}: its image is being pulled, or its volumes mounted"
         if waiting:
             parts.append(f"{len(waiting)} {what}{f' ({reason})' if reason else ''}")
     running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)

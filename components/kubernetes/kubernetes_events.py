@@ -37,7 +37,7 @@ def last_events(api: Api, *uids: str) -> str:
         return ""
     except RefusedError as error:
         if error.code == HTTPStatus.FORBIDDEN:
-            return "; these permissions do not allow reading its events"
+            return "; the launcher lacks the permission to list its events"
         return ""
     lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED:])
     text = " ".join(" | ".join(lines).split())

@@ -62,11 +62,11 @@ class Stop:
             except RefusedError as error:
                 if error.is_missing:
                     return
-                log.warning("cannot see whether the leading task has ended: %s", error)
+                log.warning("cannot determine whether the leading task has ended: %s", error)
             except UnreachableError:
                 if time.monotonic() - began < limit:
                     continue
-            log.warning("the leading task of the job %s does not end by itself", self.name)
+            log.warning("the leading task of the job %s did not end in time", self.name)
             return
 
     def answer_seconds(self) -> float:

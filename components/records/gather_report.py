@@ -233,7 +233,7 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if failed:
         # A step that was killed could not report an error, so report KFP's message.
         return said if not shared and failed[0].ended is None else ""
-    why = "no step recorded a reason; see its log"
+    why = "no step recorded a reason; see the log of the run"
     if lost := lost_stage(steps):
         why = f"its process ended before {lost} began"
     elif steps and (lost := _find_missing({each.step for each in reached})):

@@ -64,7 +64,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
         return configured
     if pipeline_root := find_pipeline_root(artifact, kfp_run_id):
         return storage.join(pipeline_root, FLOTILLA)
-    raise UserError("storage.root is empty: set it to the URI to publish below")
+    raise UserError("storage.root is empty: set it to the URI for all outputs")
 
 
 def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:

@@ -87,13 +87,14 @@ and a value of the wrong type or out of bounds, is refused by name before anythi
 2). A key without a default is empty. `configs/digits.yaml` shows every key in one file;
 [run parameters](parameters.md) are the fields of KFP's form.
 
-`auto` is chosen by the number of training examples once the dataset is prepared, and is a number in
-the records of the run. Where `data.source` is set and `training.steps` is not, all that takes
-`auto` and is left out is `auto`, and training ends by validation.
+When the dataset is prepared, `auto` is replaced by a number that depends on the number of training
+examples. If `data.source` is set and `training.steps` is not, every omitted key that allows
+`auto` is `auto`, and validation decides when training ends.
 
 Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
-*variable* are texts as Kubernetes defines them. A key of one role overrides that of
-`cluster.kubernetes.pod`: a mapping key by key, anything else as a whole where it is not empty.
+*variable* are strings as Kubernetes defines them. A key of one role overrides that of
+`cluster.kubernetes.pod`: mappings are merged key by key, and any other value that is not empty
+replaces it.
 """
 
 
@@ -226,8 +227,8 @@ _PARAMETERS_HEAD = f"""{NOTICE}
 # Run parameters
 
 The form of the KFP UI for a new run or schedule, with the defaults that `flotilla compile` writes
-into the YAML. Each field is one key of the [configuration](configuration.md), but for `image`, and
-for `settings`, which takes all other keys by their sections. A key that has a field is refused in
+into the YAML. Each field is one key of the [configuration](configuration.md), except `image` and
+`settings`, which contains all other keys by section. A key that has a field is refused in
 `settings`, unless its drop-down has the value `settings`. The first step, `{STEPS[0].name}`, checks
 all fields. The UI lists the fields alphabetically, without their meaning, and `settings` as JSON.
 """
@@ -317,13 +318,13 @@ def _artifact_type(each: Any) -> str:
 _COMMANDS_HEAD = f"""{NOTICE}
 # Command line
 
-`--help` after a command prints the same as this page. Logs and progress go to standard error,
-tables and documents to standard output. Every user error is one line: what is wrong, where, and
-what to do.
+`--help` after a command prints its part of this page. Logs and progress go to standard error,
+tables and documents to standard output. Each user error is one line that says what is
+wrong, where, and what to do.
 
-On a terminal a table leaves out the columns for which there is no room. In a file or a pipe it has
-all columns, a line each row, with two spaces or more between columns and `-` for what is not known.
-A time that something took is `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`; in JSON it
+On a terminal, a table omits the columns that do not fit. In a file or a pipe, it has all columns
+and one line per row, with at least two spaces between columns and `-` for unknown values.
+A duration is written as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`; in JSON it
 is a number of seconds.
 """
 _JSON = """## `--json`

@@ -165,7 +165,7 @@ COMMANDS = {
     "replay": Command(
         call=replay,
         panel=RUN,
-        adds="--json adds `step`, `stages`, `folder`, `remarks`.",
+        adds="--json adds `step`, `stages`, `folder` and `remarks`.",
         examples=(
             "flotilla replay digits-20260101-120000-1a2b train_model --pdb",
             "flotilla replay nightly-churn evaluate_model --endpoint https://kfp.example.com",
@@ -191,7 +191,7 @@ COMMANDS = {
     "submit": Command(
         call=submit,
         panel=CLUSTER,
-        adds=f"{_TRAINED} All of them only with --wait.",
+        adds=f"{_TRAINED} These keys are present only with --wait.",
         examples=(
             "flotilla submit churn.yaml --endpoint https://kfp.example.com --wait",
             "flotilla submit --set training.steps=5000 --experiment nightly",

@@ -144,7 +144,7 @@ def _examine(options: DoctorOptions) -> Answer:
 
 
 def _line(check: Check, finding: Finding) -> str:
-    remedy = f"; fix or inspect it by: {finding.remedy}" if finding.remedy else ""
+    remedy = f"; fix or inspect it with: {finding.remedy}" if finding.remedy else ""
     return f"{check.name}: {finding.message}{remedy}"
 
 

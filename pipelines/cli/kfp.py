@@ -70,7 +70,7 @@ def upload(
     package = _package_to_upload(file, assignments or [], image, pods, label or [])
     made = upload_package(access, package, name)
     version = made.version
-    action = "uploaded" if made.created else "the same content exists already"
+    action = "uploaded" if made.created else "identical content was already uploaded"
     say(f"{action}: {version.pipeline} version {version.name}")
     say(made.page or describe_no_page(access.endpoint))
     newest = find_default(access, version)
@@ -255,7 +255,7 @@ def _answer_schedule(made: Scheduled) -> Answer:
     for remark in made.remarks:
         warn(remark)
     if made.existed and made.removed:
-        say(f"removed {made.removed} more of this name")
+        say(f"removed {made.removed} other schedules with this name")
     found = {
         "id": made.schedule_id,
         "name": made.name,

@@ -338,7 +338,7 @@ def predict(
             on_event=show,
         )
     if not found.closed:
-        left_out = f", {found.skipped} left out" if found.skipped else ""
+        left_out = f", {found.skipped} skipped" if found.skipped else ""
         where = "standard output" if found.output == predicting.STANDARD_OUTPUT else found.output
         say(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
     summary = ("rows", "skipped", "unsound", "output")

@@ -63,7 +63,7 @@ def local_path(given: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return Path(text)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no name of a file"
+        reason = getattr(error, "strerror", None) or "not a valid file name"
         raise typer.BadParameter(f"cannot access {text!r}: {reason}") from None
     return Path(text)
 

@@ -113,7 +113,7 @@ def _apply_retention(
                 "the listing"
             )
     except UserError as error:
-        say(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
+        say(f"flotilla: {error}; {len(removed)} of {len(rows)} were removed; try again")
         failed = failure(str(error), error.exit_code)
         return Answer(
             status=failed.status,
@@ -128,7 +128,7 @@ def _ask(plan: Plan) -> None:
     if not sys.stdin.isatty():
         raise ConfigError("nothing was removed: add --yes to remove, or --dry-run to list")
     try:
-        agreed = typer.confirm(f"Remove these {len(plan.going)}?", err=True)
+        agreed = typer.confirm(f"Remove these {len(plan.going)} items?", err=True)
     except typer.Abort:
         agreed = False
     if not agreed:

@@ -185,7 +185,7 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
     return [
         *([f"at {failure.frame}"] if failure.frame else []),
         f"its log: {failure.log} ({shlex.join(['flotilla', 'logs', run.run_id, *place])})",
-        f"a debugger where it fails: {shlex.join(replayed)}",
+        f"debug it with: {shlex.join(replayed)}",
     ]
 
 
@@ -291,7 +291,7 @@ def _report_fields(result: StepResult | None) -> dict[str, Any]:
 
 def _describe_result(result: StepResult | None) -> str:
     if result is None:
-        return "no end"
+        return "no result"
     found = [result.error] if result.error else result.metrics.get("reasons")
     plain = {name: each for name, each in result.metrics.items() if isinstance(each, str | float)}
     words = found or [f"{name} {each}" for name, each in plain.items()]

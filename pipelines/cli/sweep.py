@@ -65,7 +65,7 @@ Auto = Annotated[
 Minutes = Annotated[
     float | None,
     typer.Option(
-        metavar="N", help="Start no new trial after N minutes, and promote the best one so far."
+        metavar="N", help="Stop all trials after N minutes, and promote the best one so far."
     ),
 ]
 Metric = Annotated[
@@ -242,14 +242,14 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
         lines.append(f"best{so_far}: {found}")
         lines.append(f"its configuration: {workdir / sweep.sweep_id / BEST}")
         lines.append(f"all trials: {workdir / sweep.sweep_id / PAGE}")
-        lines += [f"the same again: {again}"] if (again := sweep.command()) else []
+        lines += [f"repeat it with: {again}"] if (again := sweep.command()) else []
     if result.status not in ("blessed", "done") and not result.reasons:
         message = result.message
         is_said = not message or message.startswith(result.status)
         lines.append(message or result.status if is_said else f"{result.status}: {message}")
     if result.exit_code == INTERRUPTED or result.status == "failed":
         words = ["flotilla", "sweep", "--workdir", str(workdir), "--resume", sweep.sweep_id]
-        before = "" if result.exit_code == INTERRUPTED else "when that is fixed, "
+        before = "" if result.exit_code == INTERRUPTED else "after fixing it, "
         lines.append(f"{before}resume with: {shlex.join(words)}")
     return lines
 

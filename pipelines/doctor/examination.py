@@ -141,7 +141,7 @@ class _Look:
 
 def _make_refusal(error: RefusedError, show: str) -> Finding:
     if error.is_forbidden:
-        return Finding("warn", f"may not be read: {error}", show)
+        return Finding("warn", f"no permission: {error}", show)
     return Finding("fail", f"cannot be read: {error}", show)
 
 

@@ -109,7 +109,7 @@ def present(cluster: Cluster, kind: str, objects: frozenset[Named]) -> Finding:
             patch = f"kubectl patch secret {name} --namespace {where} --patch '{values}'"
             remedies.append(patch)
     if missing:
-        message = f"not there in {where}: {', '.join(missing)}"
+        message = f"missing in {where}: {', '.join(missing)}"
         return Finding("fail", message, " && ".join(remedies))
     return Finding("ok", ", ".join(by_name))
 

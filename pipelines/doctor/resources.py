@@ -153,7 +153,7 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
     if total > has:
         message = f"the job requests {total} {resource}, but the nodes have {has}"
         return Finding("fail", message, show)
-    return Finding("ok", f"{total} of {has} {resource}; free ones were not counted")
+    return Finding("ok", f"{total} of {has} {resource}; whether they are free was not checked")
 
 
 def _takes(node: Tree, role: Role) -> bool:

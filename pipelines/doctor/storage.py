@@ -65,7 +65,7 @@ def _describe_unfit(root: str, unfit: Unfit) -> str:
     if unfit.trouble == Trouble.NO_BUCKET.name:
         return f"there is no bucket {home}"
     if unfit.trouble == Trouble.NO_CREDENTIALS.name:
-        return f"{home} wants credentials, or others: {unfit.reason}"
+        return f"{home} requires credentials, or other ones: {unfit.reason}"
     if unfit.trouble == Trouble.DENIED.name:
         return f"no permission to {actions} below {root}: {unfit.reason}"
     if unfit.trouble == SILENT:
@@ -127,7 +127,7 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     except RefusedError as error:
         if not error.is_missing:
             raise
-        data, lacking = None, "is not there"
+        data, lacking = None, "does not exist"
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)

@@ -239,10 +239,11 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         remarks.append("training runs as processes of this machine, not as a job of Kubernetes")
     if cluster["existing_servers"]:
         cluster["existing_servers"] = False
-        remarks.append("the servers, which were running already in the run, are started here")
+        remarks.append("the parameter servers, which the run did not start, are started here")
     if debug and training["strategy"] != "single":
         remarks.append(
-            f"for the debugger the strategy is single, in one process, not {training['strategy']}"
+            "the debugger needs a single process, so the strategy is single and not "
+            f"{training['strategy']}"
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
@@ -257,7 +258,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
     most = {"workers": max(cores.usable(), 2), "parameter_servers": _MOST_SERVERS}
     for name, limit in most.items():
         if cluster[name] > limit:
-            remarks.append(f"{limit} {name.replace('_', ' ')} run here, of {cluster[name]}")
+            remarks.append(f"only {limit} of {cluster[name]} {name.replace('_', ' ')} run here")
             cluster[name] = limit
     needed = training["replicas_to_aggregate"]
     training["replicas_to_aggregate"] = min(needed, cluster["workers"])
@@ -309,8 +310,10 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
         _copy(recorded.source, folder, *version_of)
         registry.promote(storage.uri_of(folder), name, found.number, after=0, by="replay")
     except UserError as error:
-        return [f"the champion cannot be compared with: {error}"]
-    return [f"the champion is version {found.number}, the current one, perhaps not the run's"]
+        return [f"the model cannot be compared with the champion: {error}"]
+    return [
+        f"the champion is the current one, version {found.number}; the run may have used another"
+    ]
 
 
 def _copy(root: str, folder: Path, *names: str) -> None:

@@ -230,7 +230,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
     message = f"run {remote.run_id} has already ended: {remote.state.lower()}"
     if not remote.has_ended:
         again = command(client.access, "status", remote.run_id)
-        state = "is being cancelled" if asked else "is ending already"
+        state = "is being cancelled" if asked else "is already ending"
         message = f"run {remote.run_id} {state}; see: {again}"
     return Cancellation(run_id=remote.run_id, was_running=not remote.has_ended, message=message)
 

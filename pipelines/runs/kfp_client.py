@@ -120,7 +120,7 @@ def make_format_error(access: Access, where: str, answer: Any) -> InstanceError:
     """Return the error for a response that is not JSON, usually a login page."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
     return InstanceError(
-        f"{access.endpoint} answered {where} with {kind} instead of JSON, such as a login page: "
+        f"{access.endpoint} answered {where} with {kind} instead of JSON, perhaps a login page: "
         f"check --endpoint, or {_RENEW}"
     )
 
@@ -139,10 +139,10 @@ def _describe_redirect(access: Access, error: Any) -> str:
     target = urlsplit((error.headers or {}).get("location", ""))
     place = f"{target.scheme}://{target.netloc}" if target.netloc else target.path
     if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
-        return f"it redirects to {place}: a login, so {_RENEW}"
+        return f"it redirects to {place} to log in: {_RENEW}"
     if target.scheme == "https" and access.endpoint.startswith("http:"):
         return f"give --endpoint with https://: {place}"
-    return f"it redirects to {place}, such as a login page: {_RENEW}"
+    return f"it redirects to {place}, perhaps a login page: {_RENEW}"
 
 
 def _words(access: Access, error: Any) -> str:

@@ -437,7 +437,7 @@ def explain_pod(pod: Pod, more: str = "") -> str:
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "its KFP driver failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
-        what = "its pod cannot start" if cause and cause.blocks else "its pod waits"
+        what = "its pod cannot start" if cause and cause.blocks else "its pod is waiting"
     if cause and cause.of_image and pod.image:
         what = f"the image {pod.image} cannot be pulled"
     words = "; ".join(filter(None, (pod.message, more))) or "KFP gives no more details"

@@ -325,7 +325,7 @@ def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
     if cancel:
         return f"{what}, which is being cancelled"
     by_hand = kfp_watch.command(access, "cancel", run.run_id)
-    return f"{what} ({run.state.lower()}); to end that: {by_hand}"
+    return f"{what} ({run.state.lower()}); to end that run: {by_hand}"
 
 
 def _terminate(client: Client, run_id: str) -> bool:

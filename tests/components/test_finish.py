@@ -41,7 +41,7 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     assert page(root).verdict == "done"
     text = Path(summary.path).read_text(encoding="utf-8")
     assert text.startswith(f"# {RUN}: done\n")
-    assert f"The whole report: `{uri}`" in text
+    assert f"Full report: `{uri}`" in text
 
 
 def test_a_pod_leaves_nothing_in_the_temporary_folder(root, report, summary, tmp_path, monkeypatch):

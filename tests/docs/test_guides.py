@@ -351,9 +351,9 @@ def test_metrics_are_those_of_scikit_learn(module, weighted):
 @pytest.mark.parametrize(
     ("dtype", "quantiles", "words"),
     [
-        ("bool", QUANTILES, "it takes one number an example, not 'label' (one bool)"),
-        ("float32", [0.9, 0.1], "quantiles: [0.9, 0.1] have to rise, between 0 and 1"),
-        ("float32", [0, 0.5], "quantiles: [0, 0.5] have to rise, between 0 and 1"),
+        ("bool", QUANTILES, "it needs one number per example, not 'label' (one bool)"),
+        ("float32", [0.9, 0.1], "quantiles: [0.9, 0.1] must be increasing, and between 0 and 1"),
+        ("float32", [0, 0.5], "quantiles: [0, 0.5] must be increasing, and between 0 and 1"),
     ],
 )
 def test_what_it_does_not_take_is_refused(module, dtype, quantiles, words):

@@ -139,7 +139,7 @@ def test_without_time_nothing_is_fitted(tmp_path):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     (found,) = fit_baselines(BinaryClassification(target()), splits, 0.0)
-    assert (found.name, found.skipped) == ("baseline", "it had no time left")
+    assert (found.name, found.skipped) == ("baseline", "no time was left")
 
 
 def test_a_class_that_training_has_not_seen_is_not_impossible(held):

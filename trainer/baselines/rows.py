@@ -50,7 +50,7 @@ class Clock:
     def check(self) -> None:
         """Raise `NoBaselineError` if no time is left."""
         if self.left <= 0:
-            raise NoBaselineError("it had no time left")
+            raise NoBaselineError("no time was left")
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
 def _explain_best(best: IndexEntry) -> tuple[str, str]:
     """Return the metric that selected the best checkpoint, and why it is not the main metric."""
     by, main = best.by, best.main
-    why = "" if by == main else f": a validation does not measure {spell_metric(main.name)}"
+    why = "" if by == main else f", because validations do not measure {spell_metric(main.name)}"
     return f"best by validation {spell_metric(by.name)}", why
 
 
@@ -155,7 +155,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
         except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
             log.warning("skipped %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
-            damaged = " that is not damaged"
+            damaged = "among the intact checkpoints"
     reason = "no validated checkpoint is intact" if ranked else "none was validated"
     asked = {"best": reason, "last": "training.hand_on"}.get(choice, choice)
     why = f"the last: {asked}"

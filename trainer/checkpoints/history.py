@@ -167,7 +167,7 @@ def _parse_rows(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[
         named = ", ".join(map(str, damaged[:_MOST_NAMED]))
         more = f" and {len(damaged) - _MOST_NAMED} more" if damaged[_MOST_NAMED:] else ""
         word = "lines" if damaged[1:] else "line"
-        log.warning("skipped lines that are not rows of %s: %s %s%s", place, word, named, more)
+        log.warning("skipped invalid rows of %s: %s %s%s", place, word, named, more)
     return rows
 
 

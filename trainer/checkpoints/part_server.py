@@ -104,7 +104,7 @@ class Reply:
         """Parse a reply. Raises `ValueError` if it is invalid."""
         found = parse_record(cls, parse(data))
         if found is None:
-            raise ValueError(f"{data!r} is not a server's answer")
+            raise ValueError(f"{data!r} is not a server's reply")
         return found
 
 

@@ -35,7 +35,7 @@ _MODEL = "model/"
 _FILE = f"model{KERAS}"
 # Maximum number of skipped variables to list in a message.
 _NAMED = 4
-NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent there"
+NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent in the source"
 NOT_HERE = "not in this model"
 
 Shapes = Mapping[str, Sequence[int]]
@@ -70,7 +70,7 @@ class Selection:
     def __str__(self) -> str:
         """Return a one-line summary, which names some of the skipped variables."""
         plural = "" if len(self.taken) == 1 else "s"
-        parts = [f"{len(self.taken)} variable{plural} taken"]
+        parts = [f"{len(self.taken)} variable{plural} loaded"]
         for why, paths in self.left.items():
             more = ", ..." if len(paths) > _NAMED else ""
             parts.append(f"{len(paths)} {why} ({', '.join(paths[:_NAMED])}{more})")
@@ -177,7 +177,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
 
 
 def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
-    kind = "weights" if uri.endswith(KERAS) else "checkpoint"
+    kind = "weights file" if uri.endswith(KERAS) else "checkpoint"
     raise ConfigError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
         "model section, choose variables by {from, include, exclude}, or leave it empty" + hint

@@ -120,7 +120,7 @@ def _shadow(name: str) -> str:
         return ""
     return (
         f"--code: {name} has the name of an installed package ({spec.origin}), which Python finds "
-        "first if it is installed; rename yours"
+        "first if it is installed; rename your module"
     )
 
 

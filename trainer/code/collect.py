@@ -202,7 +202,9 @@ def _check_file(root: Path, path: str) -> Found:
             f"--code: {path} is a link to {real}, outside the folder: copy its target, {remedy}"
         )
     if not stat.S_ISREG(status.st_mode):
-        what = "a link to a folder" if stat.S_ISDIR(status.st_mode) else "neither file nor folder"
+        what = (
+            "a link to a folder" if stat.S_ISDIR(status.st_mode) else "neither a file nor a folder"
+        )
         raise ConfigError(f"--code: {path} is {what}: remove it, {remedy}")
     return Found(path=path, file=real, bytes=status.st_size)
 

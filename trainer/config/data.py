@@ -263,8 +263,8 @@ class DataConfig(Section):
             )
         if self.buckets and self.partition == "dynamic":
             raise ValueError(
-                "buckets: they mix the examples of several shards, but partition: dynamic assigns "
-                "shards one by one; leave buckets out, or set partition to disjoint"
+                "buckets: they group examples by length, but partition: dynamic assigns "
+                "examples by number; leave buckets out, or set partition to disjoint"
             )
         if not self.dataset and not self.source:
             raise ValueError("neither dataset nor source is set; give a TFDS dataset or files")
@@ -314,7 +314,7 @@ class DataConfig(Section):
     @classmethod
     def _size(cls, value: str) -> str:
         if value and parse_size(value) < 1:
-            raise ValueError(f"{value!r} holds nothing")
+            raise ValueError(f"{value!r} is not a size above 0")
         return value
 
     @field_validator("buckets")

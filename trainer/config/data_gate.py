@@ -29,7 +29,7 @@ RULES = {
     "new_values": (WARN, "categories that the champion's dataset does not have"),
     "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
     "class_gone": (REFUSE, "a class of a label without examples in a split that had some"),
-    "balance": (WARN, "the shares of the classes, or the mean of a label, have changed"),
+    "balance": (WARN, "the class shares of a label have changed"),
     "imbalance": (WARN, "a class that is too rare for accuracy to measure"),
     "duplicates": (WARN, "an example occurs several times in one split"),
     "leakage": (REFUSE, "examples occur in two splits"),
@@ -39,7 +39,7 @@ RULES = {
     ),
     "association": (
         REFUSE,
-        "features predict the label far worse than before, or than in the test split",
+        "features predict the label far worse than before, or worse in test than in training",
     ),
     "drift": (WARN, "the distribution of a feature has changed"),
     "drift_together": (WARN, "the distributions of many features have changed a little"),
@@ -55,11 +55,11 @@ LIMITS = {
     "range": (0.002, 0.0, 1.0, "largest share of values outside the champion's range"),
     "new_values": (0.005, 0.0, 1.0, "largest share of examples with a new value"),
     "balance": (0.05, 0.0, 1.0, "largest change of the class shares, as a share of the examples"),
-    "imbalance": (0.1, 0.0, 1.0, "smallest share of a class, relative to equal classes"),
+    "imbalance": (0.1, 0.0, 1.0, "smallest share of a class, relative to classes of equal size"),
     "duplicates": (0.01, 0.0, 1.0, "largest share of duplicates within a split"),
     "leakage": (0.005, 0.0, 1.0, "largest share of a split's examples that another split has"),
-    "label_leakage": (0.995, 0.5, 1.0, "share of the label (of its examples, or of its variance) "
-                      "above which a feature that predicts it is reported"),
+    "label_leakage": (0.995, 0.5, 1.0, "smallest share of the examples (or of the label's "
+                      "variance) that a feature must predict to be reported"),
     "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: Kolmogorov-Smirnov for "
               "numbers, total variation for categories"),
     "drift_together": (0.015, 0.0, 1.0, "largest root mean square of P(new > old) - 1/2 over the "

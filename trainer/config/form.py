@@ -79,15 +79,15 @@ FIELDS = (
         'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
     ),
     _field("model", "model.name", str, "Keras model; auto: chosen by the inputs", AUTO, *MODELS),
-    _field("steps", "training.steps", int, "global steps: updates that are applied; 0: auto"),
+    _field("steps", "training.steps", int, "number of global steps (applied updates); 0: auto"),
     _field(
         "epochs",
         "training.epochs",
         float,
-        "passes over the training examples, in place of steps; 0: by steps",
+        "passes over the training examples, instead of steps; 0: use steps",
     ),
     _field(
-        "batch_size", "training.batch_size", int, "examples of one worker in one gradient; 0: auto"
+        "batch_size", "training.batch_size", int, "examples per worker in one gradient; 0: auto"
     ),
     _field(
         "learning_rate",

@@ -154,7 +154,7 @@ class PodConfig(Section):
     env_from_config_maps: tuple[Named, ...] = key(
         (), "config maps whose keys become environment variables"
     )
-    secret_env: dict[Variable, SecretKey] = key({}, "variable to secret/key")
+    secret_env: dict[Variable, SecretKey] = key({}, "secret/key of each variable")
     security: Literal["", "restricted", "writable", "image"] = key(
         "",
         "restricted (the default): the Pod Security Standard of this name and a read-only "
@@ -225,9 +225,9 @@ class DeadlinesConfig(Section):
 
     operator: Seconds = key(60, "time until the controller of the job must react")
     queueing: Seconds = key(3600, "time until every pod must have a node")
-    starting: Seconds = key(900, "then, time until every task must run")
+    starting: Seconds = key(900, "after that, time until every task must run")
     container: Seconds = key(120, "time for which an image or a container may fail to start")
-    running: Seconds = key(0, "then, time until the job must end")
+    running: Seconds = key(0, "after that, time until the job must end")
     stalling: Seconds = key(1800, "time without progress reported by the chief")
     unreachable: Seconds = key(900, "time without a response from the Kubernetes API")
     heartbeat: Seconds = key(

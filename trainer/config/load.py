@@ -257,7 +257,7 @@ def _text(path: Path) -> str:
                 data = file.read(_MOST_BYTES + 1)
             if len(data) <= _MOST_BYTES:
                 return data.decode()
-            reason = f"more than {_MOST_BYTES >> 10} KiB are too large for a configuration"
+            reason = f"larger than {_MOST_BYTES >> 10} KiB, the maximum for a configuration"
         else:
             reason = "not a file"
     except (OSError, ValueError) as error:

@@ -104,7 +104,7 @@ class OutputConfig(Section):
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     weight: float = key(1.0, "weight of this loss in the sum", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
-    positive: Label = key("", "as task.positive")
+    positive: Label = key("", "as in task.positive")
     args: Free = key({}, "arguments of the task's class")
 
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))

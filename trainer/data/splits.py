@@ -31,7 +31,8 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
     """
     if not examples["train"]:
         raise UserError(
-            f"data.splits: {name} has no example to train on; give it more rows, or smaller splits"
+            f"data.splits: {name} has no example to train on; add rows, or make the other splits "
+            "smaller"
         )
     if shards > examples["train"]:
         raise UserError(

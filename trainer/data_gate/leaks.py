@@ -116,7 +116,7 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     if _residual(x, y) <= spread:
         return "one is a multiple of the other"
     x, y = stats.rankdata(x), stats.rankdata(y)
-    return "both have one order" if _residual(x, y) <= spread else ""
+    return "both have the same order" if _residual(x, y) <= spread else ""
 
 
 def _residual(x: Numbers, y: Numbers) -> float:
@@ -143,9 +143,9 @@ def _explain_class(
     if is_ordered and (found := _thresholds(x, y, weights, errors, names)):
         return found
     if _errors_by_value(x, y, weights) <= errors:
-        return "all examples of a value are of one class"
+        return "all examples with the same value are of one class"
     by = _remainder(x, y, weights, errors) if is_ordered else 0
-    return f"its remainder by {by} does" if by else ""
+    return f"its remainder modulo {by} determines the class" if by else ""
 
 
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:

@@ -335,7 +335,9 @@ class EmbeddingTable(keras.layers.Layer):
             why = "it was frozen, or training never looked it up"
             if self.min_count > 1:
                 why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
-            _log.warning("table %s has no rows, so all ids share one row: %s", self.name, why)
+            _log.warning(
+                "table %s has no rows, so its ids share one row per shard: %s", self.name, why
+            )
 
     def load_own_variables(self, store: Any) -> None:
         """Load the values from a file, except a sketch in another format, which starts empty."""

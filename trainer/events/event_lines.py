@@ -59,7 +59,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     events.TableEmpty: lambda event: (
         f"warning: the table {event.table} has no row, so all ids share one row: {event.why}"
     ),
-    events.Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    events.Restart: lambda event: f"{event.task} ended with {event.cause} and is restarted",
     events.ServersLost: _lost,
     events.Suspension: lambda event: (
         "the job is resumed and its tasks start"
@@ -67,7 +67,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         else "the job is suspended and waits in the queue for capacity"
     ),
     events.Stalled: lambda event: (
-        f"no progress for {duration(event.seconds)}: {', '.join(event.tasks)} silent"
+        f"no progress for {duration(event.seconds)}: no response from {', '.join(event.tasks)}"
     ),
     events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
     events.CheckpointPassedOver: lambda event: f"skipped {event.uri}: {event.reason}",

@@ -50,7 +50,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
         return _check_range(spec, array, convert_rows(column, array, required=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         size = len(array)
-        why = f"is {array.type}, but the model needs {column.type}"
+        why = f"is {array.type}, but the model needs type {column.type}"
         return Converted(np.zeros(size), np.ones(size, np.bool_), [why] * size)
 
 

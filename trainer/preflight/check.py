@@ -65,7 +65,9 @@ def check(
         if config.cluster.launcher == "local":
             require_program(config)
         name = " ".join(program)
-        return Checked(notes=(*notes, f"the model is not checked, because {name} trains its own"))
+        return Checked(
+            notes=(*notes, f"the model is not checked, because the program {name} trains its own")
+        )
     if notes:
         return Checked(notes=notes)
     try:

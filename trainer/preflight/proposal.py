@@ -293,7 +293,7 @@ def _override(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]]:
     """Yield the key, the value and the reason of each proposed setting."""
     data = config.data
-    yield "name", config.name, "in the registry; taken from the name of the source"
+    yield "name", config.name, "the model's name in the registry, taken from the name of the source"
     yield "data.source", data.source, _size(rows)
     labels = [*data.label] or [each for each in _columns(rows) if each.lower() in _BY_NAME][:1]
     if labels and (not rows or rows.form != "images"):

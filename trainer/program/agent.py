@@ -90,7 +90,7 @@ def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
         memory = " (is there enough memory?)" if -code == signal.SIGKILL else ""
-        return ClusterLostError(f"the program was ended by {name}{memory}{said}")
+        return ClusterLostError(f"the program was killed by {name}{memory}{said}")
     text = f"the program ended with exit code {code}{said}"
     if code >= RETRYABLE or (code == _BEGIN_AGAIN_CODE and several):
         return ClusterLostError(text)
@@ -183,7 +183,7 @@ class Agent:
             if isinstance(error, RunInterruptedError) and self._code is not None:
                 code = self._code
         except Exception:
-            log.exception("a bug of Flotilla")
+            log.exception("a bug in Flotilla")
             code, message = FAILED, "a bug in Flotilla; see the log of the agent's container"
         if message:
             log.error("%s", message)

@@ -373,7 +373,7 @@ class Guard:
 
     def _start(self, message: Message) -> None:
         if self._program:
-            self._send({"is": "failed", "code": 1, "message": "a program runs already"})
+            self._send({"is": "failed", "code": 1, "message": "a program is already running"})
             return
         try:
             self._program = Program(message, mark_of(self._folder))
@@ -457,12 +457,29 @@ def main() -> None:
     """Parse the command line and run a program."""
     parser = argparse.ArgumentParser(prog="guard.py")
     parser.add_argument("--socket", required=True)
-    parser.add_argument("--wait", type=float, default=120.0, help="seconds for the first contact")
-    parser.add_argument("--reconnect", type=float, default=0.0, help="seconds for a new contact")
-    parser.add_argument("--grace", type=float, default=30.0, help="seconds to end without an agent")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=120.0,
+        help="seconds to wait for the first connection to the agent",
+    )
+    parser.add_argument(
+        "--reconnect",
+        type=float,
+        default=0.0,
+        help="seconds to wait for a new connection to the agent",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=30.0,
+        help="seconds for the program to exit if there is no agent",
+    )
     parser.add_argument("--termination", default="", help="file of the termination message")
-    parser.add_argument("--parent", type=int, default=0, help="process with which it ends")
-    parser.add_argument("--umask", default="", help="in octal, of the program's files")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="id of the parent process; exit when it exits"
+    )
+    parser.add_argument("--umask", default="", help="umask of the program's files, in octal")
     parser.add_argument("--sweep", action="store_true", help="kill remaining processes, and exit")
     parser.add_argument("command", nargs="*", help="shown in the process list")
     options = parser.parse_args()

@@ -418,7 +418,7 @@ def newest(root: str, name: str) -> int:
 
 def _lost(root: str, name: str, after: int) -> str:
     other = next((each for each in promotions(root, name) if each.number == after + 1), None)
-    who = f"by {other.by} (version {other.version})" if other else "by another"
+    who = f"by {other.by} (version {other.version})" if other else "by another process"
     return f"{name}: promotion {after + 1} was made {who} in the meantime; nothing was promoted"
 
 

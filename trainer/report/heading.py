@@ -126,7 +126,7 @@ def _after_refusal(
     config = [f"{workdir}/{run_id}/config.json" if workdir else "CONFIG"]
     name = str((facts.get("config") or {}).get("name") or "")
     if (facts.get("validation") or {}).get("decision") == "refused":
-        yield "Fix the data, or allow what was found, and run again", [
+        yield "Fix the data, or change the rules of the data gate, and run again", [
             "flotilla", "run", *where, *config,
         ]  # fmt: skip
         return
@@ -136,7 +136,7 @@ def _after_refusal(
         ]  # fmt: skip
         return
     if any(each.get("key") == CONSTANT for each in broken):
-        yield "Check whether the inputs predict the label at all", [
+        yield "Check whether the inputs have any relation to the label", [
             "flotilla", "check", *config,
         ]  # fmt: skip
     yield "Search for better settings, and promote the best", [

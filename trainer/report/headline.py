@@ -104,7 +104,7 @@ def main_value(found: Facts) -> str:
     """Return the main metric with its value, such as `average precision 0.41`; empty if unknown."""
     if not found.get("metric"):
         return ""
-    text = "not defined" if number(found.get("value")) is None else _values(found)[0]
+    text = "undefined" if number(found.get("value")) is None else _values(found)[0]
     return f"{spell_metric(found['metric'])} {text}"
 
 

@@ -57,7 +57,7 @@ _TEMPLATE = "report.html.j2"
 _ACROSS, _NAMED = "global_step", "global steps"
 _CHARTS = (
     ("Learning rate", {"learning_rate": "training"}),
-    ("Global steps a second", {"steps_per_second": "training"}),
+    ("Global steps per second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
 # The page lists only the newest incidents. The event log has all of them.
@@ -374,7 +374,7 @@ def to_markdown(facts: Facts, report: str) -> bytes:
         table(("step", "ended", "duration"), [_step(each) for each in facts.get("steps") or ()]),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         table(("from", "what"), _lineage(facts)),
-        [f"The whole report: {code(report)}"] if report else [],
+        [f"Full report: {code(report)}"] if report else [],
     ]
     text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
     return text.encode(errors="backslashreplace")
@@ -385,7 +385,7 @@ def _row(row: Facts) -> tuple[object, ...]:
 
 
 def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:
-    return (sentence(rule, intervals), "kept" if rule.get("passed") else "broken")
+    return (sentence(rule, intervals), "passed" if rule.get("passed") else "failed")
 
 
 def _step(step: Facts) -> tuple[object, ...]:

@@ -49,7 +49,7 @@ _SEEN = {
 IDENTITY = ("same_signature", "comparable")
 _NAMES = {
     "megabytes": "the size of the model in megabytes",
-    "milliseconds": "the time of one example in milliseconds",
+    "milliseconds": "the time to predict one example in milliseconds",
 }
 
 Facts = Mapping[str, Any]

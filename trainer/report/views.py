@@ -316,7 +316,7 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
             attempt += 1
             text = f"attempt {attempt} begins"
         if each.get("is_over") and kind == "suspension":
-            text = "went on"
+            text = "resumed"
         text = f"{each['task']}: {text}" if kind == "restart" and each.get("task") else text
         step = number(each.get("global_step"))
         if step is None:

@@ -65,7 +65,7 @@ VARIABLES: Mapping[str, Form] = {
     "FLOTILLA_DATASET_FILES": _TEXT,
     "FLOTILLA_CHECKPOINTS": _TEXT,
     "FLOTILLA_LOGS": _TEXT,
-    "FLOTILLA_TASK_INDEX": ("a number from 0 on", re.compile(r"[0-9]{1,5}").fullmatch),
+    "FLOTILLA_TASK_INDEX": ("a whole number of at least 0", re.compile(r"[0-9]{1,5}").fullmatch),
 }
 
 

@@ -87,9 +87,9 @@ def find_credentials(text: str) -> str:
     if "://" not in text:
         return ""
     if _IN_AUTHORITY.search(text):
-        return "a URI carries a user or password"
+        return "a URI contains a user name or password"
     if signed := _IN_QUERY.search(text):
-        return f"a URI carries a secret ({signed['name'].strip('?&;#=')})"
+        return f"a URI contains a secret ({signed['name'].strip('?&;#=')})"
     return ""
 
 

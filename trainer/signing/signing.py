@@ -200,7 +200,10 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         config.set_hashing_config(_hashing()).verify(folder, signature)
     # An invalid bundle may raise any exception.
     except Exception as error:
-        why = " ".join(str(error).split()) or "it is of another key, or the files were changed"
+        why = (
+            " ".join(str(error).split())
+            or "it was made with another key, or the files were changed"
+        )
         raise UnsignedError(
             f"{where}: the signature is not valid for the key of {PUBLIC_KEY}: {why}; do not use "
             "this model, export it again"

@@ -112,7 +112,7 @@ class Manifest:
             raise ValueError(f"the field names {', '.join(taken)} are reserved by the manifest")
         ordered = tuple(sorted(self.files, key=lambda entry: entry.path))
         if len({entry.path for entry in ordered}) < len(ordered):
-            raise ValueError("a file is named twice")
+            raise ValueError("a file is listed twice")
         object.__setattr__(self, "files", ordered)
         # Convert tuples to lists, because a manifest must equal the manifest that is read back.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))

@@ -297,7 +297,8 @@ class ObjectStore:
                     return replace(entry, at="" if at == entry.path else at)
             there = None
         raise StoreError(
-            f"{join(uri, entry.path)} is stored with other content than was sent; try again"
+            f"{join(uri, entry.path)} is stored with content that differs from what was sent; try "
+            "again"
         )
 
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
@@ -343,7 +344,11 @@ class ObjectStore:
             run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
             # Only log the error, because the published directory is complete anyway.
-            _log.warning("could not be deleted below %s, run `flotilla gc` later: %s", uri, error)
+            _log.warning(
+                "some objects below %s could not be deleted; run `flotilla gc` later: %s",
+                uri,
+                error,
+            )
 
     def _below(self, uri: str) -> dict[str, Stored]:
         prefix = _prefix(uri)

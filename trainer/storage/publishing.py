@@ -403,11 +403,11 @@ def _conflict(uri: str, there: Manifest, new: Manifest) -> Conflict:
 
 def _difference(there: Manifest, new: Manifest) -> str:
     if there.kind != new.kind:
-        return f"kind {there.kind} and not {new.kind}"
+        return f"kind {there.kind} instead of {new.kind}"
     different = sorted({entry.path for entry in set(there.files) ^ set(new.files)})
     if different:
         return f"{different[0]} differs" + (
-            f", as {n} more do" if (n := len(different) - 1) else ""
+            f", and so do {n} more" if (n := len(different) - 1) else ""
         )
     names = sorted(there.fields.keys() | new.fields.keys())
     fields = [name for name in names if there.fields.get(name) != new.fields.get(name)]

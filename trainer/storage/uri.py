@@ -140,7 +140,7 @@ def local_path(uri: str) -> Path | None:
     if not raw.startswith(b"/") or b"\0" in raw:
         raise UserError(f"{uri!r} is not a storage URI: a file URI is file:///absolute/path")
     if "\\" in uri:
-        raise UserError(f"{uri!r} is not a storage URI: separate its names by /")
+        raise UserError(f"{uri!r} is not a storage URI: separate its names with /")
     names = raw[1:].rstrip(b"/").split(b"/") if raw.strip(b"/") else []
     too_long = len(raw) > _MOST_PATH or any(len(name) > _MOST_NAME for name in names)
     _refuse_path(uri, [os.fsdecode(name) for name in names], too_long=too_long)

@@ -84,7 +84,9 @@ class Served(KerasStrategy):
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
-            self.state.remove(f"the model cannot be built for it: {user_code.short_message(error)}")
+            self.state.remove(
+                f"the model cannot be built with them: {user_code.short_message(error)}"
+            )
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:

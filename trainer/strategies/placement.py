@@ -86,8 +86,8 @@ def choose_places(
     seen = {id(variable) for variable in made}
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
-            f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
-            "model must create its layers at each call, without clear_session"
+            f"model: {escaped[0]} cannot be placed on a parameter server; the "
+            "model function must create its layers at each call, without clear_session"
         )
     groups = {id(v): f"{n}" for n, group in enumerate(list_groups(sketch)) for v in group}
     sizes = [

@@ -165,7 +165,7 @@ class ServerState:
 
     def remove(self, reason: str) -> None:
         """Free all variables, and log the reason."""
-        log.warning("the servers' variables of an earlier attempt are not used: %s", reason)
+        log.warning("the variables of an earlier attempt are not used: %s", reason)
         self.taken = frozenset()
         self._free(self.found)
 

@@ -160,8 +160,8 @@ def grid(space: Space) -> tuple[Settings, ...]:
     count = math.prod(map(len, lists.values()))
     if count > MOST_TRIALS:
         raise ConfigError(
-            f"the grid has {count} trials, at most {MOST_TRIALS}: give fewer values, or draw some "
-            "of them with --random N"
+            f"the grid has {count} trials, but at most {MOST_TRIALS} are allowed: give fewer "
+            "values, or draw some of them with --random N"
         )
     combined = itertools.product(*lists.values())
     return _check_trials(

@@ -446,7 +446,7 @@ class Task(ABC):
         if self.from_probabilities and activation in {"linear", "dense"}:
             raise ConfigError(
                 "its loss needs probabilities, but its last layer returns logits: add a "
-                f"{self.link} to it, or compile it with a loss of from_logits=True"
+                f"{self.link} to it, or compile it with from_logits=True in the loss"
             )
         if activation == "softmax" and self.output_shape[-1:] == (1,):
             raise ConfigError(

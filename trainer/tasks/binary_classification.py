@@ -209,5 +209,5 @@ class BinaryClassification(Sigmoid):
                 name = missing[0] if missing else self.labels[1]
                 raise ConfigError(
                     f"the split {split!r} has no example whose {self.target.name!r} is {name!r}: "
-                    f"{self.name} needs both"
+                    f"{self.name} needs both classes"
                 )

@@ -81,7 +81,7 @@ class Classification(Softmax):
     def check_labels(self, labels: Any) -> None:
         """Raise `SplitError` for a label that is not a class number."""
         wrong = (labels < 0) | (labels >= self.num_classes)
-        refuse_labels(labels, wrong, f"outside of 0 to {self.num_classes - 1}")
+        refuse_labels(labels, wrong, f"which is not between 0 and {self.num_classes - 1}")
 
     @property
     def output_shape(self) -> Shape:

@@ -191,7 +191,7 @@ class MultiOutput(Task):
             raise ConfigError(f"it must return a mapping {{{names}}}, not {found}")
         if output.keys() != self.parts.keys():
             raise ConfigError(
-                f"it must return a mapping {{{names}}}, and it returns {', '.join(output)}"
+                f"it must return a mapping {{{names}}}, but it returns {', '.join(output)}"
             )
         for name, part in self.parts.items():
             try:

@@ -54,7 +54,7 @@ class MultilabelClassification(Sigmoid):
         """Require a vector target with one number or bool per class."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
         if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
-            raise ConfigError(f"it needs a row of 0 and 1, one for each class, not {target}")
+            raise ConfigError(f"it needs a vector of 0 and 1, one for each class, not {target}")
         super().__init__(target)
         self._classes = target.shape[0]
         named = tuple(labels) or (target.labels if len(target.labels) == self._classes else ())

@@ -169,7 +169,7 @@ def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
     """Return a hint to use the sparse forms of these losses; empty if they have none."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
-    return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""
+    return f"; for labels that are class numbers, use {', '.join(sparse)}" if sparse else ""
 
 
 def _find(kind: str, name: str, key: str) -> Any:

@@ -139,8 +139,8 @@ class QueryTally(Tally):
         found["intervals"] |= {name: each.interval for name, each in some.items()}
         rows = [
             ["all", len(np.unique(self._held[0][0]))],
-            ["something was taken", len(values["ndcg"].values)],
-            ["some items were taken and some were not", len(values["query_auc"].values)],
+            ["with a taken item", len(values["ndcg"].values)],
+            ["with taken and other items", len(values["query_auc"].values)],
         ]
         title = f"Queries, by {self._group}"
         return {

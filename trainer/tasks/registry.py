@@ -69,7 +69,9 @@ def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for key in ("args", "positive"):
         if getattr(config, key):
-            raise ConfigError(f"task.{key}: each output has its own in task.outputs")
+            raise ConfigError(
+                f"task.{key}: there are several outputs; set it for each of them in task.outputs"
+            )
     for name in config.outputs:
         if name not in dataset.targets:
             hint = nearest(name, dataset.targets) or f" (one of {', '.join(dataset.targets)})"
@@ -111,7 +113,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 # If the key is empty and the model has a champion, the first pipeline step sets the key.
 _KEPT = (
-    "; if the key is empty, the positive class is the champion's, and a model of other classes "
+    "; if the key is empty, the positive class is the champion's, and a model with other classes "
     "needs another name"
 )
 
@@ -144,14 +146,14 @@ def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
 
 def _why_positive(task: type[Task], target: Target, said: str) -> str:
     if said:
-        return "as task.positive says"
+        return "as set in task.positive"
     counts = target.counts.get("train", ())
     if task.positive_by == "order":
         return "the second one"
     if len(counts) != TWO:
         return "or the other class if that is rarer in training"
     if counts[0] == counts[1]:
-        return f"the second one of two with {counts[1]:,} training examples each"
+        return f"the second of two classes with {counts[1]:,} training examples each"
     return f"the rarer one, {counts[1]:,} of {sum(counts):,} training examples"
 
 
@@ -190,7 +192,7 @@ class Choice(NamedTuple):
 def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
     """Return the configured task, or the task that fits the targets."""
     if config.name != AUTO:
-        return Choice(config.name, "task.name says so")
+        return Choice(config.name, "task.name is set to it")
     if len(dataset.targets) > 1:
         names = ", ".join(dataset.targets)
         choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")

@@ -236,7 +236,7 @@ class SequenceLabelling(Softmax):
     def check_labels(self, labels: Any) -> None:
         """Raise `SplitError` for a label that is neither a class nor padding."""
         last = self.num_classes - 1
-        refuse_labels(labels, labels > last, f"outside of 0 to {last}")
+        refuse_labels(labels, labels > last, f"which is not between 0 and {last}")
 
     def check(self) -> None:
         """Refuse a split without labels."""

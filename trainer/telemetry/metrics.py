@@ -57,7 +57,7 @@ _GAUGES = {
     "progress_timestamp_seconds": "Time of the last update",
     "attempt_examples": "Examples that the workers read in this attempt",
     "strategy_metric": "Further metrics of the strategy by name",
-    "validation_metric": "The last validation, by metric",
+    "validation_metric": "Metrics of the last validation",
     "validation_global_step": "Global step of the last validation",
     "checkpoint_global_step": "Global step of the newest published checkpoint",
     "checkpoint_timestamp_seconds": "Time at which the newest checkpoint was published",
@@ -116,7 +116,11 @@ class RunMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metrics. Called at each scrape."""
-        run = GaugeMetricFamily("flotilla_run_info", "The run; 1", labels=list(self._about))
+        run = GaugeMetricFamily(
+            "flotilla_run_info",
+            "Information about the run; the value is always 1",
+            labels=list(self._about),
+        )
         run.add_metric(list(self._about.values()), 1)
         yield run
         counts = self._state.counts
@@ -131,9 +135,7 @@ class RunMetrics(Collector):
             count_value=counts[Saved],
             sum_value=self._pause,
         )
-        by_role = CounterMetricFamily(
-            "flotilla_restarts", "Tasks that began again", labels=["role"]
-        )
+        by_role = CounterMetricFamily("flotilla_restarts", "Restarted tasks", labels=["role"])
         for role, count in self._restarts.items():
             by_role.add_metric([role], count)
         yield by_role

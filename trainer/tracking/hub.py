@@ -153,7 +153,7 @@ class Hub:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise self._strange("an answer that is not a JSON object")
+            raise self._strange("a response that is not a JSON object")
         return tree
 
     def _strange(self, words: str) -> UserError:

@@ -340,4 +340,4 @@ def health() -> str:
         raise UserError(f"{mask(url)} does not respond: {type(error).__name__}") from None
     if answer.status_code != requests.codes.ok:
         raise UserError(f"{mask(url)} returns status {answer.status_code}: is it an MLflow server?")
-    return f"MLflow answers at {mask(address)}"
+    return f"MLflow responds at {mask(address)}"

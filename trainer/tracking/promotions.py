@@ -45,10 +45,10 @@ def announce(
         try:
             words = answer.get(timeout=seconds)
         except queue.Empty:
-            words = f"no answer within {seconds:g} s"
+            words = f"no response within {seconds:g} s"
         if words:
             log.warning(
-                "%s does not know that version %d of %s was promoted: %s; the promotion is "
+                "%s was not informed that version %d of %s was promoted: %s; the promotion is "
                 "valid, and the next run or promotion of this model reports it again",
                 name,
                 model.version,

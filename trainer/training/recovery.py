@@ -97,7 +97,7 @@ class Recovery:
             "no running server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
             # The lost server's variables would end with fewer updates than they had before.
-            "cluster.recovery is auto, and its values would go back more steps than remain": (
+            "cluster.recovery is auto, and lost values would go back more steps than remain": (
                 auto_loses and left < back
             ),
         }

@@ -29,7 +29,7 @@ def describe_lack(version: str) -> str:
     return (
         f"program.command: Kubernetes {found[1]}.{found[2]} has no native sidecars, in which "
         f"Flotilla's agent runs: update it to {oldest} or later, or set program.python to an empty "
-        "text to run without the agent"
+        "string to run without the agent"
     )
 
 

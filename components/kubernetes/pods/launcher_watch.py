@@ -140,7 +140,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
             return False
         limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
         if age.read(read_heartbeat(lease)) >= limits * limit:
-            reason = f"no heartbeat of the launcher for {limits * limit:g} s"
+            reason = f"no heartbeat from the launcher for {limits * limit:g} s"
             log.warning("%s: training ends", reason)
             guard.end_job(reason)
             return False

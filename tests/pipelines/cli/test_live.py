@@ -176,7 +176,7 @@ def test_incidents_are_reported(lines_of):
         Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
         AttemptBegin(global_step=500, steps=900, resumed=True),
     ) == [
-        "worker-0 ended with signal SIGKILL and is started again",
+        "worker-0 ended with signal SIGKILL and is restarted",
         "training resumes from global step 500",
     ]
 

@@ -42,7 +42,7 @@ def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
 def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
     report = doctor("storage.root=s3://B!/k")
     for line, each in zip(report.err.splitlines(), report.answer["checks"], strict=True):
-        remedy = f"; fix or inspect it by: {each['remedy']}" if each["remedy"] else ""
+        remedy = f"; fix or inspect it with: {each['remedy']}" if each["remedy"] else ""
         assert line == f"{each['state']:7}  {each['name']}: {each['message']}{remedy}"
     assert report.answer["message"] == "failed: storage"
     assert (report.answer["status"], report.answer["run_id"]) == ("failed", "")

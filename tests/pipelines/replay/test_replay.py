@@ -191,7 +191,7 @@ class TestLookedUp:
         assert storage.read_file(found.uri, "a.json") == b"3"
         storage.write_bytes(storage.join(at, "a.json"), b"4")
         (said,) = self.looked_up(root, tmp_path / "another")
-        assert said.startswith("the champion cannot be compared with: ")
+        assert said.startswith("the model cannot be compared with the champion: ")
 
     def test_the_listing_of_the_files_is_copied(self, root, tmp_path):
         uri = storage.join(root, "listings", "0" * 32)

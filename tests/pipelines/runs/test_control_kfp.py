@@ -251,13 +251,13 @@ def test_a_second_cancel_says_that_it_is_ending(instance, remote, started):
     assert remote("cancel", started).code == 0
     answer = remote("cancel", started, "--json")
     assert (answer.code, answer.json["status"]) == (0, "canceling")
-    assert f"run {started} is ending already; see: flotilla status {started}" in answer.err
+    assert f"run {started} is already ending; see: flotilla status {started}" in answer.err
     assert len(instance.asked("terminate")) == 1
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
-    [("CANCELING", "is ending already"), ("SUCCEEDED", "has already ended: succeeded")],
+    [("CANCELING", "is already ending"), ("SUCCEEDED", "has already ended: succeeded")],
 )
 def test_a_cancel_that_comes_too_late_is_no_error(instance, remote, started, state, words):
     def late(_workflow, _run):

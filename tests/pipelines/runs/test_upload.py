@@ -65,7 +65,7 @@ def test_the_same_content_is_there_once_whatever_the_commit(instance, remote, mo
     monkeypatch.setenv(lineage.COMMIT, "fedcba9876543210")
     answer = remote("upload", "--json")
     assert (answer.code, answer.json["version"]["created"]) == (0, False)
-    assert "the same content exists already" in answer.err
+    assert "identical content was already uploaded" in answer.err
     assert len(names(instance)) == 1
     assert len(instance.asked("POST .*upload_version")) == 1
 

@@ -201,7 +201,7 @@ class TestSelectedCheckpoint:
         uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
         found = select_checkpoint(uri, "best")
         assert found.global_step == 30
-        assert found.why == "best by validation loss that is not damaged"
+        assert found.why == "best by validation lossamong the intact checkpoints"
         assert found.best.global_step == 20
         passed, event = self.emitted(tmp_path)
         assert passed.uri.endswith("step-00000020")

@@ -160,7 +160,7 @@ def test_a_model_takes_its_threshold_and_its_positive_class_with_it(run, measure
     threshold = measured[1]["threshold"]["value"]
     assert (fields["positive"], fields["threshold"]) == ("leaves", threshold)
     card = storage.read_file(model, "model_card.md").decode()
-    assert f"`probability` is that of leaves, which is taken above {threshold:.6g}." in card
+    assert f"`probability` is that of leaves, which is predicted above {threshold:.6g}." in card
     exported = fetch_model(model, run.root / "fetched")
     answers = exported.ask({"calls": np.linspace(-3, 6, 50, dtype=np.float32)})
     found = answers_columns(exported, answers, None)["prediction"].to_pylist()

@@ -220,7 +220,7 @@ def test_the_history_is_drawn() -> None:
         "On this page",
         "Loss over global steps",
         "Accuracy over global steps",
-        "Global steps a second over global steps",
+        "Global steps per second over global steps",
     ]
     assert page.tags.count("input") == 3, "one of them is shown, without a script"
     assert page.attributes.count(("checked", "")) == 1
@@ -343,7 +343,7 @@ def test_the_page_of_a_run_with_thousands_of_events_is_small() -> None:
     )
     assert len(page) < 400_000
     assert "3000 published checkpoints (thin marks), 3000 other events" in page
-    assert "The newest 200; 2800 earlier ones are in the events of the run." in page
+    assert "The newest 200; 2800 earlier ones are in the event log of the run." in page
     assert "worker-0: restart (3000)" in page
     assert Page(page).attributes.count(("class", "flag")) < 70
 

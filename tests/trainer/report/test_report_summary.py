@@ -30,7 +30,7 @@ def rows_of(text):
 def test_a_blessed_run():
     text = text_of(FACTS, "gs://b/report.html")
     assert text.startswith("# digits-1: blessed\n\n**digits-1: blessed**\n")
-    assert text.endswith("\n\nThe whole report: `gs://b/report.html`\n")
+    assert text.endswith("\n\nFull report: `gs://b/report.html`\n")
     rows = rows_of(text)
     assert ["Accuracy", "0.9712"] in rows
     asked = "Accuracy is 0.97; it must be at least 0.95 \\(gate.min\\)."
@@ -90,7 +90,7 @@ def test_of_a_run_that_left_nothing(facts):
 def test_text_of_others_is_displayed_unchanged(word):
     error = {"step": "s", "status": "failed", "seconds": 1, "error": word}
     text = text_of({"run_id": word, "metrics": {word: word}, "steps": [error]}, word)
-    plain, _, code = text.rpartition("The whole report: ")
+    plain, _, code = text.rpartition("Full report: ")
     assert not re.search(r"(?<!\\)[<>\[\]`$]", plain)
     assert {len(row) for row in rows_of(plain)} == {2, 3}
     assert len(re.findall(r"^#", plain, re.MULTILINE)) == 1

@@ -231,7 +231,9 @@ def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) ->
     assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
     words = Page(report.render(facts)).words
     begin = (
-        words.index("3 of 3, the lowest F1 first; an area is that of one class against the rest.")
+        words.index(
+            "3 of 3, lowest F1 first; each area under a curve is for one class against the rest."
+        )
         - 1
     )
     assert words[begin + 1].startswith("3 of 3, the lowest F1 first")

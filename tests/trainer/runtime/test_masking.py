@@ -109,7 +109,9 @@ def test_a_configuration_with_credentials_is_refused_without_them(key, text):
 
 
 def test_free_values_and_keys_are_looked_through():
-    with pytest.raises(ConfigError, match=r"^model\.args\.at: a URI carries a user or password"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.args\.at: a URI contains a user name or password"
+    ):
         parse_config({"model": {"args": {"at": ["http://u:sW0rdf1sh@h"]}}})
 
 

@@ -145,7 +145,7 @@ def test_a_message_lists_every_scheme():
         ("file:///a/%2e%2E/b", "empty part, '.' or '..'"),
         ("file:///a%2F..%2Fb", "empty part, '.' or '..'"),
         ("file:///a/./b", "empty part, '.' or '..'"),
-        ("file:///a\\..\\b", "separate its names by /"),
+        ("file:///a\\..\\b", "separate its names with /"),
         ("file:///a\nb", "control character"),
         ("file:///a/\x1b[31m", "control character"),
         ("s3://bucket/a\x7f", "control character"),

@@ -208,7 +208,10 @@ def test_answers_give_the_outputs_back():
         ({"outputs": {"owns": {"args": {"no": 1}}}}, "task.outputs.owns.args: binary_classif"),
         ({"name": "regression", "outputs": {}}, "task.name: regression needs one label, but there"),
         ({"name": "regression"}, "task.outputs: regression has one output; set task.name to multi"),
-        ({"args": {"standardize": True}}, "task.args: each output has its own in task.outputs"),
+        (
+            {"args": {"standardize": True}},
+            "task.args: there are several outputs; set it for each of them in task.outputs",
+        ),
         (
             {"outputs": {"city": {"name": "binary_classification"}}},
             "task.outputs.city binary_classification: it needs true or false",

@@ -273,7 +273,7 @@ def test_the_nearest_right_name_is_said(compiled, words):
     assert str(error.value).startswith(words)
     if compiled["loss"] == "categorical_crossentropy":
         assert str(error.value).endswith(
-            "; of labels that are numbers of classes, use sparse_categorical_crossentropy"
+            "; for labels that are class numbers, use sparse_categorical_crossentropy"
         )
 
 

@@ -149,7 +149,7 @@ def test_the_task_and_why_a_class_is_positive_are_one_line():
     )
     assert said(two(("no", "yes")), positive="yes").endswith("is 'yes', as task.positive says")
     assert "or the other class if that is rarer" in said(two(counts={}))
-    assert "the second one of two with 5 training" in said(two(counts={"train": [5, 5]}))
+    assert "the second of two classes with 5 training" in said(two(counts={"train": [5, 5]}))
     assert said(two(), name="ranking").endswith("the positive class is '1', the second one")
     assert "set task.name to binary_classification" in said(two(classes=0))
 

@@ -278,7 +278,7 @@ def test_the_trials_of_a_sweep_are_below_one_run(server, tmp_path):
 
 
 def test_the_server_is_seen_before_a_run(server):
-    assert mlflow_run.health() == f"MLflow answers at {server.url}"
+    assert mlflow_run.health() == f"MLflow responds at {server.url}"
 
 
 def test_a_server_that_is_away_is_one_warning_and_the_promotion_holds(monkeypatch, caplog):

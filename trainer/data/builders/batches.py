@@ -90,7 +90,7 @@ def _store(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[by
             yield stored_image(data, spec.sizes[-1])
         except UndecodableError as error:
             raise UserError(
-                f"data.dataset: the split {split!r} of {name} has an image that does not decode "
+                f"data.dataset: the split {split!r} of {name} has an image that cannot be decoded "
                 f"({error})"
             ) from error
 

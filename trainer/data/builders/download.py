@@ -264,7 +264,7 @@ def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[
 def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
-        return "run it with network access, or set TFDS_DATA_DIR to a folder that has it"
+        return "run with network access, or set TFDS_DATA_DIR to a folder with the dataset"
     # The file of this URL comes first, because the others may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]

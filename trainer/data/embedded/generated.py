@@ -116,7 +116,7 @@ class Clicks(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> Any:
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Generated clicks of users on items, with a planted low rank.",
+            description="Generated clicks of users on items, with a low-rank structure.",
             features=tfds.features.FeaturesDict(
                 {
                     "user": tfds.features.Scalar(np.int64),

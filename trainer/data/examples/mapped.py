@@ -108,7 +108,7 @@ class MappedSource(Source):
                 self._refuse(row, f"{'no' if wrong[0] in names else 'a'} {wrong[0]!r}")
         if unknown := sorted(self._config.types.keys() - {*names, *self._given.specs}):
             raise ConfigError(
-                f"data.types: neither {self._source.name} nor {self.name} gives {unknown[0]!r}"
+                f"data.types: neither {self._source.name} nor {self.name} returns {unknown[0]!r}"
             )
         classes = self._classes(first)
         leaves = {name: self._leaf(name, first, classes.get(name)) for name in names}
@@ -174,7 +174,7 @@ class MappedSource(Source):
         return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
     def _refuse(self, row: _Row, what: str) -> None:
-        error = UnsuitableError(f"returns {what}, unlike for other rows")
+        error = UnsuitableError(f"returns {what}, in contrast to other rows")
         raise self._make_error(error, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:

@@ -131,8 +131,8 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
         )
     if gaps and (without := rows_without_class(scan)):
         raise UserError(
-            f"data.types: {name!r} has {without} rows without a value, which is not a class; set "
-            f"data.types: {{{name}: text}}, which also accepts missing values"
+            f"data.types: {name!r} has {without} rows without a value, and a missing value is not "
+            f"a class; set data.types: {{{name}: text}}, which also accepts missing values"
         )
 
 
@@ -181,7 +181,7 @@ def _int_or_id(
             f"set data.types: {{{name}: text}}"
         )
     note = (
-        f"data.types: {name!r} has {found}: it is read as a text, as an id; set data.types: "
+        f"data.types: {name!r} has {found}: it is read as text, like an id; set data.types: "
         f"{{{name}: float}} if it is a quantity"
     )
     return "text", found, note

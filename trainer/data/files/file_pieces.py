@@ -232,7 +232,7 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
                 )
             files.remove(file)
             notes.append(
-                f"data.source: {what} {lacks!r}, and is ignored; predict it with flotilla predict"
+                f"data.source: {what} {lacks!r}, and is ignored; use it with flotilla predict"
             )
     files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)

@@ -282,7 +282,7 @@ class FileSource(Source):
                 f"{kind} in {self._files.place(piece, row)}" for piece, row, kind in found[:2]
             )
             raise UserError(
-                f"data.types: the column {name!r} holds {places}; write one type, or set "
+                f"data.types: the column {name!r} holds {places}; use one type, or set "
                 f"data.types: {{{name}: text}}"
             )
 

@@ -111,7 +111,7 @@ class Pictures:
                 reasons.append("")
             except UndecodableError as error:
                 found.append(b"" if spec.stored == "image" else np.zeros(spec.sizes, np.uint8))
-                reasons.append(f"does not decode: {error}")
+                reasons.append(f"cannot be decoded: {error}")
         bad = np.array([bool(why) for why in reasons], np.bool_)
         if spec.stored != "image":
             return np.stack(found), bad, reasons

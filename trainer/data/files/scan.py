@@ -89,8 +89,8 @@ class BrokenRows:
         """Raise `UserError` if most rows have no label, because the column is probably wrong."""
         if self.unlabelled > _MOST_UNLABELLED * self.rows:
             raise UserError(
-                f"{self.says_unlabelled(place)}, too many to ignore them; name another column, or "
-                "remove these rows from the files"
+                f"{self.says_unlabelled(place)}, which is too many to ignore; name another column, "
+                "or remove these rows from the files"
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:

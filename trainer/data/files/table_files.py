@@ -69,7 +69,7 @@ def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any],
         return list(files), ""
     said = ", ".join(f"{path} is {split}" for split, path in sorted(named.items()))
     draw = "to draw the splits instead, set data.splits: {test: 0.1}"
-    note = f"data.splits: by the names of the files {said}; {draw}"
+    note = f"data.splits: by the names of the files, {said}; {draw}"
     return [replace(file, split=found[file.path]) for file in files], note
 
 

@@ -64,7 +64,7 @@ def map_parts(  # noqa: PLR0913
         return
     stripes = [parts[index::count] for index in range(count)]
 
-    work.say(f"{count} processes start")
+    work.say(f"starting {count} processes")
 
     def took(answer: Part | int) -> None:
         if isinstance(answer, Part):

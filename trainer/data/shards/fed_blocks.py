@@ -109,7 +109,7 @@ def _read(place: tf.Tensor) -> tf.Tensor:
     """Return the answer in a file, or `_NOTHING` if the file does not exist."""
     is_there = tf.size(tf.io.matching_files(place)) > 0
     answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
-    has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards come"])
+    has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards will arrive"])
     with tf.control_dependencies([has_failed]):
         return tf.identity(answer)
 

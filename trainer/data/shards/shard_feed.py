@@ -117,7 +117,7 @@ class ShardFeed:
     def _take_wake(self) -> None:
         os.read(self._woken, _CHUNK)
         if self._closing:
-            raise RuntimeError("the feed of shards is closed")
+            raise RuntimeError("the shard feed is closed")
         if self.store.error:
             raise self.store.error
         self._answer_all()

@@ -68,7 +68,7 @@ class Recommendation(Ranking):
         """Require a binary target and a group; `k` lists the cutoffs of `recall_at_<k>`."""
         super().__init__(target, group=group)
         if not group:
-            raise ConfigError("it needs the feature that names the user: set data.group")
+            raise ConfigError("it needs the feature that identifies the user: set data.group")
         if not isinstance(k, Sequence) or isinstance(k, str) or not k:
             raise ConfigError(
                 f"k: {k!r} is not allowed; write a list of numbers, such as [10, 100]"

@@ -270,7 +270,7 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
         # The operator does not restart a task that exits with code 1, so the job fails.
         assert exit_code_of(process) == 1
     message = termination.read(tmp_path)
-    assert message == "no heartbeat of the launcher for 1 s; interrupted at global step 7"
+    assert message == "no heartbeat from the launcher for 1 s; interrupted at global step 7"
     assert bool(kube.jobs()) is not allowed
 
 
@@ -339,7 +339,7 @@ def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limit
     kube.store.patch("leases", NAMESPACE, "job", {"spec": {"renewTime": "0"}})
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         assert exit_code_of(process) == 1
-    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 2 s")
+    assert termination.read(tmp_path).startswith("no heartbeat from the launcher for 2 s")
 
 
 def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(kube, watched, tmp_path):
@@ -347,7 +347,7 @@ def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(kube, wa
         kube.faults.add("GET .*leases/job", status, times=1)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         assert exit_code_of(process) == 1
-    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 1 s")
+    assert termination.read(tmp_path).startswith("no heartbeat from the launcher for 1 s")
 
 
 def test_without_a_lease_training_goes_on(kube, watched, tmp_path):

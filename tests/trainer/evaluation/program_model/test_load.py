@@ -96,7 +96,7 @@ def test_it_is_exported_and_its_card_names_the_program(run, tmp_path, name, form
     np.testing.assert_allclose(answers["probabilities"], probabilities, rtol=1e-3, atol=1e-5)
     card = (own.root / "model" / "model_card.md").read_text(encoding="utf-8")
     assert "A program's own model for classification of 10 classes" in card
-    assert "By the user's own `program python train.py`, 7 global steps." in card
+    assert "By the user's program `program python train.py`, 7 global steps." in card
     assert "gives probabilities." in card
     assert "adam" not in card
     files = (path for path in (own.root / "model").rglob("*") if path.is_file())

@@ -208,7 +208,9 @@ class _Head:
         if not names[0] and 0 not in (*index, *empty) and _is_index(rows):
             index = (0,)
         if index:
-            notes.append("the first column has no name and is ignored as an index; or name it")
+            notes.append(
+                "the first column has no name and is ignored as an index; to keep it, name it"
+            )
         _check(self._path, where, names, {*index, *empty})
         if numbers := _odd_numbers(names):
             notes.append(

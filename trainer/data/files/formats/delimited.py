@@ -169,7 +169,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
             again = pc.and_(again, pc.equal(table[name], name))
         found = again.to_numpy() & ~bad
         for place in np.flatnonzero(found):
-            broken(int(rows.numbers[place]), "it is the header again")
+            broken(int(rows.numbers[place]), "it repeats the header")
         bad |= found
     table = table.select(list(columns))
     if not bad.any():
