@@ -1,0 +1,154 @@
+"""Tests several processes and threads that publish to the same place at once."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from flotilla.trainer import storage
+from flotilla.trainer.storage import publishing
+
+from .conftest import EVERY, Make, content, left_over, path_of, start
+from .places import Place
+
+PUBLISH_AT_A_LINE = """
+import sys
+from pathlib import Path
+from flotilla.trainer import storage
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x")
+except storage.Conflict:
+    sys.exit(3)
+"""
+
+
+def at_once(tasks: int, act: Callable[[int], object]) -> list[str]:
+    barrier = threading.Barrier(tasks)
+
+    def run(number: int) -> str:
+        barrier.wait()
+        try:
+            act(number)
+        except storage.Conflict:
+            return "conflict"
+        return "done"
+
+    with ThreadPoolExecutor(tasks) as pool:
+        return list(pool.map(run, range(tasks)))
+
+
+def publisher(sources: list[Path], uri: str) -> Callable[[int], object]:
+    return lambda number: storage.publish(sources[number], uri, kind="x")
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_many_publish_the_same_at_once(make: Make, root: str, left: bool) -> None:
+    source = make()
+    for number in range(5):
+        uri = f"{root}/{number}"
+        if left:
+            make(str(path_of(uri)), {"left": b"half"})
+        assert at_once(6, publisher([source] * 6, uri)) == ["done"] * 6
+        storage.verify(uri)
+    assert left_over(path_of(root)) == []
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_many_publish_different_things_and_one_wins(make: Make, root: str, left: bool) -> None:
+    sources = [make(f"source-{n}", {"a": b"%d" % n, f"own-{n}": b""}) for n in range(6)]
+    for number in range(5):
+        uri = f"{root}/{number}"
+        if left:
+            make(str(path_of(uri)), {"left": b"half"})
+        ends = at_once(6, publisher(sources, uri))
+        assert sorted(ends) == ["conflict"] * 5 + ["done"]
+        storage.verify(uri)
+        assert content(path_of(uri))["a"] == b"%d" % ends.index("done")
+        assert len(content(path_of(uri))) == 3
+    assert left_over(path_of(root)) == []
+
+
+def test_two_processes_publish_at_once(make: Make, root: str) -> None:
+    sources = [make("one", {"a": b"1"}), make("two", {"a": b"2"})]
+    uri = storage.join(root, "a")
+    processes = [start(PUBLISH_AT_A_LINE, str(source), uri) for source in sources]
+    for process in processes:
+        assert process.stdout
+        process.stdout.readline()
+    for process in processes:
+        assert process.stdin
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate()
+    assert sorted(process.returncode for process in processes) == [0, 3]
+    storage.verify(uri)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_another_publishes_between_the_look_and_the_rename(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    uri = storage.join(root, "a")
+    winner = make("winner", {"a": b"1"})
+    loser = make("loser", {"a": b"1" if same else b"2"})
+
+    def look(_: str) -> bool:
+        monkeypatch.undo()
+        storage.publish(winner, uri, kind="x")
+        return False
+
+    monkeypatch.setattr(publishing, "is_published", look)
+    if same:
+        assert storage.publish(loser, uri, kind="x") == storage.read_manifest(uri)
+    else:
+        with pytest.raises(storage.Conflict):
+            storage.publish(loser, uri, kind="x")
+    assert content(path_of(uri))["a"] == b"1"
+    assert left_over(path_of(root)) == []
+
+
+def test_publishing_and_deleting_at_once(make: Make, root: str) -> None:
+    source, uri = make(), storage.join(root, "a")
+
+    def act(number: int) -> None:
+        for _ in range(5):
+            if number % 2:
+                storage.delete(uri)
+            else:
+                try_to_publish(source, uri)
+
+    assert at_once(4, act) == ["done"] * 4
+    storage.publish(source, uri, kind="x")
+    storage.verify(uri)
+    assert left_over(path_of(root)) == []
+
+
+def try_to_publish(source: Path, uri: str) -> None:
+    try:
+        storage.publish(source, uri, kind="x")
+    except storage.NotPublished:
+        # The winner's directory was deleted before it could be compared.
+        return
+
+
+@EVERY
+def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> None:
+    uri = storage.join(place.root, "a", "file")
+    barrier = threading.Barrier(6)
+
+    def create(number: int) -> bool:
+        barrier.wait()
+        return storage.create_bytes(uri, b"%d" % number)
+
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(create, range(6)))
+    assert made.count(True) == 1
+    assert place.get(uri) == b"%d" % made.index(True)
+    assert storage.names(storage.join(place.root, "a")) == ["file"]
+    assert storage.names(storage.join(place.root, "b")) == []
+    assert left_over(tmp_path) == []
