@@ -298,7 +298,7 @@ class TestStart:
         deadlines.observe(pods)
         assert deadlines.start(pods) == (
             0,
-            "chief 0/1: 1 starting (ContainerCreating: its image is pulled, its volumes are "
+            "chief 0/1: 1 starting (ContainerCreating: its image is being pulled, or its volumes "
             "mounted); worker 0/1: 1 starting (ImagePullBackOff: no such tag)",
         )
         assert deadlines.start([pods[0], of_state("worker-0", running={})])[0] == 1

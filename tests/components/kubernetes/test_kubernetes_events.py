@@ -82,7 +82,7 @@ def test_without_permission_for_events_a_quota_is_waited_for(kube):
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
     assert message.startswith("2 of 3 pods were not created after 2 s")
-    assert "these permissions do not allow reading its events" in message
+    assert "the launcher lacks the permission to list its events" in message
 
 
 def test_events_of_an_earlier_job_of_this_name_are_not_read(kube):

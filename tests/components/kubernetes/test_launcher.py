@@ -375,7 +375,7 @@ def test_without_permission_for_events_everything_else_works(kube):
     kube.run_all()
     kube.finish("worker-0", 137)
     message = attempt.failure()
-    assert "these permissions do not allow reading its events" in message
+    assert "the launcher lacks the permission to list its events" in message
     kube.wait_until_deleted()
 
 

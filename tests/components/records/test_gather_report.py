@@ -383,7 +383,7 @@ def test_a_damaged_line_of_the_history_leaves_the_others(run, caplog):
     path.write_text(path.read_text(encoding="utf-8") + '{"global_step": 8\n', encoding="utf-8")
     run.evaluated()
     assert run.report("FAILED").heads() == ["Test metrics", "Training"]
-    assert "skipped lines that are not rows of " in caplog.text
+    assert "skipped invalid rows of " in caplog.text
 
 
 def test_without_a_root_there_is_a_report_of_the_events(run):

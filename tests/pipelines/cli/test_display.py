@@ -173,7 +173,7 @@ def test_a_run_without_a_verdict_says_where_it_ended():
 def test_records_of_an_earlier_version_say_what_they_can(value):
     events = done("evaluate_model", metrics={"accuracy": value})
     [line] = verdict_lines(ended_with(*events, *done("finish")))
-    said = {1e-12: "1.000e-12", 1e12: "1.000e+12"}.get(value, "not defined")
+    said = {1e-12: "1.000e-12", 1e12: "1.000e+12"}.get(value, "undefined")
     assert f"run: accuracy {said}; done" in line
 
 

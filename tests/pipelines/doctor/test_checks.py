@@ -155,7 +155,7 @@ def test_the_tasks_own_account_is_asked_for(kube, of_job):
     assert report["permissions of the tasks"]["state"] == "warn"
     assert name in report["permissions of the tasks"]["message"]
     found = report["service accounts of tasks"]
-    assert (found["state"], found["message"]) == ("fail", f"not there in {NAMESPACE}: {name}")
+    assert (found["state"], found["message"]) == ("fail", f"missing in {NAMESPACE}: {name}")
     assert found["remedy"] == (
         f"kubectl apply --namespace {NAMESPACE} --kustomize deploy/base && "
         f"kubectl create rolebinding {name}-{name} --namespace {NAMESPACE} --role {name} "

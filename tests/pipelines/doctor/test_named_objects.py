@@ -30,7 +30,7 @@ def test_a_secret_that_is_missing(of_job, there):
     setting = f"{POD}.secret_env={{KEY: store/access, OTHER: store/secret}}"
     report = of_job(setting)
     assert (report.code, report.failed()) == (1, ["secrets"])
-    assert report["secrets"]["message"] == f"not there in {NAMESPACE}: store"
+    assert report["secrets"]["message"] == f"missing in {NAMESPACE}: store"
     assert report["secrets"]["remedy"] == (
         f"kubectl create secret generic store --namespace {NAMESPACE} "
         "--from-literal=access=VALUE --from-literal=secret=VALUE"
@@ -44,7 +44,7 @@ def test_a_secret_that_is_missing(of_job, there):
 def test_a_secret_without_its_key(of_job, there):
     there("secrets", "store", data={"access": SECRET})
     report = of_job(f"{POD}.secret_env={{KEY: store/access, OTHER: store/secret}}")
-    assert report["secrets"]["message"] == f"not there in {NAMESPACE}: store (without secret)"
+    assert report["secrets"]["message"] == f"missing in {NAMESPACE}: store (without secret)"
     assert report["secrets"]["remedy"].startswith(
         f"kubectl patch secret store --namespace {NAMESPACE}"
     )
@@ -115,7 +115,7 @@ def test_whatever_a_pod_names(of_job, there):
     report = of_job(*settings)
     assert set(report.failed()) == set(FOUND)
     for title, (missing, remedy) in FOUND.items():
-        assert report[title]["message"] == f"not there in {NAMESPACE}: {missing}", title
+        assert report[title]["message"] == f"missing in {NAMESPACE}: {missing}", title
         assert remedy in report[title]["remedy"], title
     for kind in ("secrets", "configmaps"):
         there(kind, "b")
@@ -143,7 +143,7 @@ def test_a_queue_of_kueue(of_job, kube, there):
     for _ in range(2):
         report = of_job(queue, "cluster.kubernetes.job.suspend=true")
         assert report.failed() == ["queues of Kueue"]
-        assert report["queues of Kueue"]["message"] == f"not there in {NAMESPACE}: gpus"
+        assert report["queues of Kueue"]["message"] == f"missing in {NAMESPACE}: gpus"
         kube.server.control.install_kueue()
     there("localqueues", "gpus")
     assert of_job(queue).failed() == []
@@ -161,7 +161,7 @@ def test_a_queue_of_kueue(of_job, kube, there):
 def test_what_the_pods_of_the_steps_name(of_job, there, option, kind, title):
     report = of_job(options=option)
     assert report.failed() == [title]
-    assert report[title]["message"] == f"not there in {NAMESPACE}: a"
+    assert report[title]["message"] == f"missing in {NAMESPACE}: a"
     there(kind, "a")
     assert of_job(options=option).failed() == []
 

@@ -66,8 +66,8 @@ class TestArguments:
         assert remarks == [
             "training runs as processes of this machine, not as a job of Kubernetes",
             "this machine has no GPU, but the run used 2 for each worker",
-            "4 workers run here, of 8",
-            "2 parameter servers run here, of 5",
+            "only 4 of 8 workers run here",
+            "only 2 of 5 parameter servers run here",
         ]
 
     def test_a_small_local_cluster_is_as_it_was_but_tells_no_hub(self):
@@ -79,7 +79,8 @@ class TestArguments:
         config, remarks = trained(debug=True)
         assert config.training.strategy == "single"
         assert remarks == [
-            "for the debugger the strategy is single, in one process, not async_parameter_server"
+            "the debugger needs a single process, so the strategy is single and not "
+            "async_parameter_server"
         ]
 
     def test_the_first_step_publishes_below_its_own_root(self):
@@ -186,7 +187,7 @@ class TestLookedUp:
         published(tmp_path, at, "model", files, version=3, saved_model="serving/model/3")
         registry.promote(root, "model", 3, after=0, by="me")
         (said,) = self.looked_up(root, tmp_path / "own")
-        assert said == "the champion is version 3, the current one, perhaps not the run's"
+        assert said == "the champion is the current one, version 3; the run may have used another"
         found = registry.champion(storage.uri_of(tmp_path / "own"), "model")
         assert storage.read_file(found.uri, "a.json") == b"3"
         storage.write_bytes(storage.join(at, "a.json"), b"4")

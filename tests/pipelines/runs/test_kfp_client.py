@@ -71,7 +71,7 @@ def test_every_command_reports_a_refusal_in_one_line(instance, remote, words):
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
 def test_every_command_reports_a_login_page(instance, remote, words):
     instance.faults.add(".", 200, body=b"<!doctype html><html>Sign in</html>")
-    in_one_line(remote(*words), "text/html instead of JSON, such as a login page")
+    in_one_line(remote(*words), "text/html instead of JSON, perhaps a login page")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_every_command_reports_a_login_page(instance, remote, words):
             "https://login.example.com/auth?state=1",
             "redirects to https://login.example.com:",
         ),
-        ("/dex/auth?client=x", "it redirects to /dex/auth, such as a login"),
+        ("/dex/auth?client=x", "it redirects to /dex/auth, perhaps a login"),
     ],
 )
 def test_a_redirect_is_not_followed(instance, remote, location, words):

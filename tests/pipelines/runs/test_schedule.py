@@ -82,7 +82,7 @@ def test_duplicates_are_removed(instance, remote):
         instance.store.recurring[f"more-{number}"] = more
     answer = remote(*NIGHTLY, "--json")
     assert answer.code == 0
-    assert "removed 3 more of this name" in answer.err
+    assert "removed 3 other schedules with this name" in answer.err
     assert answer.json["schedule"]["removed"] == 3
     assert len(instance.store.recurring) == 1
 

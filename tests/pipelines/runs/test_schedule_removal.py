@@ -46,7 +46,10 @@ def test_a_schedule_is_removed_once_its_run_has_ended(instance, remote, fire, lo
     answer = remote("unschedule", "digits", "--json")
     assert (answer.code, answer.json["schedule"]["removed"]) == (0, 1)
     assert not looks
-    assert answer.err.count(f"its run {run} has ended (running); to end that: flotilla cancel") == 1
+    assert (
+        answer.err.count(f"its run {run} has ended (running); to end that run: flotilla cancel")
+        == 1
+    )
     writes = [each for each in instance.requests if not each.startswith("GET")]
     assert [each.rpartition(":")[2][:7] for each in writes[:-1]] == ["disable"]
     assert writes[-1].startswith("DELETE")

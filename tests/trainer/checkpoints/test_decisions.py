@@ -172,7 +172,7 @@ class TestSelectedCheckpoint:
             ("auc", "higher", {20: 0.4}, (20, "best by validation AUC")),
             (
                 "ndcg", "higher", {10: 0.6, 20: 0.9, 30: 0.7},
-                (30, "best by validation loss: a validation does not measure NDCG"),
+                (30, "best by validation loss, because validations do not measure NDCG"),
             ),
             # The checkpoints of an earlier version have no main metric.
             ("", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (30, "best by validation loss")),

@@ -79,7 +79,7 @@ def test_any_other_link_is_refused_unless_it_is_left_out(folder, target, words):
 
 def test_a_pipe_is_not_waited_for(folder):
     os.mkfifo(folder / "pipe")
-    assert "pipe is neither file nor folder" in refusal(folder)
+    assert "pipe is neither a file nor a folder" in refusal(folder)
 
 
 def test_a_name_that_no_store_takes_is_refused(folder):

@@ -300,7 +300,7 @@ def test_an_alias_is_a_value(tmp_path):
         (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_bytes(b"\x00\xff" * 100), "not UTF-8 text"),
-        (lambda path: path.write_bytes(b" " * (1 << 18)), "more than 128 KiB are too large for"),
+        (lambda path: path.write_bytes(b" " * (1 << 18)), "larger than 128 KiB, the maximum for"),
         (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "more than 128 KiB"),
         (lambda _: None, "No such file or directory"),
     ],

@@ -407,7 +407,9 @@ def test_a_table_of_paths(tmp_path: Path) -> None:
     rows = [f"img/{'ab'[i % 2]}/{i}.png,{i / 4}\n" for i in range(60)]
     rows[5] = "img/none.png,3\n"
     (tmp_path / "t.csv").write_text("file,label\n" + "".join(rows))
-    with pytest.raises(UserError, match=r"t\.csv, row 7: 'file' does not decode: there is no such"):
+    with pytest.raises(
+        UserError, match=r"t\.csv, row 7: 'file' cannot be decoded: there is no such"
+    ):
         opened(tmp_path, format="csv", types={"file": "image"})
     selection, found = opened(
         tmp_path, format="csv", types={"file": "image", "label": "float"}, bad_rows=0.1

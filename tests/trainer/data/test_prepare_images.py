@@ -171,7 +171,7 @@ def test_every_way_of_reading_gives_pixels(prepared):
 
 
 def test_an_image_that_is_torn_names_its_split(prepared):
-    with pytest.raises(UserError, match=r"'train' of .*Torn has an image that does not decode"):
+    with pytest.raises(UserError, match=r"'train' of .*Torn has an image that cannot be decoded"):
         own(prepared, "Torn", image={"size": [6, 8]})
 
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_split_is_refused(sizes, options, words):
 
 
 def test_nothing_to_train_on_is_refused():
-    with pytest.raises(UserError, match=r"^data\.splits: one has no example to train on; give it"):
+    with pytest.raises(UserError, match=r"^data\.splits: one has no example to train on; add rows"):
         shard_counts("one", {"train": 0, "validation": 0, "test": 1}, 8)
 
 

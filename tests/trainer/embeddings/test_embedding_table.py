@@ -329,7 +329,9 @@ def test_a_table_without_a_row_is_exported_with_a_warning(caplog, min_count, why
     trained(layer, [1, 2])
     with caplog.at_level(logging.WARNING):
         layer.shrink()
-    assert f"table {layer.name} has no rows, so all ids share one row: {why}" in caplog.text
+    assert (
+        f"table {layer.name} has no rows, so its ids share one row per shard: {why}" in caplog.text
+    )
     assert known(layer, [1, 2]) == [False, False]
 
 

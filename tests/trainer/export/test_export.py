@@ -187,5 +187,5 @@ def training_of(config: Config) -> str:
 
 def test_it_names_the_bundle_of_the_users_modules_where_there_is_one():
     uri = f"s3://team/flotilla/code/{'a' * 64}"
-    assert training_of(Config(code=uri)).endswith(f"those of the bundle `{uri}`.\n")
+    assert training_of(Config(code=uri)).endswith(f"in the bundle `{uri}`.\n")
     assert "bundle" not in training_of(Config())

@@ -68,7 +68,7 @@ def test_a_folder_files_and_a_table_of_images_are_decoded_and_resized(tmp_path):
 def test_images_as_pixels_have_their_size_or_are_broken(tmp_path):
     model = made_model.published(tmp_path / "m", RAW, mean)
     write_images(tmp_path / "photos", [(8, 8), (8, 9)])
-    with pytest.raises(UserError, match=r"1.png: 'image' does not decode: its size is \[8, 9\]"):
+    with pytest.raises(UserError, match=r"1.png: 'image' cannot be decoded: its size is \[8, 9\]"):
         asked(model, [tmp_path / "photos"], tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="--columns: images have no columns"):
         asked(model, [tmp_path / "photos"], tmp_path / "out.csv", columns=("id",))

@@ -363,7 +363,7 @@ def test_limits(run: Run) -> None:
     assert "the model in megabytes is 2; it" in refused(run.register(model, max_megabytes=1.5))
     reasons = run.register(model, max_megabytes=9, max_milliseconds=2).reasons
     assert reasons == (
-        "The time of one example in milliseconds is 2.5; it must be at most 2 "
+        "The time to predict one example in milliseconds is 2.5; it must be at most 2 "
         "(registry.max_milliseconds).",
     )
     assert run.register(model).promoted

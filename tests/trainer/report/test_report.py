@@ -131,7 +131,7 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
         "Positive class: churned, at a probability of 0.31 or more, chosen on 1000 validation "
         "examples.",
         "Constant: always 0.03.", "Linear (scikit-learn, 20 of 80 rows, 2.0 s).",
-        "In its own run it was judged on 57 test examples, 2026-03-03: AUC 0.93.",
+        "In its own run, the champion was evaluated on 57 test examples, 2026-03-03: AUC 0.93.",
         "too few examples", "features, findings, splits",
     ]:  # fmt: skip
         assert words in page.words
@@ -500,7 +500,7 @@ def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> N
 
 
 def test_the_page_says_which_checkpoint_was_evaluated_and_why() -> None:
-    why = "best by validation loss: a validation does not measure NDCG"
+    why = "best by validation loss, because validations do not measure NDCG"
     metrics = {"global_step": 9, "handed_on_step": 4, "handed_on_as": why}
     history = [{"global_step": n, "loss": 1 / n, "validation_loss": n} for n in (4, 9)]
     steps = [{"step": "train_model", "status": "done", "metrics": metrics}]

@@ -236,7 +236,7 @@ def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) ->
         )
         - 1
     )
-    assert words[begin + 1].startswith("3 of 3, the lowest F1 first")
+    assert words[begin + 1].startswith("3 of 3, lowest F1 first")
     first = [NAMES.index(rows[0]["label"]), f"{rows[0]['precision']:.4g}", str(rows[0]["support"])]
     cells = words[begin + 9 : begin + 16]
     assert [NAMES.index(cells[0]), cells[1], cells[6]] == first
@@ -249,7 +249,7 @@ def test_of_many_classes_the_weakest_have_their_metrics() -> None:
     found = views.weak_classes(evaluation)
     assert [row["label"] for row in found] == [f"c{n}" for n in range(views.MOST_CLASSES)]
     page = Page(report.render({"evaluation": evaluation}))
-    assert "20 of 1000, the lowest F1 first" in page.text
+    assert "20 of 1000, lowest F1 first" in page.text
     assert "c20" not in page.words
 
 
@@ -335,6 +335,6 @@ def test_an_incident_is_flagged_between_the_checkpoints_around_it() -> None:
         {"event": "task_failed", "time": "today"},
     ]
     assert views.flags(incidents, saved) == [
-        (150.0, "worker-1: restart"), (200.0, "attempt 2 begins"), (200.0, "went on"),
+        (150.0, "worker-1: restart"), (200.0, "attempt 2 begins"), (200.0, "resumed"),
     ]  # fmt: skip
     assert views.flags(incidents[:1], []) == []

@@ -116,7 +116,7 @@ def test_free_values_and_keys_are_looked_through():
 
 
 def test_a_section_made_by_code_is_checked_too():
-    with pytest.raises(ValueError, match="a URI carries a user") as caught:
+    with pytest.raises(ValueError, match="a URI contains a user") as caught:
         StorageConfig(root="s3://AKIA:sW0rdf1sh@bucket")
     assert "sW0rdf1sh" not in str(caught.value)
 

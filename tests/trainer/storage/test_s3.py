@@ -283,6 +283,6 @@ def test_data_that_is_sent_over_plain_http(monkeypatch, uri, url, is_said):
 
 def test_credentials_in_a_variable_are_refused(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://u:sW0rdf1sh@h:9000")
-    with pytest.raises(UserError, match=r"^AWS_ENDPOINT_URL_S3: a URI carries a user") as caught:
+    with pytest.raises(UserError, match=r"^AWS_ENDPOINT_URL_S3: a URI contains a user") as caught:
         find_endpoint(locate("s3://bucket/x"))
     assert "sW0rdf1sh" not in str(caught.value)

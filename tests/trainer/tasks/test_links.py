@@ -192,7 +192,7 @@ def test_a_split_with_one_of_both_is_refused_before_training(counts, words):
 
 
 ONE = "it needs true or false, 0 or 1, or one of two classes"
-ROW = "it needs a row of 0 and 1, one for each class"
+ROW = "it needs a vector of 0 and 1, one for each class"
 
 
 @pytest.mark.parametrize(

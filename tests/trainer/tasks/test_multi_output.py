@@ -229,7 +229,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(config, words):
     [
         (
             net(["income", "city", "own"]),
-            "city: ..., owns: ...}, and it returns income",
+            "city: ..., owns: ...}, but it returns income",
         ),
         (keras.Model(x := keras.Input((4,)), keras.layers.Dense(3)(x)), "not one output"),
         (net(activation="sigmoid"), "output 'owns': it must return logits"),

@@ -147,7 +147,7 @@ def test_the_task_and_why_a_class_is_positive_are_one_line():
         f"{begin} has two classes; the positive class is 'no', the rarer one, 40 of 100 training "
         "examples"
     )
-    assert said(two(("no", "yes")), positive="yes").endswith("is 'yes', as task.positive says")
+    assert said(two(("no", "yes")), positive="yes").endswith("is 'yes', as set in task.positive")
     assert "or the other class if that is rarer" in said(two(counts={}))
     assert "the second of two classes with 5 training" in said(two(counts={"train": [5, 5]}))
     assert said(two(), name="ranking").endswith("the positive class is '1', the second one")
@@ -175,7 +175,7 @@ def test_each_of_several_labels_has_its_own_positive_class():
         "label": "no",
         "other": "a",
     }
-    with pytest.raises(ConfigError, match=r"task\.positive: each output"):
+    with pytest.raises(ConfigError, match=r"task\.positive: there are several outputs"):
         registry.set_positive(TaskConfig(positive="a"), found)
 
 

@@ -198,7 +198,7 @@ def test_an_error_names_the_example_and_the_line():
     [
         ("turns_into_text", "returns 'x' as string, but the first examples as float32"),
         ("grows", "returns 'x' with shape (3,), but the first examples with shape (2,);"),
-        ("loses_one", "returns no 'y', unlike for other rows"),
+        ("loses_one", "returns no 'y', in contrast to other rows"),
         ("whole_then_broken", ""),
     ],
 )

@@ -187,7 +187,7 @@ def test_types_that_differ_between_files(
     with pytest.raises(UserError) as refused:
         opened(tmp_path)
     assert f"the column 'x' holds {said}" in str(refused.value)
-    assert "in 2.parquet, row 1; write one type, or set data.types: {x: text}" in str(refused.value)
+    assert "in 2.parquet, row 1; use one type, or set data.types: {x: text}" in str(refused.value)
 
 
 def test_numbers_in_one_csv_and_texts_in_another(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_column_without_a_name_is_empty_in_each_row(tmp_path: Path) -> None:
 def test_a_header_that_comes_again_is_broken(tmp_path: Path) -> None:
     rows, broken = table(tmp_path, PLAIN + PLAIN)
     assert len(rows) == 60
-    assert broken == ["32: it is the header again"]
+    assert broken == ["32: it repeats the header"]
 
 
 def titles(**rows: str) -> str:
