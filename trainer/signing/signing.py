@@ -6,7 +6,7 @@ files is `signed_fields.json`, a copy of the manifest's fields, such as the inpu
 Two environment variables hold the paths of the key files, so that no configuration, record or log
 contains a key.
 
-`signing.json` is the provenance of a registered version: an in-toto statement with the SLSA
+`provenance.json` is the provenance of a registered version: an in-toto statement with the SLSA
 provenance v1 predicate (https://slsa.dev/spec/v1.0/provenance). Its subjects are the other files,
 and it is signed together with them.
 """
@@ -29,7 +29,7 @@ from flotilla.trainer.storage.errors import Corrupt, report_errors
 from flotilla.trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from flotilla.trainer.storage.publishing import choose_store
 
-SIGNATURE, FIELDS, PROVENANCE = "model.sig", "signed_fields.json", "signing.json"
+SIGNATURE, FIELDS, PROVENANCE = "model.sig", "signed_fields.json", "provenance.json"
 PRIVATE_KEY = "FLOTILLA_SIGNING_KEY"
 PUBLIC_KEY = "FLOTILLA_VERIFYING_KEY"
 STATEMENT = "https://in-toto.io/Statement/v1"
