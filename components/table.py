@@ -142,7 +142,7 @@ SWEEP_STEPS = tuple(
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
 #: The stage that checks the configuration and reports all of its errors.
 FIRST_STAGE = STAGES[0].name
-#: The step that runs at the end of every complete run.
+#: The last step of the whole pipeline, which runs even after a failure.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
 # All stages except those of the exit step.
 WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in step.stages)

@@ -142,7 +142,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     """Return which parts of the model fit a dataset or its first rows, and which are unknown."""
-    # The time limit of the task includes the import of TensorFlow.
+    # Import TensorFlow only here, within the time limit of the dry run.
     import tensorflow as tf
 
     from flotilla.trainer.preflight.sample import publish_sample

@@ -92,7 +92,9 @@ class Restarts:
             return
         if not self._draw(loss.task):
             losses = self._losses + Counter([loss.task])
-            each = ", ".join(f"{task} {count}" for task, count in sorted(losses.items(), key=str))
+            each = ", ".join(
+                f"{count} of {task}" for task, count in sorted(losses.items(), key=str)
+            )
             raise UserError(
                 f"cluster.max_restarts ({self.limit}) is exceeded: {loss.task} lost its pod "
                 f"{loss.pod}: {loss.how}; pods lost since the newest checkpoint: {each}"

@@ -38,7 +38,7 @@ VersionOrChampion = Annotated[
     typer.Argument(
         metavar="VERSION",
         min=0,
-        help="The number of the version. Default: the champion.",
+        help="The version number. Default: the champion.",
         autocompletion=complete_versions,
     ),
 ]

@@ -71,7 +71,9 @@ def local_path(given: str | Path) -> Path:
 Workdir = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", parser=local_path, help="The folder that all output is written to."
+        metavar="DIR",
+        parser=local_path,
+        help="The folder for output. If storage.root is set, results are published there.",
     ),
 ]
 Code = Annotated[

@@ -48,7 +48,9 @@ Tpe = Annotated[
     int | None,
     typer.Option(metavar="N", help="Run N trials that TPE chooses based on the results so far."),
 ]
-Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. Default: 0.")]
+Seed = Annotated[
+    int | None, typer.Option(help="The seed for --random, --tpe and --auto. Default: 0.")
+]
 Halving = Annotated[
     bool,
     typer.Option(

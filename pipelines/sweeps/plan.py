@@ -78,7 +78,7 @@ class SweepOptions:
             raise ConfigError("--random and --tpe both choose the trials: use one of them")
         if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
             raise ConfigError(
-                f"--seed {self.seed} applies to --random N and --tpe N; a grid draws no trials"
+                f"--seed {self.seed} applies to --random, --tpe and --auto; a grid draws no trials"
             )
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"--seed {self.seed} is not between 0 and {MOST_SEED - 1}")

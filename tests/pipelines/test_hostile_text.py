@@ -65,7 +65,7 @@ def hostile(chance):
 
 
 def spoiled(tree, chance, share=0.3):
-    """Return a JSON tree in which hostile texts replace some names and strings."""
+    """Return a copy of a JSON tree with hostile text in some names and strings."""
     if isinstance(tree, dict):
         found = {}
         for name, value in tree.items():

@@ -135,7 +135,7 @@ def test_losses_without_a_new_checkpoint_exceed_the_limit(kube, restarts):
     name = kube.take_away("ps-0", "PreemptionByScheduler")["metadata"]["name"]
     assert failure(kube, attempt) == (
         f"cluster.max_restarts (1) is exceeded: ps-0 lost its pod {name}: preempted "
-        "(PreemptionByScheduler); pods lost since the newest checkpoint: ps-0 1, worker-1 1"
+        "(PreemptionByScheduler); pods lost since the newest checkpoint: 1 of ps-0, 1 of worker-1"
     )
     assert len(restarts()) == 1
     kube.wait_until_deleted()

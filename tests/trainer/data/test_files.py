@@ -636,3 +636,11 @@ def test_a_weight_below_zero_names_its_row(tmp_path: Path) -> None:
         opened(tmp_path, weight="w")
     _, found = opened(tmp_path, weight="w", bad_rows=0.1)
     assert len(found["x"]) == 59
+
+
+def test_a_float32_weight_below_zero_is_counted(tmp_path: Path) -> None:
+    weights = pa.array([-1.0 if i == 7 else 1.0 for i in range(60)], pa.float32())
+    table = pa.table({"x": range(60), "label": [i % 2 for i in range(60)], "w": weights})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source, found = opened(tmp_path, format="parquet", weight="w", bad_rows=0.1)
+    assert (len(found["x"]), source.broken.count) == (59, 1)

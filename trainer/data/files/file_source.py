@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -295,7 +296,8 @@ class FileSource(Source):
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         """Count broken rows if there may be any, and raise `UserError` if there are too many."""
         needed = self._list_required(roles)
-        below = roles.weight and scan.columns[roles.weight].lowest < 0
+        # The lowest value of a float32 column is unknown, which is `inf`.
+        below = roles.weight and not 0 <= scan.columns[roles.weight].lowest < math.inf
         doubtful = (
             scan.broken.count
             or below

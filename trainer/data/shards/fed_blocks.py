@@ -42,14 +42,14 @@ def evaluation_rows(  # noqa: PLR0913
     part: int | tf.Tensor,
     of: int,
 ) -> tf.data.Dataset:
-    """Return windows of the rows of one part of the validation split.
+    """Return one part of the validation split, as windows of rows.
 
     Args:
         streaming: parameters of the streaming shards.
-        shards: number of examples of each validation shard.
+        shards: number of examples in each validation shard.
         parse: converts blocks to windows.
-        batch_size: number of examples of a batch; a part is a whole number of batches.
-        part: index of the part.
+        batch_size: number of examples per batch.
+        part: index of the part, which consists of whole batches.
         of: number of parts.
     """
     ranges = [part_range(shards, batch_size, number, of) for number in range(of)]

@@ -111,8 +111,8 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
         return replace(found, escape=ESCAPE)
     if use.swallows and not use.is_literal:
         raise UserError(
-            f"data.source: {path}, {use.swallows}, so these lines are read as one value; close it, "
-            'remove it, or write "" for a quote within a quoted text'
+            f"data.source: {path}: {use.swallows}, so these lines are read as one value; close or "
+            'remove the quote, or write "" for a quote within a quoted text'
         )
     if not use.swallows:
         return found

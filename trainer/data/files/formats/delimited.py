@@ -33,7 +33,7 @@ _HEAD = 1 << 20
 _BLOCKS = (1 << 20, 8 << 20)
 # Approximate size of the part of a file whose rows are yielded together, in bytes.
 _JOINED = 8 << 20
-# Pyarrow's message for a row that is larger than a block.
+# A word of pyarrow's error message for a row that is larger than a block.
 _STRADDLING = "straddling"
 _QUOTE = b'"'
 # A quote in the middle of an unquoted field. If there is one, counting quotes cannot find record
