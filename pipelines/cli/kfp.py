@@ -230,8 +230,8 @@ def schedule(
     """Schedule recurring runs on a KFP instance, or change the schedule of that name."""
     from flotilla.pipelines.runs import schedule as scheduling
     from flotilla.pipelines.runs.local import configuration
-    from flotilla.pipelines.runs.schedule_times import make_timing
     from flotilla.pipelines.runs.submission import Submission
+    from flotilla.pipelines.schedule_times import make_timing
 
     timing = make_timing(
         cron,

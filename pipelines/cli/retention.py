@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +52,6 @@ def gc(
     from flotilla.pipelines.retention.plan import policy
     from flotilla.pipelines.retention.removal import collect, require_clock
     from flotilla.pipelines.runs.local import configuration, find_root
-    from flotilla.trainer import storage
 
     wanted = policy(keep_runs, keep_versions)
     is_asked = wanted.runs is not None or wanted.versions is not None
@@ -63,9 +61,7 @@ def gc(
         )
     root = find_root(configuration(config, assignments or ()), workdir)
     if not dry_run:
-        # Nothing can be removed from a root that does not exist.
-        with suppress(storage.Missing):
-            require_clock(root)
+        require_clock(root)
     answer = (
         _apply_retention(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
     )
@@ -75,8 +71,7 @@ def gc(
     for uri in removed:
         say(f"removed {uri}")
     say(f"{len(removed)} leftover files removed below {root}")
-    gone = [*answer.more.get("removed", ()), *removed]
-    return Answer(more={**answer.more, "removed": gone})
+    return Answer(more={**answer.more, "removed": [*answer.more.get("removed", ()), *removed]})
 
 
 def _apply_retention(

@@ -56,7 +56,11 @@ def require_clock(root: str) -> None:
 
     Files of running processes would look old enough to be removed.
     """
-    ahead = timedelta(seconds=round(time.time() - storage.read_clock(root)))
+    try:
+        ahead = timedelta(seconds=round(time.time() - storage.read_clock(root)))
+    except storage.Missing:
+        # Nothing can be removed from a root that does not exist.
+        return
     if ahead > _MOST_AHEAD:
         raise UserError(
             f"nothing was removed: the clock of this machine is {ahead} ahead of the clock of "

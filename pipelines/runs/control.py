@@ -133,8 +133,6 @@ def logs(
 ) -> RunResult:
     """Pass the readable lines of a run's logs to `on_line`, and return the state of the run.
 
-    For a run on a KFP instance, the status is KFP's state in lower case, such as `succeeded`.
-
     Args:
         run: id or name of the run.
         on_line: called with each line: its time, stage or training task, and text.
@@ -144,7 +142,7 @@ def logs(
         follow: whether to continue until the run ends.
         verbose: whether to pass all lines, including the startup lines of KFP and TensorFlow.
         workdir: the folder of local runs.
-        instance: the KFP instance; from the environment by default.
+        instance: the KFP instance; the status of its runs is KFP's state in lower case.
 
     Raises:
         UserError: there is no such run, step or task, or its log is unreadable.
@@ -162,10 +160,10 @@ def logs(
     from flotilla.pipelines.runs.kfp_run import find_run
     from flotilla.pipelines.runs.run_log import kfp
 
-    note = on_note or (lambda _line: None)
     last = kfp.follow_logs(
-        client, find_run(client, run), name, view, follow=follow, on_line=on_line, on_note=note
-    )
+        client, find_run(client, run), name, view, follow=follow, on_line=on_line,
+        on_note=on_note or (lambda _line: None),
+    )  # fmt: skip
     return RunResult(
         run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=(),
         state=last.state,

@@ -26,7 +26,6 @@ from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, as
 from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
 from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
-from flotilla.pipelines.runs.schedule_times import Timing, describe, make_timing
 from flotilla.pipelines.runs.submission import (
     Submission,
     Target,
@@ -36,6 +35,7 @@ from flotilla.pipelines.runs.submission import (
     run_parameters,
 )
 from flotilla.pipelines.runs.upload import NEWEST, Version, equals, find_version, newest_version
+from flotilla.pipelines.schedule_times import Timing, describe, make_timing
 from flotilla.pipelines.settings import Settings
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code.bundle import forget_schedule, note_schedule

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flotilla.pipelines.runs.schedule_times import parse
+from flotilla.pipelines.schedule_times import parse
 from flotilla.trainer.runtime.errors import ConfigError
 
 # A Wednesday.
