@@ -74,7 +74,8 @@ class Hooks:
             (the evaluator) no longer improve.
         judged_by: called after the model is built; returns the checkpoint fields that name the main
             metric, as `MainMetric.of` reads them.
-        watch_steps: entered around each inner loop, to check that its steps make progress.
+        watch_steps: entered around each inner loop and the record of its result, to check that
+            steps are made.
         steps_of_epoch: the number of steps per epoch; 0 if unknown.
     """
 
@@ -301,7 +302,8 @@ class _OuterLoop:
         before, step = step, result.global_step
         self._owes_save = self._saves.is_due(before, step)
         # Store the step on the servers before it is reported elsewhere.
-        self._recovery.note(step)
+        with self._hooks.watch_steps():
+            self._recovery.note(step)
         self._record(before, result)
         if self._owes_save:
             self.save()
@@ -381,7 +383,9 @@ class _OuterLoop:
         if self._validations.is_due(before, step):
             row |= self._validate(step)
         self._note_validation(row)
-        self._journal.add(row)
+        # TensorFlow registers each new operation with all tasks, which may never answer.
+        with self._hooks.watch_steps():
+            self._journal.add(row)
         is_last = step >= self._training.steps
         if is_last or self._validations.is_due(before, step):
             with self._journal.summaries(step):
