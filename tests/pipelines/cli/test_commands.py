@@ -16,6 +16,12 @@ PREPOSITIONS = {"At", "By", "For", "From", "In", "Of", "On", "Such", "To", "Wher
 WIDTH = 80
 
 
+@pytest.fixture(autouse=True)
+def fresh_command():
+    """Discard the cached command, which keeps the help options of the context that came first."""
+    typer.main.get_command.cache_clear()
+
+
 def helped(capsys, words):
     assert app.call(words.split()) == 0
     return capsys.readouterr().out

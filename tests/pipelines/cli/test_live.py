@@ -189,7 +189,7 @@ def test_tasks_that_are_silent_or_given_up_are_reported(lines_of):
             task="ps-0", cause="signal SIGKILL", log="log.txt", last_lines=("[one]", "two")
         ),
     ) == [
-        "no progress for 2 min 00 s: ps-0, worker-1 silent",
+        "no progress for 2 min 00 s: no response from ps-0, worker-1",
         "training continues without the evaluator: no [room]",
         "ps-0 ended with signal SIGKILL:",
         "[one]",

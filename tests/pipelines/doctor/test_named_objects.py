@@ -83,7 +83,7 @@ def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data,
 def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
     report = of_job(KFP_ROOT)
     assert report[STORE]["state"] == "warn"
-    assert report[STORE]["message"].startswith(f"{KFP_SECRET} is not there: the store must")
+    assert report[STORE]["message"].startswith(f"{KFP_SECRET} does not exist: the store must")
     assert STORE not in report.failed()
 
 

@@ -79,7 +79,7 @@ def test_every_command_reports_a_login_page(instance, remote, words):
     [
         (
             "https://login.example.com/auth?state=1",
-            "redirects to https://login.example.com:",
+            "redirects to https://login.example.com to log in:",
         ),
         ("/dex/auth?client=x", "it redirects to /dex/auth, perhaps a login"),
     ],

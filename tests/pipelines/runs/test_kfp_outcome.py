@@ -334,7 +334,7 @@ def test_a_pod_that_finds_no_node_is_a_line_and_waits_on(instance, remote):
     instance.store.play = [waiting(words), waiting(words), starts, *BLESSED]
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    assert answer.err.count(f"its pod waits ({words}): no node has enough capacity") == 1
+    assert answer.err.count(f"its pod is waiting ({words}): no node has enough capacity") == 1
 
 
 def test_status_says_what_a_run_waits_for(instance, remote):
@@ -476,7 +476,7 @@ def test_each_message_has_its_remedy(message, words, blocks):
 
 def test_a_pod_that_waits_is_not_said_to_have_failed():
     line = explain_pod(pod("Unschedulable: 0/3 nodes", "PENDING"))
-    assert line.startswith("train_model: its pod waits (Unschedulable: 0/3 nodes)")
+    assert line.startswith("train_model: its pod is waiting (Unschedulable: 0/3 nodes)")
 
 
 def test_without_words_of_kfp_it_says_so():

@@ -65,9 +65,9 @@ def test_it_is_logged_and_in_every_manifest(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
     (event,) = run.events(WarmStart)
-    assert event == WarmStart(uri=uri, taken=1, what="1 variable taken")
+    assert event == WarmStart(uri=uri, taken=1, what="1 variable loaded")
     assert {run.fields(step)["warmed_from"] for step in run.steps()} == {uri}
-    assert run.fields(20)["warm_start"] == "1 variable taken"
+    assert run.fields(20)["warm_start"] == "1 variable loaded"
 
 
 def test_a_run_without_one_says_so(run):
@@ -263,7 +263,7 @@ def test_another_head_is_left_by_excluding_it(begin, checkpoint):
     taken, event = begin(net_parts(classes=5), {"from": checkpoint, "exclude": ["out/*"]})
     assert taken == BODY
     assert event.left == {"excluded": 2}
-    assert event.what == "6 variables taken, 2 excluded (out/kernel, out/bias)"
+    assert event.what == "6 variables loaded, 2 excluded (out/kernel, out/bias)"
 
 
 def test_a_part_of_the_layers_is_included(begin, checkpoint):
@@ -277,7 +277,7 @@ def test_what_is_not_there_keeps_its_first_value(begin, checkpoint):
     taken, event = begin(net_parts(head="other"), {"from": checkpoint, "include": ["*"]})
     assert taken == BODY
     assert event.what == (
-        "6 variables taken, 2 absent there (other/kernel, other/bias), "
+        "6 variables loaded, 2 absent in the source (other/kernel, other/bias), "
         "2 not in this model (out/bias, out/kernel)"
     )
 
@@ -380,7 +380,7 @@ class TestOfKeras:
             begin(net_parts(classes=5), str(file))
         uri = storage.uri_of(file)
         assert str(caught.value).startswith(
-            f"training.warm_start: {uri} is the weights of another model: out/kernel has shape "
+            f"training.warm_start: {uri} is the weights file of another model: out/kernel "
         )
 
     @pytest.mark.parametrize("text", ["no model", ""])

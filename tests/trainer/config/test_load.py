@@ -301,7 +301,7 @@ def test_an_alias_is_a_value(tmp_path):
         (lambda path: path.mkdir(), "Is a directory"),
         (lambda path: path.write_bytes(b"\x00\xff" * 100), "not UTF-8 text"),
         (lambda path: path.write_bytes(b" " * (1 << 18)), "larger than 128 KiB, the maximum for"),
-        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "more than 128 KiB"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "larger than 128 KiB"),
         (lambda _: None, "No such file or directory"),
     ],
 )

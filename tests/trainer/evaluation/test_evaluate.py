@@ -213,7 +213,7 @@ def test_labels_outside_of_the_classes_are_refused(run, tmp_path):
     dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels))
     message = _refusal(run, tmp_path, dataset=dataset)
     assert message.startswith(
-        f"the test split of {dataset} has the label {wrong}, outside of 0 to 9; correct "
+        f"the test split of {dataset} has the label {wrong}, which is not between 0 and 9; correct "
     )
 
 

@@ -151,7 +151,11 @@ def refusal(task, model, tmp_path, labels, **given):
 @pytest.mark.parametrize(
     ("task", "labels", "wanted"),
     [
-        (THREE, np.array([0, 1, 3]), "the label 3, outside of 0 to 2; correct the dataset builder"),
+        (
+            THREE,
+            np.array([0, 1, 3]),
+            "the label 3, which is not between 0 and 2; correct the dataset builder",
+        ),
         (
             BinaryClassification(target([0, 1])),
             np.array([0, 1, 2]),
@@ -170,7 +174,7 @@ def refusal(task, model, tmp_path, labels, **given):
         (
             SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2)),
             np.array([[0, 1], [-1, -1], [0, 2]]),
-            "the label 2, outside of 0 to 1; correct the dataset builder",
+            "the label 2, which is not between 0 and 1; correct the dataset builder",
         ),
     ],
 )

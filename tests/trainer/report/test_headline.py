@@ -70,7 +70,7 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
         ({"verdict": "refused", "step": "validate_data"}, "churn: refused by validate_data"),
         ({"verdict": "done"}, "churn: done"),
         ({"verdict": "done", "measured": {"metric": "cost@k", "value": None}},
-         "churn: cost not defined; done"),
+         "churn: cost undefined; done"),
         ({"name": "", "verdict": None}, "run: unknown"),
         ({"name": "authorization", "verdict": "done"}, "authorization: done"),
     ],

@@ -34,7 +34,7 @@ def test_a_blessed_run():
     rows = rows_of(text)
     assert ["Accuracy", "0.9712"] in rows
     asked = "Accuracy is 0.97; it must be at least 0.95 \\(gate.min\\)."
-    assert [asked, "kept"] in rows
+    assert [asked, "passed"] in rows
     assert ["train\\_model", "done", "12 s"] in rows
     # Unknown values have no row.
     assert [row[0] for row in rows if row[0] in {"image", "commit", "checkpoint"}] == [
@@ -50,7 +50,7 @@ def test_a_broken_rule_and_a_refusal_of_the_registry_are_named():
     assert "- megabytes 9 is above 1" in text
     text = text_of({"verdict": "refused", "rules": [broken]})
     assert "- Accuracy is 0.9; it must be at most 0.95 \\(gate.max\\)." in text
-    assert rows_of(text)[-1][1] == "broken"
+    assert rows_of(text)[-1][1] == "failed"
 
 
 def test_a_step_that_failed_is_named_first():

@@ -150,7 +150,7 @@ def test_a_champion_by_a_metric_that_no_example_is_right_by(facts: dict[str, Any
     page = Page(
         report.render({**facts, "evaluation": {**facts["evaluation"], "champion": champion}})
     )
-    assert ", by paired bootstrap-t; of pinball higher is better." in page.text
+    assert ", by paired bootstrap-t; a higher pinball is better." in page.text
     assert "Who is right" not in page.words
 
 

@@ -96,9 +96,9 @@ def test_other_content_is_a_conflict(make: Make, place: Place, uri: str) -> None
     first = storage.publish(make(), uri, kind="x", fields={"n": 1})
     for kind, files, fields, reason in (
         ("x", {**FILES, "b.txt": b"Second"}, {"n": 1}, "b.txt differs"),
-        ("x", {"b.txt": b"second"}, {"n": 1}, "a.bin differs, as 2 more do"),
+        ("x", {"b.txt": b"second"}, {"n": 1}, "a.bin differs, and so do 2 more"),
         ("x", FILES, {"n": 2, "m": 0}, "fields m, n"),
-        ("y", FILES, {"n": 1}, "kind x and not y"),
+        ("y", FILES, {"n": 1}, "kind x instead of y"),
     ):
         with pytest.raises(storage.Conflict) as error:
             storage.publish(make(f"other {reason}", files), uri, kind=kind, fields=fields)

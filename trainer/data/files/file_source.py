@@ -296,8 +296,11 @@ class FileSource(Source):
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         """Count broken rows if there may be any, and raise `UserError` if there are too many."""
         needed = self._list_required(roles)
+        weight = scan.columns.get(roles.weight or "")
         # The lowest value of a float32 column is unknown, which is `inf`.
-        below = roles.weight and not 0 <= scan.columns[roles.weight].lowest < math.inf
+        below = weight and (
+            weight.lowest < 0 or (weight.lowest == math.inf and "float" in weight.kinds)
+        )
         doubtful = (
             scan.broken.count
             or below

@@ -51,7 +51,7 @@ def test_a_server_ends_with_the_error_of_a_shard(feed, monkeypatch):
 
     monkeypatch.setattr(FileStore, "download", full)
     begun, streaming = feed(2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="no more shards come"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no more shards will arrive"):
         drawn(streaming, 1)
     with pytest.raises(UserError, match="No space left on device"):
         begun.wait()
@@ -60,7 +60,7 @@ def test_a_server_ends_with_the_error_of_a_shard(feed, monkeypatch):
 def test_no_reader_waits_for_a_feed_that_is_closed(feed):
     begun, streaming = feed(2)
     begun.close()
-    with pytest.raises(tf.errors.InvalidArgumentError, match="no more shards come"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="no more shards will arrive"):
         drawn(streaming, 1)
     begun.wait()
 

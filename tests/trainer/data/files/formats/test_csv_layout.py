@@ -210,8 +210,8 @@ def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
     assert detect_layout(tmp_path / "t.csv").notes[0].startswith(where)
     # A quoted value elsewhere shows that quotes are not ordinary characters in this file.
     line = refusal(tmp_path, titles(**rows, row5='5,"a, b",a'))
-    assert line.startswith(f"data.source: FILE, {where}")
-    assert "close it, remove it, or write" in line
+    assert line.startswith(f"data.source: FILE: {where}")
+    assert "close or remove the quote, or write" in line
 
 
 @pytest.mark.parametrize(
