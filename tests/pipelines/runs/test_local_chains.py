@@ -88,7 +88,7 @@ def test_the_second_run_begins_at_the_champions_loss(first, second):
     assert rows
     assert all(row.loss < champion + 0.15 for row in rows)
     uri = first.answer["artifacts"]["checkpoint"]
-    line = f"training begins with the weights of {uri}: 4 variables taken"
+    line = f"training begins with the weights of {uri}: 4 variables loaded"
     assert line in second.err.splitlines()
 
 

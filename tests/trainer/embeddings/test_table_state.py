@@ -133,7 +133,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         line = warm_start.load(source, warmed.variables(), io_device=None)["warm_start"]
         warmed.refresh()
         np.testing.assert_array_equal(answers(warmed.model), expected)
-        assert "2 absent there (table/shard_0_sieve, table/shard_1_sieve)" in line
+        assert "2 absent in the source (table/shard_0_sieve, table/shard_1_sieve)" in line
         assert ("2 not in this model (table/shard_0_seen" in line) == earlier
 
 
