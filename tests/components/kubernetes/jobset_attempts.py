@@ -2,6 +2,7 @@
 
 import signal
 
+from flotilla.trainer import events
 from tests.components.kubernetes.attempts import (
     Attempt,
     job_of,
@@ -12,6 +13,14 @@ from tests.kubernetes.cluster import NAMESPACE
 
 MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
 KINDS = ("jobsets", "jobs", "pods", "leases", "services")
+
+
+def prepare(kube, path, monkeypatch):
+    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
+    kube.install_jobset()
+    kube.store.graceful.add("pods")
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
 
 
 def tree_of(max_restarts=3, workers=1, job=None, **deadlines):

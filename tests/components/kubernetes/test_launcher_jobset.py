@@ -10,7 +10,6 @@ from flotilla.components.kubernetes import names, stop
 from flotilla.components.kubernetes.api.client import Api, connect
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.pods.template import Place
-from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -26,6 +25,7 @@ from tests.components.kubernetes.jobset_attempts import (
     MESSAGE,
     finish,
     kill_launcher,
+    prepare,
     start,
     tree_of,
     uids,
@@ -39,12 +39,7 @@ from tests.kubernetes.jobset_api import with_schema
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
-    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
-    kube.install_jobset()
-    kube.store.graceful.add("pods")
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
+    return prepare(kube, tmp_path / "events.jsonl", monkeypatch)
 
 
 def fail(kube, attempt):

@@ -5,7 +5,6 @@ import pytest
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api import client
 from flotilla.components.kubernetes.heartbeat import Heartbeat
-from flotilla.trainer import events
 from flotilla.trainer.events import Restart
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import (
@@ -17,6 +16,7 @@ from tests.components.kubernetes.jobset_attempts import (
     MESSAGE,
     finish,
     kill_launcher,
+    prepare,
     start,
     tree_of,
     uids,
@@ -28,12 +28,7 @@ from tests.kubernetes.control import USER
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
-    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
-    kube.install_jobset()
-    kube.store.graceful.add("pods")
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
+    return prepare(kube, tmp_path / "events.jsonl", monkeypatch)
 
 
 def test_a_pod_that_came_back_during_an_outage_is_left_alone(kube, run_events, monkeypatch):
