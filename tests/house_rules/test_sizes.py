@@ -59,9 +59,9 @@ BUDGETS = {
     "trainer/strategies": 3726,
     "trainer/sweeps": 1100,
     "trainer/tasks": 5402,
-    "trainer/telemetry": 660,
+    "trainer/telemetry": 685,
     "trainer/tracking": 1918,
-    "trainer/training": 2675,
+    "trainer/training": 2683,
 }
 
 # Small files that only one module imports, with the reason for each.

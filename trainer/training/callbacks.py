@@ -69,6 +69,10 @@ class Callbacks:
             callback.set_params({"epochs": epochs, "steps": self._interval, "verbose": 0})
             callback.set_model(self._model)
 
+    def __bool__(self) -> bool:
+        """Return whether there is a callback."""
+        return bool(self._each)
+
     @property
     def stop(self) -> bool:
         """Whether a callback requested the end of training."""

@@ -113,7 +113,7 @@ class Journal:
         self._newest = row
 
     def summaries(self, step: int) -> AbstractContextManager[None]:
-        """Return a context in which `tf.summary` writes to the folder of this run."""
+        """Return a context in which the `tf.summary` of callbacks writes to the run's logs."""
         return self._board.as_default(step)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:

@@ -260,7 +260,7 @@ class _OuterLoop:
 
     def _run(self) -> int:
         step, variables = self._strategy.global_step(), self._strategy.variables()
-        with self._journal.summaries(step):
+        with self._summaries(step):
             self._callbacks.begin(step)
         while step < self._training.steps:
             decision = self._decide(step)
@@ -288,9 +288,13 @@ class _OuterLoop:
         # End the trace first, because its files are uploaded with the last checkpoint.
         self._profiler.end()
         self.save()
-        with self._journal.summaries(step):
+        with self._summaries(step):
             self._callbacks.end(self._journal.rows[-1] if self._journal.rows else {})
         return step
+
+    def _summaries(self, step: int) -> AbstractContextManager[None]:
+        # Opening the file is an operation of TensorFlow, for which all tasks have to answer.
+        return self._journal.summaries(step) if self._callbacks else nullcontext()
 
     def _process(self, step: int, result: _InnerResult) -> int:
         """Process the result of an inner loop that began at `step`; return the step reached."""
@@ -388,7 +392,7 @@ class _OuterLoop:
             self._journal.add(row)
         is_last = step >= self._training.steps
         if is_last or self._validations.is_due(before, step):
-            with self._journal.summaries(step):
+            with self._summaries(step):
                 self._callbacks.end_interval(row, is_last=is_last)
 
     def _make_up_validation(self, step: int) -> None:

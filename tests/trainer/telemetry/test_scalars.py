@@ -65,6 +65,16 @@ def test_a_new_attempt_adds_to_the_same_runs(tmp_path):
     assert scalars(tmp_path) == FOUND
 
 
+def test_metrics_are_written_without_operations_of_tensorflow(tmp_path):
+    board = TensorBoardLog(tmp_path, "digits-1")
+    with tf.Graph().as_default() as graph:
+        board.add_configuration(parse_config({}))
+        for row in ROWS:
+            board.add(row)
+    assert graph.get_operations() == []
+    assert scalars(tmp_path) == FOUND
+
+
 def test_an_attempt_goes_on_next_to_the_files_of_an_older_version(tmp_path):
     with tf.summary.create_file_writer(str(tmp_path)).as_default(step=5):
         tf.summary.scalar("loss", 4.0)

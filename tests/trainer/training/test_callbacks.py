@@ -117,9 +117,9 @@ def test_early_stopping_of_keras_itself(run):
     assert run.train(steps=100, validate=rises, callbacks=named(BestLoss)) == 20
 
 
-def test_a_callback_writes_summaries_into_the_folder_of_the_run(run):
+def test_a_callback_writes_summaries_into_the_logs_of_the_run(run):
     run.train(steps=20, validate=loss_of, callbacks=named(Summaries))
-    [folder] = (run.folder / "checkpoints" / "logs").glob("*/train")
+    [folder] = (run.folder / "checkpoints" / "logs").glob("*/callbacks")
     board = EventAccumulator(str(folder)).Reload()
     found = {
         each.step: tf.make_ndarray(each.tensor_proto).item() for each in board.Tensors("doubled")
