@@ -266,8 +266,12 @@ def run_separately() -> Iterator[None]:
     If an operation in the shared executor fails, TensorFlow aborts all others, on any server.
     """
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
-    with context.executor_scope(own):
-        yield
+    try:
+        with context.executor_scope(own):
+            yield
+    finally:
+        # Otherwise TensorFlow raises a server's error again when it deletes the executor.
+        own.clear_error()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keras.src.backend import Variable
 from tensorflow.core.protobuf.config_pb2 import ConfigProto
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, executor
 
 from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import TrainingConfig
@@ -272,6 +272,14 @@ def test_places_say_where_a_model_is_built_without_a_sketch(devices):
 def test_a_model_of_more_or_fewer_variables_than_places_is_refused(count, words):
     with pytest.raises(ValueError, match=words):
         build_placed_model(two_layers, [Place("", 0)] * count)
+
+
+def test_an_error_of_a_server_is_not_raised_again_when_its_executor_is_deleted(monkeypatch):
+    cleared = []
+    monkeypatch.setattr(executor.Executor, "clear_error", lambda _: cleared.append(True))
+    with pytest.raises(tf.errors.NotFoundError), placement.run_separately():
+        raise tf.errors.NotFoundError(None, None, "no such variable")
+    assert cleared == [True]
 
 
 def test_a_sketch_may_be_refused():
