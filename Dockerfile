@@ -1,9 +1,9 @@
-# The image of all steps and all tasks. VARIANT is cpu or gpu; BASE may be NAME@sha256:DIGEST, of an
-# official image of Python, which has its packages below /usr/local.
+# The image of all steps and tasks. VARIANT is cpu or gpu. BASE must be an official Python image, whose
+# packages are below /usr/local; it may be given as NAME@sha256:DIGEST.
 ARG BASE=python:3.11.7-slim-bookworm
 
-# The lock of the variant. The extras s3 (KFP's default store), mlflow and signing are part of it. For
-# CPUs TensorFlow is built without its kernels for GPUs too, under another name.
+# The lock file of the variant, which includes the extras s3 (for KFP's default store), mlflow and
+# signing. On x86, the CPU variant uses the smaller package tensorflow-cpu, which has no GPU kernels.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu
 WORKDIR /build
@@ -16,9 +16,9 @@ RUN case "$VARIANT $(uname -m)" in \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
     esac
 
-# The packages, nearly all of the image. Only a change of a lock installs them again. What is removed
-# is loaded by no process of Flotilla: TensorFlow's C++ headers, the library of libclang, and tests of
-# packages. The bytecode is compiled here: otherwise every task would compile TensorFlow's Python.
+# The packages, which are most of the image. They are installed again only if a lock file changes. Files
+# that Flotilla does not load are removed: TensorFlow's C++ headers, libclang, and the tests of packages.
+# The bytecode is compiled here, because otherwise every task would compile TensorFlow's Python code.
 FROM ${BASE} AS packages
 WORKDIR /build
 COPY .ci/uv.py .ci/uv.py
@@ -30,7 +30,8 @@ RUN python .ci/uv.py pip install --no-deps --require-hashes --no-build-isolation
     && rm -rf tensorflow/include clang/native \
     && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +
 
-# The code as pip installs it, and TensorFlow's usual name for packages that require it.
+# Flotilla itself, installed by pip. If TensorFlow is tensorflow-cpu, also an empty package `tensorflow`
+# for packages that require this name.
 FROM packages AS code
 RUN pinned="$(sed -n 's/^tensorflow-cpu==\([^ ]*\).*/\1/p' requirements.lock)" \
     && if [ -n "$pinned" ]; then \
@@ -48,29 +49,29 @@ COPY pipelines pipelines
 RUN pip install --no-deps --no-build-isolation --prefix /code .
 
 FROM ${BASE}
-# Python does not search the working directory before the standard library and the packages.
+# With PYTHONSAFEPATH, modules in the working directory do not hide the standard library or packages.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONSAFEPATH=1 \
     GRPC_FAIL_FAST=use_caller
 
-# Any other user of group 0 will do as well: OpenShift runs a container as a random one.
+# OpenShift runs the container as a random user of group 0, so this group may write to the home folder.
 RUN useradd --uid 1000 --gid 0 --create-home flotilla && chmod 770 /home/flotilla
 WORKDIR /opt/flotilla
 
-# The base has other versions of two packages, whose files would mix with those of the lock.
+# The base image has other versions of these packages, whose files would mix with the locked ones.
 RUN pip uninstall --yes setuptools wheel
 COPY --from=packages /packages /usr/local
 COPY --from=code /code /usr/local
 COPY configs configs
-# A base with its packages elsewhere would not find the code.
+# Fail here if the base image searches for packages elsewhere and does not find the code.
 RUN flotilla --version
 
-# These may change with each build: after the layers that take long.
+# These values may change with each build, so they come after the layers that take long to build.
 ARG BASE
 ARG VERSION=0.1.0
 ARG COMMIT=""
-# The commit in the lineage of a model. A random user has no home of its own.
+# FLOTILLA_COMMIT is the commit in the lineage of a model. HOME is set because a random user has no home.
 ENV FLOTILLA_COMMIT=$COMMIT \
     HOME=/home/flotilla
 LABEL org.opencontainers.image.title="Flotilla" \
@@ -80,5 +81,5 @@ LABEL org.opencontainers.image.title="Flotilla" \
       org.opencontainers.image.revision="$COMMIT" \
       org.opencontainers.image.base.name="$BASE"
 
-# By number: Kubernetes can check that it is not root.
+# Set the user by number, so that Kubernetes can check that it is not root.
 USER 1000
