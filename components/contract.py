@@ -20,7 +20,7 @@ from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: Option in the first step's command; KFP's executor ignores it. The next argument is the mark: the
+#: Option that adds the mark to the first step's command; KFP's executor ignores it. The mark is the
 #: Flotilla version that compiled the pipeline, and the digest of its steps.
 OPTION = "--compiled_by"
 # Increase this number if a value passed between steps changes its meaning but no signature changes.

@@ -22,7 +22,7 @@ from flotilla.trainer.storage.waiting import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
-# A removal that takes longer than this, in seconds, is considered dead.
+# After this many seconds, an unfinished removal is considered abandoned.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
 # Tolerance, in seconds, for times that were converted to a `datetime` and back.
@@ -47,7 +47,7 @@ def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config,
     """Publish the user's code below `root`, mark it as used, and add it to the configuration."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
-        # Retention removed the bundle in the meantime.
+        # Retention has removed the bundle since it was published.
         bundle = publish(Path(folder), root)
     return config.model_copy(update={"code": bundle.uri}), bundle
 

@@ -18,7 +18,7 @@ RUNTIME = "_KFP_RUNTIME"
 _EXECUTOR = "kfp.dsl.executor_main"
 #: The KFP modules that a running step uses.
 EXECUTOR_MODULES = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
-# Positions in the command with which KFP's local runner starts a step.
+# Indexes of the arguments in the command with which KFP's local runner starts a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
 
@@ -101,7 +101,7 @@ def make_client_type() -> Any:
             return self.make_configuration()
 
         def _load_context_setting_or_default(self) -> None:
-            # If the value were empty, the constructor would send a request without a timeout.
+            # If the namespace were empty, the constructor would send a request without a timeout.
             self._context_setting = {"namespace": "-"}
 
         def set_user_namespace(self, namespace: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine
     from flotilla.components.kubernetes.names import Tree
 
-# This variable is set if a step runs in a debugger; training then runs in the step's process.
+# This variable is set if a step runs in a debugger. Training then runs in the step's process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
 # The Kubernetes engines in order of preference; `auto` uses the first one that the cluster serves.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")

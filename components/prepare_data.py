@@ -148,7 +148,7 @@ def prepare(step: Step) -> tuple[str, str]:
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
-            # Retention removed the dataset in the meantime.
+            # Retention has removed the dataset since it was published.
             prepared = prepare.prepare(exact, step.root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]

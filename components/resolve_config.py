@@ -214,7 +214,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     if config.model.name != AUTO or config.program.command:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
-    # Prefer the earlier choice: a different model would not fit the checkpoints of the run.
+    # Prefer the earlier choice, because a different model would not fit the checkpoints of the run.
     name, why = choice.of_dataset(spec)
     if before := _model_before():
         name, why = before.name, "chosen by an earlier start of this run"

@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # # `register_model` may evaluate the model again, against champions that the gate did not see.
+    # `register_model` may evaluate the model again, against champions that the gate did not see.
     StepSpec(
         name="export_model",
         stages=(
@@ -144,7 +144,6 @@ STAGES = tuple(stage for step in STEPS for stage in step.stages)
 FIRST_STAGE = STAGES[0].name
 #: The last step of the whole pipeline, which runs even after a failure.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
-# All stages except those of the exit step.
 WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in step.stages)
 PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_exit_step)
 

@@ -65,7 +65,7 @@ def train(step: Step) -> str:
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
-    # Refuse a `data.disk` that is too small before a cluster is requested.
+    # Refuse a `data.disk` that is too small before the pods of a cluster start.
     plan_streaming(settings, manifest, settings.cluster.workers)
     # Check the slices now, because otherwise an error would appear only after training.
     require_slices(settings, spec.features, spec.targets)

@@ -55,8 +55,8 @@ KIND = JobKind(
     ),
 )
 PORT_NAME = "grpc"
-# The default `backoffLimit`, practically unlimited: Kubernetes counts the failures of each task,
-# but Flotilla limits the failures of all tasks together.
+# The default `backoffLimit` of each child Job. It is practically unlimited, because Kubernetes
+# counts the failures of each task, but Flotilla limits the failures of all tasks together.
 BACKOFF_LIMIT = 1000
 
 
@@ -152,7 +152,8 @@ def _failure_policy() -> Tree:
 
 # The reason that the Job controller gives if a Job exceeds its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Events are read for at most this many child Jobs without pods; the other Jobs report the same.
+# Maximum number of child Jobs whose events are read. Jobs without active pods usually fail for the
+# same reason.
 _REPORTERS = 10
 
 

@@ -106,7 +106,7 @@ class Adoption:
             limit = self._deadlines.unreachable
             service = call_with_retry(partial(self._api.get, SERVICES, name), limit, self._wait)
         except RefusedError:
-            # There is no Service of this name, or the launcher may not read it.
+            # The Service does not exist, or the launcher may not read it.
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(

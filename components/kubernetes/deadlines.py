@@ -62,7 +62,7 @@ class Deadlines:
         self._uid = ""
         self._made_at = clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
-        # Time at which each pod was first seen to be unable to start, by uid.
+        # The time at which each pod was first seen to be unable to start, by pod uid.
         self._failing_since: dict[str, float] = {}
         # Total running time of earlier jobs of this run, in seconds.
         self._ran = 0.0

@@ -23,7 +23,7 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.tracking import addresses
 
-# Placeholders in the manifest of a job without a run.
+# Placeholders in a manifest for values that only a run has.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 

@@ -60,7 +60,7 @@ class Heartbeat:
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
-        # This many consecutive refusals are considered permanent.
+        # After this many consecutive refusals, heartbeats are considered refused for good.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
         self._on_refused = on_refused
@@ -115,7 +115,7 @@ class Heartbeat:
         return True
 
     def _was_refused(self, error: RefusedError) -> bool:
-        # The error may be temporary. If heartbeats fail for longer, the guard ends the job.
+        # A refusal may be temporary. If heartbeats fail for too long, the guard ends the job.
         self._refusals += 1
         if self._refusals >= self._most_refusals:
             self._on_refused(error)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 REPORTED = 3
 # Seconds between two reads of a job's events while pods are missing.
 LOOK_SECONDS = 5.0
-# Event reasons of the training operator and of the Job controller if they cannot create a pod.
+# Event reasons of the training operator and the Job controller if a pod cannot be created.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
 # Messages about a manifest that admission refuses. Every retry of the controller would fail too.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")

@@ -71,14 +71,14 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
-# Variables for the object store that tasks get from the step; credentials come from secrets.
+# Variables for the object store that tasks get from the step. Credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
 )  # fmt: skip
 # Seconds that the removal of a pod from its node may take after the grace period.
 REMOVAL_SECONDS = 60
-# Accept only a few characters, because the user's code writes to the same log.
+# Accept only characters of host names, because the user's code writes to the same log.
 _UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
 # How long the exit step retries while the API is unreachable, in seconds.
 DELETE_SECONDS = 120.0
@@ -175,8 +175,8 @@ class _Launch:
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
-        # The signal handler needs its own connection pool, because a thread may hold the lock of
-        # the other one.
+        # The signal handler uses another connection pool, because a thread may hold the lock of the
+        # pool in `_api`.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
         grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
@@ -193,7 +193,7 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A program does not have to report its steps. It has its own deadline,
+            # A program does not have to report its steps, and has its own deadline,
             # `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
@@ -258,7 +258,7 @@ class _Launch:
             limit = self._settings.deadlines.unreachable
             call_with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
-            # The policy exists already, perhaps because the response to its creation was lost.
+            # The policy already exists, perhaps because an earlier response was lost.
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(

@@ -140,7 +140,7 @@ class LogFollower(threading.Thread):
         is_of_the_task = bool(_TIME.fullmatch(timestamp))
         self._partial = partial if is_of_the_task else ""
         if not is_of_the_task:
-            # This is the error of a kubelet that no longer has the log.
+            # The line is an error message from the kubelet, which no longer has the log.
             log.warning("the log of %s (pod %s) cannot be read: %s", self.task, self._pod, line)
 
 
@@ -211,7 +211,7 @@ class EventRelay:
         if isinstance(event, events.CheckpointPublished):
             self._on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
-            # All events in the file use the clock of this machine.
+            # Set the time again, so that all events in the file use the clock of this machine.
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):

@@ -79,7 +79,7 @@ class Restarts:
     ) -> bool:
         # A restart after the loss of another task belongs to the same incident.
         same = code == BEGIN_AGAIN and self._count_at_start.get(task, 0) < self._count
-        # Training does not depend on the evaluator.
+        # The evaluator's restarts are not limited, because training does not depend on it.
         if not same and task.role != "evaluator" and not self._draw(lost):
             return False
         self._count_at_start[task] = self._count

@@ -96,8 +96,7 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        # The guard of a trainer logs in the task's container, and the agent of a program in the
-        # last one.
+        # A trainer's guard logs in the task's container, and a program's agent in the last one.
         container = pod_state.logging_containers(leader)[-1]
         recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)

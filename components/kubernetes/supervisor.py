@@ -125,7 +125,8 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # Pod events may arrive after the job's end, and pod logs disappear with the job.
+                # Read the pods again: their events may be late, and their logs disappear with the
+                # job.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -287,7 +288,7 @@ class Supervisor:
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        # Compare creation times: pods are listed by name, and the failed pods of a Job remain.
+        # Compare creation times: pods are listed by name, and a Job's failed pods remain.
         every = [self._last_seen[uid] for uid in self._seen[end.task]]
         is_last = not any(pod_state.is_older(pod, each) for each in every)
         if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):

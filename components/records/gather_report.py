@@ -185,7 +185,7 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # Records of earlier versions lack this field.
+        # Records of earlier versions have no `output`.
         "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,

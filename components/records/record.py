@@ -211,7 +211,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
         if isinstance(error, SystemExit):
-            # The user's code may have exited with 0.
+            # The user's code may have exited with 0, which would look like a success.
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)

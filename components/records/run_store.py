@@ -142,7 +142,7 @@ def pin_once(key: str, find: Callable[[], str]) -> str:
 
 
 def _read_all_pinned() -> dict[str, str]:
-    # The file may be missing, because nothing is pinned yet, or damaged.
+    # The file is missing until a value is pinned, and may be damaged.
     with suppress(KeyError, OSError, ValueError):
         tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
         return {str(key): str(value) for key, value in tree.items()}

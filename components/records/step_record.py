@@ -37,7 +37,7 @@ from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-# Events from which the records and the outcome of a run are made.
+# The events from which the records and the outcome of a run are derived.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # How long, in seconds, requests to a store are retried before a step continues without its record.
 _RETRY_SECONDS = 10.0
@@ -232,7 +232,7 @@ class PublishedRecord:
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
-        # Log only the first failure. The final record is attempted in any case.
+        # Log only the first failure. Later writes are attempted in any case.
         what = "" if self._has_failed else f"the record of {self._record.step}"
         with harmless(what) as failures:
             yield

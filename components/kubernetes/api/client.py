@@ -32,22 +32,22 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# Maximum number of connections: a large job needs a log stream for each of its tasks.
+# Maximum number of connections. A large job needs one for the log of each of its tasks.
 _CONNECTIONS = 256
 _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
 # A stream that is silent for this many seconds is reopened, because its peer may be dead.
 STREAM_SECONDS = 60
-# Transient statuses. The kubelet soon renews an expired token (401), 500 may mean that a webhook
-# did not respond, and 502 to 504 come from proxies and overload. In contrast, a method or protocol
-# that the server does not support (501, 505) is a permanent error.
+# HTTP statuses of transient errors. The kubelet soon renews an expired token (401), 500 may mean
+# that a webhook did not respond, and 502 to 504 come from proxies and overload. In contrast, a
+# method or protocol that the server does not support (501, 505) is a permanent error.
 _RETRYABLE = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# The API server's error (500) if the webhook of a job controller (the training operator or JobSet)
-# does not respond.
+# The message of the API server's error 500 if the webhook of a job controller (the training
+# operator or JobSet) does not respond.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 

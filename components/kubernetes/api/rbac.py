@@ -47,7 +47,7 @@ POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 # Without this permission, tasks of other Flotilla jobs in the namespace can reach the job.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
-# For a job with child Jobs: the launcher deletes a lost pod's Job to have it recreated at once.
+# For a job with child Jobs, the launcher deletes a lost pod's Job to have it recreated at once.
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
@@ -76,7 +76,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without this, only the tasks detect a Service of another owner, and only after minutes.
+        # Without this permission, only the tasks notice a Service of another owner, minutes later.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
         # Without this permission, failure reports contain no events.
         Permission("list", "events", is_optional=True),

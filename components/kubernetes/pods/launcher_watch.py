@@ -25,8 +25,8 @@ from flotilla.trainer.runtime.errors import UserError
 log = logging.getLogger(__name__)
 # The lease is read this many times before the job is considered an orphan.
 READS_PER_LIMIT = 10
-# If the lease was never renewed, the guard waits for this many limits. A launcher that is alive
-# ends such a job itself within one limit.
+# If the lease was never renewed, the guard waits for this multiple of the limit. A launcher that is
+# alive ends such a job itself within one limit.
 UNRENEWED_LIMITS = 2
 
 

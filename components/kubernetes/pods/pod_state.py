@@ -18,17 +18,17 @@ _SIGNAL_BASE = 128
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
-# The kubelet's reasons for a container that it cannot create; it retries with growing pauses.
+# The kubelet's reasons if it cannot create a container. It retries with growing pauses.
 MALFORMED = "InvalidImageName"
 _START_FAILURES = (
     MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
-# The kubelet's reason for a container that keeps exiting. This is a start failure only for a
+# The kubelet's reason if a container keeps exiting. It counts as a start failure only for a
 # sidecar, because the program does not start before its sidecar runs.
 _CRASHES = "CrashLoopBackOff"
-# Waiting reasons of every container that starts normally.
+# Waiting reasons that every container has while it starts normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
 # Disruptions by Kubernetes, by the reason of the condition `DisruptionTarget`.

@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 PROGRAM_SHARE = 0.5
 # How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# How long to wait for the guard to end, in seconds. The kubelet may notice its end first.
+# Seconds to wait for the guard to disconnect, because the kubelet may notice its end first.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
@@ -85,7 +85,7 @@ class EndOfPod:
         threading.Thread(target=self._end, daemon=True).start()
 
     def _end(self) -> None:
-        # If the guard is still connected, it continues with the next agent of this pod.
+        # If the guard is still connected, the next agent of this pod continues with it.
         if not self.agent or not self.agent.lose_guard(GONE_SECONDS):
             os._exit(_KILLED)
 

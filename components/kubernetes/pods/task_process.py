@@ -106,7 +106,7 @@ class TaskProcess:
         """Store the command of the task `name`; `start` runs it."""
         self._name, self._rule = name, rule
         self._command = command
-        # This ends the task if the guard is killed; outside a container, nothing else would.
+        # End the task if the guard is killed. Outside a container, nothing else would do so.
         self._environment = {**environment, **signals.parent_environment()}
         self._lock = threading.RLock()
         self._is_ending = False
@@ -155,7 +155,7 @@ class TaskProcess:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, start_new_session=True
             )
-        # A signal handler that ran before this point found no process.
+        # A signal handler that ran before this point found no process, so send the signal now.
         if self._is_ending:
             self.send_signal(signal.SIGTERM)
 
