@@ -275,7 +275,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # In a separate session, the process does not get Ctrl+C. This process ends it instead.
+        # Start a separate session, so that Ctrl+C reaches only this process, which ends the child.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# The prefix of an error message, which is the last line of a task that fails with a user error.
+# The prefix of the last line of a task that fails with a user error. The rest is the error message.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
@@ -75,7 +75,7 @@ class LiveView:
                 get_renderable=self._view,
                 refresh_per_second=_REFRESHES_PER_SECOND,
                 transient=True,
-                # The output of the run does not pass through this process.
+                # Do not redirect, because the run's output does not pass through this process.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flotilla.pipelines.runs.run_log.view import LogLine
 
 
-# The length of the longest stage name.
 _LABEL = max(len(stage.name) for stage in STAGES)
 
 

@@ -53,7 +53,7 @@ KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, waiting for an error and removing the test file may each take several seconds.
 STORAGE_SECONDS = 16.0
-# Checking the signature of the champion downloads it.
+# The check of the champion's signature downloads the champion.
 SIGNATURE_SECONDS = 60.0
 
 

@@ -17,7 +17,7 @@ from flotilla.trainer.storage.uri import speaks_s3
 # Below the first limit, a run of the example dataset cannot finish. Below the second, the disk will
 # soon be full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
-# NCCL fails with the 64 MiB that a container has by default.
+# NCCL fails with the 64 MiB of shared memory that a container has by default.
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 256 << 20
 _PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "google.cloud.storage")

@@ -128,7 +128,7 @@ def _root(where: str, kind: str) -> str:
     return f"/api/v1/namespaces/{where}/{SECRETS if kind == LOGINS else kind}"
 
 
-# For each kind, the command that creates an object, or shows more.
+# For each kind, the command that creates a missing object, or lists the existing ones.
 _REMEDIES = {
     SECRETS: "kubectl create secret generic {name} --namespace {namespace} {literals}",
     LOGINS: (

@@ -68,7 +68,7 @@ _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
 # A quoted URI of an object, whose key may contain characters that end a `_TOKEN`.
 _WHOLE = re.compile(r'"(?:gs|s3|minio)://(?:[^"\\]|\\.)*"')
-# A killed step never records its end. After this time without activity, the run counts as inactive.
+# A killed step never records its end. Its run is considered ended after this idle time.
 _UNENDED = timedelta(days=7)
 
 

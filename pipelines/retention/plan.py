@@ -23,7 +23,7 @@ SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal, in which an item comes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# Minimum age of a run that is removed. A step may write nothing for hours, and clocks differ.
+# Minimum age at which a run may be removed. A step may write nothing for hours, and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)

@@ -46,8 +46,8 @@ _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
 # Writing a part takes minutes, so a preparation without a new part for this long has ended.
 FORSAKEN = timedelta(days=7)
-# The shortest age that permits a removal is a day. A clock that is wrong by less than this cannot
-# make a file of a running process look that old.
+# Maximum time by which this machine's clock may be ahead. Only files that look at least a day old
+# are removed, so a smaller error cannot affect the files of a running process.
 _MOST_AHEAD = timedelta(hours=1)
 
 
@@ -76,7 +76,7 @@ def remove(
     `done` is called with each removed item. If some items cannot be removed, the first `UserError`
     is raised after all other items were tried. `Unavailable` is raised at once.
     """
-    # Plan again, because time has passed, perhaps at a prompt.
+    # Plan again, because the root may have changed since the plan was made.
     found = read(root, workdir)
     now = {each.path: each for each in make_plan(found, wanted, datetime.now(UTC)).going}
     stays = {each.path: each for each in plan.going if each.path not in now}

@@ -43,7 +43,7 @@ _Rows = Mapping[str, Sequence[StepRecord]]
 _Verdict = tuple[str, int, str]
 # Steps of earlier versions that are now stages.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# How long requests to a store are retried, in seconds. A result can be given without the store.
+# How long requests to a store are retried, in seconds. A result can be returned without the store.
 STORE_SECONDS = 10.0
 # A step's termination message as Argo reports it, with the stage and the cause.
 # `flotilla.components.records.record` writes it.

@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _EPOCH = 1970
-# The folder below a pipeline root, see `flotilla.components.records.run_store.find_root`.
+# The folder below a pipeline root; see `flotilla.components.records.run_store.find_root`.
 _FOLDER = "flotilla"
 
 

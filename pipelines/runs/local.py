@@ -476,7 +476,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # The variable may still be set, because this process was interrupted in another run.
+    # This process may have been interrupted in an earlier run, which would leave the variable set.
     found.pop(STOPPING, None)
     return found
 

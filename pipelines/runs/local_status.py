@@ -121,7 +121,7 @@ def _make_progress(state: RunState) -> RunResult:
 
 
 def _judge_ended(state: RunState) -> RunResult:
-    # A runner that is killed between two steps leaves neither an event nor a failed step.
+    # If a runner is killed between two steps, neither an event nor a failed step shows it.
     return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 

@@ -43,7 +43,7 @@ def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
 
     def work() -> None:
         try:
-            # Stop if the tracker is unavailable. The run itself reports that.
+            # Stop here if the tracker is unavailable. The run itself reports this.
             mlflow_run.health()
             send_unsent(workdir)
             registration.announce_again(root, model)
