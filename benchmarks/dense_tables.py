@@ -50,7 +50,6 @@ SETTINGS: Mapping[str, Any] = {
     **{f"data.builder_args.{name}": value for name, value in TRUTH.items()},
     "data.validation": 0,
     "training.batch_size": BATCH,
-    # About two epochs.
     "training.steps": 2 * EVENTS // BATCH,
     "training.checkpoint_every": 2 * EVENTS // BATCH,
     "training.validate_every": 0,

@@ -116,7 +116,7 @@ def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
     }
     own = folder / "-".join(map(str, words[3:]))
     own.mkdir()
-    # A worker reads its number from its working directory.
+    # A worker reads its number from a file in its working directory.
     (own / "number.txt").write_text("0", encoding="utf-8")
     command = [sys.executable, *map(str, words)]
     with (own / "log.txt").open("wb") as log:

@@ -24,7 +24,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer.checkpoints.index import read_index
 
 SEEDS = 3
-# Allows the accuracy to fall by 0.3 percentage points from 98 %.
+# This factor allows the accuracy to fall by 0.3 percentage points from 98 %.
 AT_LEAST = 0.997
 ADAM = Settings(optimizer="Adam", rate=0.003, batch=100, steps=5000)
 LOCAL_STEPS = 10

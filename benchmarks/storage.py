@@ -115,7 +115,8 @@ def taken(run_events: Sequence[Event]) -> list[Taken]:
     found = []
     for saved in (each for each in run_events if isinstance(each, Saved)):
         before = [time for time in times if time <= saved.time - saved.seconds]
-        # The first progress report comes after tracing and compiling.
+        # Leave out windows that begin before the second progress report, because graphs are traced
+        # and compiled before the first one.
         if not before or not times[1] <= before[-1] - WINDOW < times[-1] - 3 * WINDOW:
             continue
         usual = (speed(before[-1] - WINDOW) + speed(before[-1] + WINDOW)) / 2

@@ -20,8 +20,9 @@ _WAITING = {
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
-# Seconds of the chief to send a closure to a worker. Measured separately, because a run has too few
-# closures for a fit. `make bench ARGS=handout` measured 3.2 ms with 64 workers.
+# Time in seconds that the chief takes to send a closure to a worker. It is measured separately,
+# because a run has too few closures for a fit. `make bench ARGS=handout` measured 3.2 ms with 64
+# workers.
 CLOSURE = 2.7e-3
 # All runs use Adam, whose slots take twice the size of the model.
 _WITH_SLOTS = 3

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from math import inf, log, sqrt
 
-# Share of the time from which a busy resource counts as the bottleneck.
+# A resource that is busy for at least this share of the time counts as the bottleneck.
 BUSY = 0.85
 # Maximum number of updates in a simulated stretch, in total and per worker.
 MOST_STEPS, MOST_OF_WORKER = 100_000, 400

@@ -311,7 +311,7 @@ def _inputs(spec: Any) -> Iterator[str]:
 
 
 def _artifact_type(each: Any) -> str:
-    # KFP appends the version of its schemas.
+    # Leave out the version of KFP's schemas, which KFP appends to the type.
     return str(each.type).partition("@")[0]
 
 

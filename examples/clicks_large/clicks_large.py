@@ -37,7 +37,7 @@ LAST_DAY = 9999
 PART = 1 << 16
 VISIT = 8
 RANK = 2
-# In units of the score, whose sigmoid is the probability of a click.
+# Weights and constant of the score. The probability of a click is the sigmoid of the score.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
 # Exponent of the users' activity, and number of users that are about as active as the most active
 # one.
