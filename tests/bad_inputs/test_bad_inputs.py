@@ -58,7 +58,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
-    # Without this, later tests would inherit the temporary folder of the call.
+    # Without this patch, later tests would inherit the temporary folder of the call.
     monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main

@@ -90,7 +90,7 @@ EARLY = look(5_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600)
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600), 1.0, True),
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=636), 1.06, False),
         (look(50_000, chief_0=880, ps_0=500, worker_0=600, worker_1=600), 1.1, False),
-        # The server is reported but has no bound.
+        # The growth of a server's memory is reported, but not limited.
         (look(50_000, chief_0=800, ps_0=900, worker_0=600, worker_1=540), 1.0, True),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.nights import DATA, Model, chain, first, kinds, promoted
 
-# With an error rate of 1 in 200, more errors in this number of nights are practically impossible.
+# With an error rate of 1 in 200, more than MOST errors in NIGHTS nights are practically impossible.
 NIGHTS, MOST = 100, 4
 
 

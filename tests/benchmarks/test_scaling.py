@@ -73,7 +73,7 @@ def points():
         made_up("small", workers=1),
         made_up("small", workers=4),
         made_up("small", workers=16),
-        # The rate is too low for turns to begin, and too high for turns to end.
+        # At this rate, a run would not begin turns, but a run with turns would keep them.
         made_up("small", workers=20),
         made_up("small", servers=4),
         made_up("small", looped=True),

@@ -12,7 +12,7 @@ STRATEGIES = (
     "in_graph",
     "multi_worker_mirrored",
 )
-# Each kind of fault with its weight; the kinds in this first group affect a task.
+# Weights of the kinds of faults that affect a task.
 OF_TASKS = {
     "delete": 4,
     "evict": 3,
@@ -43,7 +43,7 @@ class JobPlan(Plan):
             **super().settings(),
             "cluster.launcher": self.launcher,
             "gate.min.accuracy": 0.7,
-            # Long enough that the exit step, and not the guard, ends a job without a launcher.
+            # With this limit, the exit step and not the guard ends a job without a launcher.
             "cluster.kubernetes.deadlines.heartbeat": 300,
         }
 

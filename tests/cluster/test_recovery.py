@@ -143,7 +143,7 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
     saved = [step for _, step in list_checkpoints(run.checkpoints)]
     assert saved == [*range(0, end, EVERY), run.newest()]
     require_marked(run, lost)
-    # This holds even if a server dies at a boundary, before the validation.
+    # Each boundary is validated once, even if a server dies at a boundary before its validation.
     assert validated(run) == [1, 2, 3, 4, 5, 6]
 
 

@@ -11,7 +11,8 @@ from flotilla.pipelines.doctor import cluster
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "components" / "metadata"
-# The keys that the collection's `validate_metadata` requires in this order, and optional keys.
+# The keys that `validate_metadata` of KFP's component collection requires, in this order, and the
+# keys that it permits.
 REQUIRED = ["name", "stability", "dependencies", "lastVerified"]
 OPTIONAL = {"tags", "ci", "links"}
 STABILITY = {"experimental", "alpha", "beta", "stable"}

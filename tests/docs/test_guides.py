@@ -113,7 +113,8 @@ def test_they_are_short():
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        pytest.param("people", write_people, marks=pytest.mark.long),  # Run below, too.
+        # This guide is also run below.
+        pytest.param("people", write_people, marks=pytest.mark.long),
         ("houses", write_houses),
         ("ratings", write_ratings),
         pytest.param("photos", write_photos, marks=pytest.mark.long),
@@ -337,8 +338,8 @@ def test_metrics_are_those_of_scikit_learn(module, weighted):
     inside = (low <= LABELS) & (high >= LABELS)
     assert found == pytest.approx(
         {
-            # Like all Keras losses, this divides by the number of examples, not by the sum of
-            # weights.
+            # Like all Keras losses, the pinball loss is divided by the number of examples, not by
+            # the sum of weights.
             "loss": np.mean(costs) / LABELS.std() * (1 if weights is None else weights.mean()),
             "pinball": np.mean(costs),
             "coverage": np.average(inside, weights=weights),

@@ -55,7 +55,7 @@ def test_ids_are_sparse_and_have_nothing_of_their_order():
         ids = np.unique(drawn[name])
         assert ids.min() >= 0
         assert 2**51 < ids.max() < 2**52
-        # The gaps are like those between random numbers.
+        # The median gap between ids equals the median gap between random numbers.
         assert np.median(np.diff(ids)) == pytest.approx(2**52 / len(ids) * np.log(2), rel=0.1)
 
 

@@ -20,7 +20,8 @@ class Addresses:
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
         """Record each pod's free ports in `ports`, by UID and by the port in the manifest."""
         self._ports = ports
-        # Returns the port of a TFJob's pod by name: all pods of TFJobs share the machine's address.
+        # Returns the port of a TFJob's pod by name, because all pods of TFJobs share the machine's
+        # address.
         self.of_tfjobs: Callable[[str], int] = {}.__getitem__
         self._held = ExitStack()
         self._found: dict[str, str] = {}

@@ -314,7 +314,7 @@ def test_on_a_cluster_the_state_tells_what_events_do_not(run):
     run.evaluated()
     run.decided("blessed")
     assert verdict(run.report("FAILED")) == "failed"
-    # Versions of KFP report different states for a run that has succeeded.
+    # Different versions of KFP report different states for a successful run.
     for state in ("SUCCEEDED", "COMPLETE", "RUNNING"):
         assert verdict(run.report(state)) == "blessed"
 

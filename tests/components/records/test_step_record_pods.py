@@ -258,7 +258,8 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     process.communicate()
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.verdict == "failed"
-    # The message names a stop too: a cancelled step leaves the same records if the store is down.
+    # The message also mentions a stop, because a cancelled step leaves the same records if the
+    # store is down.
     said = "train_model: it started but recorded no end: it was stopped with the run, its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text

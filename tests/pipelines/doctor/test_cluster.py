@@ -34,8 +34,8 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     assert "TFJob CRD" not in report.states()
     assert report["storage"]["state"] == "skipped"
     jobset.faults.add("GET .*/apis/jobset", 403)
-    # If it may not check for JobSet, `auto` selects JobSet anyway, and the launcher reports what is
-    # missing.
+    # Without permission to check for JobSet, `auto` selects JobSet anyway, and the launcher reports
+    # what is missing.
     assert of_auto()["engine"]["message"].startswith("auto selects jobset: ")
 
 
@@ -196,7 +196,7 @@ def deployment(jobset):
 @pytest.mark.parametrize(
     ("place", "name", "image"),
     [
-        # Releases before 0.11, the Helm chart, Kubeflow Trainer, and a vendor's build.
+        # These are a release before 0.11, the Helm chart, Kubeflow Trainer, and a vendor's build.
         (PLACE, CONTROLLER, "registry.example.com/jobset/jobset:v0.10.1"),
         ("batch", "jobset-controller", "registry.example.com/mirror/js:v0.12.0"),
         ("kubeflow-system", CONTROLLER, "registry.example.com/jobset/jobset:v0.12.0"),

@@ -130,7 +130,7 @@ def run_id(uploaded, instance, remote, tmp_path, monkeypatch):  # noqa: ARG001
     workflow.begin("prepare_data")
     workflow.stop("prepare_data", "SUCCEEDED")
     prepared(tmp_path, workflow.root, run_id=run_id)
-    # Only the option specifies the instance.
+    # Without this variable, only the option specifies the instance.
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     return run_id
 

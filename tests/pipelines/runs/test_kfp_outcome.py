@@ -7,8 +7,6 @@ from flotilla.pipelines.runs.kfp_outcome import explain_message, explain_pod
 from flotilla.trainer import storage
 from tests.kfp_instance.workflow import IMAGE
 
-# The object store of a default installation, which only the cluster itself can reach.
-
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
@@ -209,9 +207,6 @@ def test_a_record_that_was_not_written_does_not_fail_the_run(instance, remote):
     assert ["evaluate_model", "evaluate_model", "done"] in lines
 
 
-# Runs whose object store cannot be read from this machine.
-
-
 @pytest.fixture
 def inside(instance, monkeypatch):
     instance.store.pipeline_root = INSIDE
@@ -275,9 +270,6 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
     assert remote("submit", "--wait", "--set", f"storage.root={root}").code == 0
     [run_id] = instance.store.runs
     assert storage.names(storage.join(root, run_id, "steps"))
-
-
-# These failures occur outside Flotilla's code.
 
 
 @pytest.fixture
@@ -418,15 +410,12 @@ def test_a_failed_step_is_not_taken_for_the_end(waited):
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
 
 
-# Messages of KFP itself.
-
-
 def pod(message, state="FAILED", **more):
     values = {"name": "p", "step": "train_model", "is_driver": False, "image": "host/a:1", **more}
     return Pod(state=state, message=message, **values)
 
 
-# Messages of the kubelet, Argo 4.0.5 and Kubernetes.
+# These are messages of the kubelet, Argo 4.0.5 and Kubernetes.
 @pytest.mark.parametrize(
     ("message", "words", "blocks"),
     [

@@ -14,9 +14,6 @@ def remote(remote, uploaded):  # noqa: ARG001
     return remote
 
 
-# The stages that each step runs.
-
-
 @pytest.fixture
 def run_id(instance, remote, tmp_path):
     root = (tmp_path / "mine").as_uri()
@@ -180,9 +177,6 @@ def test_a_root_that_is_a_default_of_the_version_is_read(instance, workflow, row
     del instance.store.runs[run_id]["runtime_config"]["parameters"]["storage_root"]
     do(workflow, *PREPARED)
     assert rows()[1] == [(stage, "done") for stage in PREPARED]
-
-
-# Older pipelines ran each stage as a separate step.
 
 
 def test_a_run_of_nine_steps_shows_them_with_their_records(workflow, rows):

@@ -29,7 +29,7 @@ def test_what_fits_is_the_last_line(ends):
     ((arguments, options),) = calls
     assert Config.model_validate_json(options["request"]) == Config()
     assert arguments == ("flotilla.trainer", "fit", "--dataset", "file:///d")
-    # The fork server of a run has loaded it.
+    # The fork server of a run has already loaded this module.
     assert options["loads"] == "flotilla.trainer.training.chief"
 
 

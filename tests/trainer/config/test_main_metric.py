@@ -17,15 +17,15 @@ ERROR = MainMetric(name="error", better="lower")
     [
         ({"main_metric": "auc", "directions": {"auc": "higher", "loss": "lower"}}, AUC),
         ({"main_metric": "error", "directions": {"error": "lower"}}, ERROR),
-        # Models registered before directions were recorded.
+        # These models were registered before directions were recorded.
         ({"main_metric": "auc"}, AUC),
         ({"main_metric": "error"}, ERROR),
         ({"main_metric": "loss", "metrics": {"accuracy": 0.5}}, MainMetric()),
-        # Evaluations of earlier versions, which name no main metric.
+        # Evaluations of earlier versions name no main metric.
         ({"metrics": {"loss": 0.5, "accuracy": 0.9}}, MainMetric(name="accuracy", better="higher")),
         ({"metrics": {"loss": 0.5}}, MainMetric()),
         ({}, MainMetric()),
-        # Damaged records.
+        # These records are damaged.
         ({"main_metric": "auc", "directions": ["auc"], "metrics": None}, AUC),
         ({"main_metric": "auc", "directions": {"auc": {}}}, AUC),
     ],

@@ -119,7 +119,7 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
     monkeypatch.setattr("flotilla.trainer.embeddings.count_min_sketch.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
-    # The sketch has one block, so all cells are halved above 4 ids.
+    # With one block, the sketch halves all cells once it holds more than four ids.
     for each in (1, 1, 1, 2, 3, 4, 5):
         trained(layer, [each])
     trained(layer, [1, 1, 1])

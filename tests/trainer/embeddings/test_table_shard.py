@@ -114,7 +114,7 @@ def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
     layer = table(2, min_count=3)
     (shard,) = layer._parts
     limit = sieve.WINDOW * shard.noted.seen.shape[0]
-    # The ids occur more often than the number of ids that the sketch can hold.
+    # The ids occur more than `limit` times in total, but the sketch holds only 64 ids.
     for _ in range(40):
         trained(layer, [*range(64)] * 2)
     assert 60 <= sieved(layer) <= 64

@@ -163,7 +163,7 @@ def test_new_rows_begin_their_averages_with_themselves():
 @pytest.mark.parametrize(
     ("optimizer", "ranks"),
     [
-        # Its average of gradients is not an average of weights.
+        # The average gradient of RMSprop must not be taken for an average of weights.
         ({"name": "rmsprop", "args": {"centered": True, "momentum": 0.9}}, [2, 2, 2]),
         # Adafactor's slot with one value per column is left out, because it has no rows.
         ({"name": "adafactor"}, [1, 2]),

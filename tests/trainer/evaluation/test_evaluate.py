@@ -170,7 +170,7 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, monkeypatch):
     bias = np.zeros(10, np.float32)
     bias[3] = np.nan
     model.variables[1].assign(bias)
-    # A checkpoint rejects such weights, so remove that check first.
+    # Saving a checkpoint would fail with such weights, so disable its check first.
     monkeypatch.setattr(
         "flotilla.trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True)
     )

@@ -29,7 +29,7 @@ from .places import BucketPlace, fetched
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
 
 
-# Large enough for a response to be truncated.
+# Only the response with a large file is long enough to be truncated.
 LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 

@@ -182,7 +182,6 @@ def test_a_schedule_is_computed_on_the_server_of_its_counter():
 
     @tf.function
     def update():
-        # Run the schedule on a worker's device.
         with tf.device("/job:worker/task:1"):
             optimizer.apply(gradients, model.trainable_variables)
 

@@ -220,7 +220,7 @@ def test_it_ends_when_another_task_s_validations_say_so(run):
         seen.append(run.steps()[-1])
         return len(seen) == 3
 
-    # This is called when there is a new checkpoint.
+    # The loop calls this function when there is a new checkpoint.
     assert run.train(steps=100, keep=100, should_stop_early=no_gain) == 20
     assert seen[:3] == [0, 10, 20]
     assert run.steps() == [0, 10, 20]

@@ -13,7 +13,7 @@ from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
 
-# Every authenticated user may send these requests, which ask about their own permissions.
+# Every authenticated user may send these requests, which ask about the user's own permissions.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
 GET_LEASE = re.compile(r"GET .*/leases/")
 

@@ -66,7 +66,7 @@ def test_a_job_that_is_asked_to_end_fails_so_that_no_pod_comes_again(agent):
     reaction.agent = agent
     reaction.end_job("no heartbeat")
     agent.stop.assert_called_once_with("no heartbeat", code=FAILED)
-    # This makes the agent delete the job after the program's container has ended.
+    # Because of this flag, the agent deletes the job after the program's container has ended.
     assert reaction.ends_job
 
 

@@ -111,7 +111,8 @@ def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_mi
     settling = [rule.next_attempt(138, 20.0) for _ in range(6)]
     assert settling == [NextAttempt(1.0, False)] * 5 + [None]
     assert rule.restarts == 1
-    # After an attempt of 60 s, the two minutes begin again.
+    # An attempt of 60 s is not short, so the two minutes that are allowed for short attempts begin
+    # again.
     assert rule.next_attempt(137, 60.0) is None
     assert rule.next_attempt(138, 59.0) == NextAttempt(1.0, False)
     assert rule.next_attempt(137, 1.0) is None
