@@ -1,4 +1,5 @@
-# `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
+# `make help` lists the targets. A target passes ARGS to its command, for example:
+# make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run check test test-slow slow-tests slow-cluster-tests test-long lint style chaos compile golden docs bench scaling experiments image clean lock
@@ -9,12 +10,14 @@ PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-chec
 UV := $(PYTHON) .ci/uv.py
 PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
-# Whoever sets it would have pytest rewrite 500 files of tests again in every process.
+# Clear this variable: without bytecode files, every pytest process would rewrite all test
+# files again.
 export PYTHONDONTWRITEBYTECODE :=
 VARIANT ?= cpu
 RUNS ?= 3
 ON ?= local
-# What is built into the image, `-dirty` behind it where files were changed; empty without git.
+# The commit that the image records. It ends with `-dirty` if files have changed, and is empty without
+# git.
 COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null)
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
 
@@ -24,8 +27,8 @@ help: ## list the targets
 
 setup: $(SETUP) ## create .venv from requirements-dev.lock (every other target does this by itself)
 
-# The locks are complete, so that no requirement of a package is looked up: `--no-deps`. The packages
-# that exist as source only are built by the locked setuptools: an isolated build checks no hash.
+# `--no-deps`, because the locks are complete. `--no-build-isolation`, because an isolated build of a
+# source package would use a setuptools whose hash was not checked.
 $(SETUP): pyproject.toml requirements-build.lock requirements-dev.lock .ci/venv .ci/uv.py
 	@sh .ci/venv
 	@echo "Installing requirements-dev.lock into .venv, a minute or two the first time"
@@ -34,20 +37,20 @@ $(SETUP): pyproject.toml requirements-build.lock requirements-dev.lock .ci/venv 
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-run: $(SETUP) ## the whole pipeline on this machine
+run: $(SETUP) ## run the whole pipeline on this machine
 	@$(BIN)/flotilla run $(ARGS)
 
-# HOUSE_RULES run where the tests of a change do: in `lint` and in `check`.
+# The house rules run in `lint` and `check`, so `test` leaves them out.
 HOUSE_RULES := tests/house_rules
 SINCE ?= HEAD
 
-check: style ## style, types, house rules, tests of the changed files: make check SINCE=main
+check: style ## check style, types and house rules, and run the tests of changed files: make check SINCE=main
 	tests=$$($(PYTHON) -m tests.mirror $(SINCE)) && \
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
-# Four processes on two cores; six are not faster. The tests that start clusters
-# come in a second pass, three at a time. 5: nothing was collected.
-test: $(SETUP) ## every test but the slow and the long ones
+# On two cores, six processes are not faster than four. Tests that start clusters run in a second
+# pass, three at a time. pytest exits with 5 if it selects no test, for example with ARGS="-k name".
+test: $(SETUP) ## all tests except the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
 		--numprocesses 4 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
@@ -62,7 +65,7 @@ slow-tests:
 slow-cluster-tests:
 	$(PYTEST) -m "slow and not long and cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
 
-test-long: $(SETUP) ## what takes longest, before a release
+test-long: $(SETUP) ## the longest tests, to run before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5
 
 style: $(SETUP)
@@ -71,32 +74,32 @@ style: $(SETUP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-lint: style ## style, types, import contracts, house rules
+lint: style ## check style, types, import contracts and house rules
 	$(PYTEST) -q $(HOUSE_RULES)
 
-chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1, of tables: ON=tables, on an engine: ON=tfjob, ON=jobset
+chaos: $(SETUP) ## cause random failures in real runs: make chaos RUNS=20 SEED=1; with tables: ON=tables; on an engine: ON=tfjob or ON=jobset
 	$(PYTHON) -m tests.chaos --on $(ON) --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
-compile: $(SETUP) ## the pipeline as KFP YAML, in build/
+compile: $(SETUP) ## compile the pipeline to KFP YAML, in build/
 	@mkdir -p build
 	$(BIN)/flotilla compile -o build/pipeline.yaml $(ARGS)
 
-golden: $(SETUP) ## rewrite the golden files; look at the difference before you keep it
+golden: $(SETUP) ## rewrite the golden files; review the diff before you commit it
 	FLOTILLA_GOLDEN=write $(PYTEST) -q -m "" tests/golden
 
-docs: $(SETUP) ## the pages as a site, in build/site; any broken link is an error: make docs, or make docs ARGS=serve
+docs: $(SETUP) ## build the pages as a site in build/site; a broken link is an error: make docs, or make docs ARGS=serve
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build) --strict
 
-bench: $(SETUP) ## Flotilla and the baselines: a table, and build/bench.json; on an idle machine
+bench: $(SETUP) ## measure Flotilla and the baselines on an idle machine: a table, and build/bench.json
 	$(PYTHON) -m benchmarks $(ARGS)
 
-scaling: $(SETUP) ## 1 to 16 workers here: constants of the simulation, two pages; an idle machine
+scaling: $(SETUP) ## measure 1 to 16 workers on an idle machine; write the constants of the simulation and two pages
 	$(PYTHON) -m benchmarks.scaling $(ARGS)
 
-experiments: $(SETUP) ## the published experiments, measured, as docs/experiments.md (an hour)
+experiments: $(SETUP) ## measure the published experiments, and write docs/experiments.md (takes an hour)
 	$(PYTHON) -m benchmarks.experiments
 
-image: ## the container image: make image VARIANT=gpu IMAGE=name:tag BASE=name@sha256:digest
+image: ## build the container image: make image VARIANT=gpu IMAGE=name:tag BASE=name@sha256:digest
 	docker build --build-arg VARIANT=$(VARIANT) --build-arg COMMIT=$(COMMIT) \
 		$(if $(BASE),--build-arg BASE=$(BASE)) --tag $(IMAGE) .
 
@@ -104,13 +107,13 @@ clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# The extras that the image has: KFP's default store, a tracker, signatures.
+# The extras of the image: the client of KFP's default store, a tracker, and signatures.
 IMAGE_EXTRAS := --extra s3 --extra mlflow --extra signing
 LOCK = $(UV) pip compile --universal --python-version 3.11 --fork-strategy fewest --no-annotate \
 	--generate-hashes --custom-compile-command "make lock" $(ARGS)
 TENSORFLOW = sed -n 's/^tensorflow==\([^ ]*\).*/$(1)==\1/p' requirements.lock
 
-lock: ## pin what pyproject.toml asks for, and keep other pins; ARGS=--upgrade: the newest of all
+lock: ## pin the requirements of pyproject.toml, and keep existing pins; ARGS=--upgrade: pin the newest versions
 	@sh .ci/venv
 	@$(LOCK) pyproject.toml $(IMAGE_EXTRAS) --output-file requirements.lock
 	@$(LOCK) pyproject.toml --extra dev --constraint requirements.lock \
