@@ -16,8 +16,8 @@ export PYTHONDONTWRITEBYTECODE :=
 VARIANT ?= cpu
 RUNS ?= 3
 ON ?= local
-# The commit that the image records. It ends with `-dirty` if files have changed, and is empty without
-# git.
+# The commit that the image records, which is empty without git. The suffix `-dirty` means that files
+# have changed.
 COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null)
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
 
@@ -27,8 +27,8 @@ help: ## list the targets
 
 setup: $(SETUP) ## create .venv from requirements-dev.lock (every other target does this by itself)
 
-# `--no-deps`, because the locks are complete. `--no-build-isolation`, because an isolated build of a
-# source package would use a setuptools whose hash was not checked.
+# `--no-deps` is possible because the locks are complete. Without `--no-build-isolation`, source
+# packages would be built by a setuptools whose hash was not checked.
 $(SETUP): pyproject.toml requirements-build.lock requirements-dev.lock .ci/venv .ci/uv.py
 	@sh .ci/venv
 	@echo "Installing requirements-dev.lock into .venv, a minute or two the first time"

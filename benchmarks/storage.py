@@ -28,7 +28,7 @@ FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
 BUCKET = "flotilla-bench"
 TRAINING_ROUNDS = 5
-# Enough steps for several checkpoints in a run.
+# A run of this many steps writes several checkpoints.
 STEPS, MOST_STEPS = 60_000, 1_000_000
 EVERY = 10.0
 # Length of a window in seconds. A window that starts at a checkpoint is compared with the windows

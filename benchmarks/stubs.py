@@ -96,7 +96,7 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
 def _of_one_worker(stubs: Stubs, workers: int) -> dict[str, float]:
     used = time.process_time()
     for _ in range(STRETCHES):
-        # Enough updates for turns. All workers already have the closure of a turn.
+        # Make enough updates for turns. All workers already have the closure of a turn.
         updates = 4 * TURN * workers
         stubs.advance(updates, stubs.global_step() + updates)
     of_stretches, used = time.process_time() - used, time.process_time()

@@ -86,8 +86,8 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 _load = load._load
 _pickled = functools.lru_cache(256)(lambda text, path: pickle.dumps(_load(text, path)))
 load._load = lambda text, path=(): pickle.loads(_pickled(text, tuple(path)))
-# This must come before the import of any test module, because TensorFlow reads its variables only
-# once.
+# Clear the environment before any test module is imported, because TensorFlow reads its variables
+# only once.
 _clear_environment()
 
 # Tests must not fail because the machine is busy, nor differ between runs of the same commit.

@@ -1,4 +1,4 @@
-"""Short simulations of the gate: which models are promoted, and that small losses do not add up."""
+"""Short simulations of the gate: it promotes the right models, and small losses do not add up."""
 
 import pytest
 

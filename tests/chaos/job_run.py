@@ -1,4 +1,4 @@
-"""Runs a pipeline with faults that trains as a Kubernetes job on the fake cluster."""
+"""Runs a pipeline that trains as a Kubernetes job on the fake cluster, and injects faults."""
 
 import subprocess
 from pathlib import Path

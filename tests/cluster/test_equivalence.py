@@ -191,8 +191,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
 
 
-# These run only in long tests: in one graph or one process, no other worker changes the state, and
-# `test_sync_parameter_server` compares synchronous updates with one process.
+# These strategies run only in long tests: in one graph or one process, no other worker changes the
+# state, and `test_sync_parameter_server` compares synchronous updates with one process.
 SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 

@@ -138,7 +138,8 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
     assert killed == ["ps-0", "ps-1", "chief-0", "worker-1"]
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun == [0, *(each.global_step for each in lost), attempt.global_step]
-    # If an update was in progress on the server when its worker died, it may be counted as well.
+    # If an update was in progress on the server when its worker died, this update may also be
+    # counted.
     assert end <= run.newest() <= end + 1
     saved = [step for _, step in list_checkpoints(run.checkpoints)]
     assert saved == [*range(0, end, EVERY), run.newest()]

@@ -143,7 +143,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, 
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"
-    # The other workers of a mirrored strategy are restarted as well.
+    # A mirrored strategy also restarts its other workers.
     assert {each.restarts for each in others} <= {1}
 
 

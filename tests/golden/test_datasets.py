@@ -1,4 +1,4 @@
-"""Which TFDS datasets are supported, from their metadata, without a download."""
+"""Tests which TFDS datasets are supported, from their metadata and without a download."""
 
 import re
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ dataset are checked when it is prepared.
 
 
 class Row(NamedTuple):
-    """The error without settings, the settings, the error with them, and the chosen task."""
+    """A dataset's error without settings, its settings, the error with them, and the task."""
 
     first: str
     section: dict[str, Any]

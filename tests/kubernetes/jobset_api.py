@@ -1,4 +1,4 @@
-"""How the API server handles JobSets: the CRD's schema and the controller's webhooks."""
+"""Handles JobSets as the API server does, with the CRD's schema and the controller's webhooks."""
 
 from collections.abc import Iterable
 from typing import Any

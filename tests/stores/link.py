@@ -51,7 +51,7 @@ class Link:
         self._holders.close()
 
     def _close_all(self) -> None:
-        # This wakes up the accepting thread; `close` alone does not.
+        # `shutdown` wakes the accepting thread; `close` alone does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

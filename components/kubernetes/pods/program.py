@@ -31,7 +31,7 @@ RECONNECT_SECONDS = 300
 INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
 # The user's container starts once the agent listens on its socket.
 _PROBE = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 600}
-# Enough for an agent that uploads checkpoints with checksums and reads the dataset's shards.
+# The agent needs these for uploads of checkpoints with checksums, and for reading shards.
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"cpu": "2", "memory": "1Gi"},

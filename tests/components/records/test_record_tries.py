@@ -1,4 +1,4 @@
-"""Tests that a stage is tried again after a failure that passes, and what its record says."""
+"""Tests that a stage is tried again after a transient failure, and what its record says."""
 
 import json
 import os

@@ -435,7 +435,7 @@ def test_a_whole_name_comes_before_a_beginning(instance, remote):
     assert remote("submit", "--version", "v1").code == 0
     assert taken(instance) == "id-0"
     assert remote("submit", "--version", "v").code == 0
-    # This is the newest version with the prefix.
+    # Of the versions whose names begin with `v`, this is the newest.
     assert taken(instance) == "id-9"
 
 

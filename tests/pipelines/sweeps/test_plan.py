@@ -14,7 +14,7 @@ def test_each_trial_has_a_run_of_its_own():
     assert len({each.run_id for each in sweep.trials}) == 3
     assert sweep.keys == ("training.batch_size",)
     assert sweep.fixed == ("training.steps=90",)
-    # Otherwise the run of the best trial would be skipped as a repetition.
+    # With any other value, the run of the best trial would be skipped as a repetition.
     assert sweep.base.training.when_unchanged == "train"
 
 

@@ -1,4 +1,4 @@
-"""When a checkpoint is due, which ones are kept, and which one is selected."""
+"""Tests when a checkpoint is due, which ones are kept, and which one is selected."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""The rows of `history.jsonl`: complete, in order, and truncated by a new attempt."""
+"""Tests the rows of `history.jsonl`: complete, in order, and truncated by a new attempt."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The index of published checkpoints, with their metrics."""
+"""Tests the index of published checkpoints, with their metrics."""
 
 import json
 

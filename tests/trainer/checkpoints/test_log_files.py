@@ -1,4 +1,4 @@
-"""TensorBoard's files of a run, uploaded as they grow."""
+"""Tests that a run's TensorBoard files are uploaded as they grow."""
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.log_files import LogFiles

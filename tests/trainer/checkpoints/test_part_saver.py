@@ -1,4 +1,4 @@
-"""Checkpoints that are saved by parts, one part per server."""
+"""Tests checkpoints that are saved by parts, one part per server."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""How a server answers the request files of a chief."""
+"""Tests how a server answers the request files of a chief."""
 
 import base64
 import errno

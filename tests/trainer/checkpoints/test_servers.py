@@ -1,4 +1,4 @@
-"""The chief's requests to servers, and restored values on the servers."""
+"""Tests the chief's requests to servers, and restored values on the servers."""
 
 import errno
 import os

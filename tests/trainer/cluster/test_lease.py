@@ -197,7 +197,7 @@ def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch,
 
 @EVERY
 def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
-    """A job sees an expired lease, which a third job acquires before this one can."""
+    """Another job acquires an expired lease after this job has seen it, but before it can act."""
     stale = clock.acquire("digits-1")
     clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     create, third = storage.create_bytes, []
@@ -371,7 +371,7 @@ with lease.hold_lease(sys.argv[1], "digits-1"):
 
 @pytest.fixture
 def here(tmp_path):
-    """A folder on this machine, without requests to a store."""
+    """Return the URI of a folder on this machine, which needs no requests to a store."""
     return storage.uri_of(tmp_path / "checkpoints")
 
 

@@ -1,4 +1,4 @@
-"""Tests ports that only loopback reaches. Its server shares a port as TensorFlow's servers do."""
+"""Tests ports that only loopback reaches; the server shares its port as TensorFlow's servers do."""
 
 import errno
 import socket
@@ -105,7 +105,7 @@ def test_too_many_open_files_for_a_while_end_nothing(monkeypatch):
 
 @linux
 def test_a_connection_over_loopback_from_another_address_is_dropped():
-    """A router that forwards 127.0.0.0/8 delivers packets like this one."""
+    """A router that forwards 127.0.0.0/8 would deliver such packets."""
     port = local.free_port()
     source = next((each for each in other_addresses() if "." in each), "")
     if not source:

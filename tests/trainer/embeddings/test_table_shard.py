@@ -158,7 +158,7 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
     trained(layer, [1, 2])
-    # This is the state after a warm start.
+    # Simulate a warm start.
     steps.assign(0)
     layer.rebuild()
     steps.assign(112)
@@ -173,7 +173,7 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
         steps.assign(step)
         trained(layer, ids)
     for step in (0, 40):
-        # This is the state after a warm start, or after a restart from a checkpoint of this run.
+        # Simulate a warm start, and a restart from a checkpoint of this run.
         steps.assign(step)
         layer.rebuild()
         trained(layer, [2])
@@ -190,7 +190,7 @@ def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
         steps.assign(step)
         trained(layer, ids)
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
-    # This is the state after a warm start.
+    # Simulate a warm start.
     steps.assign(0)
     layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
@@ -310,7 +310,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
     (shard,) = layer._parts
     first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
     expected = shard.noted.rows.numpy()[first]
-    # This is the state if a worker dies before the slot of 3 is in the map.
+    # Simulate a worker that dies before the slot of 3 is in the map.
     shard.noted.ids.value.scatter_nd_update([[later]], [1])
     trained(layer, [1])
     layer.rebuild()

@@ -426,7 +426,7 @@ def test_a_loss_beyond_the_margin_has_to_be_ruled_out(
 
 
 def test_seven_of_360_examples_are_a_loss_that_the_default_does_not_pass(tmp_path: Path) -> None:
-    """0.9694 against 0.9889 may be a loss, although the difference is not significant."""
+    """An accuracy of 0.9694 against 0.9889 may be a loss, although the loss is not significant."""
     policy = parse_config({}).gate.model_dump()
     [reason] = check(tmp_path, policy, champion=champion(1, 8, both=351)).reasons
     assert "it may be up to 0.03" in reason

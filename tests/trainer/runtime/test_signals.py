@@ -59,11 +59,11 @@ def started(*command):
     try:
         yield starter, task, parent_of_task == starter.pid
     finally:
-        # Kill all of them first, because `communicate` waits until each has closed its end of the
+        # Kill all processes first, because `communicate` waits until each has closed its end of the
         # pipe.
         starter.kill()
         for process in family:
-            with suppress(psutil.NoSuchProcess):  # It may exit with its starter at this moment.
+            with suppress(psutil.NoSuchProcess):  # The process may exit with its starter.
                 process.kill()
         starter.communicate()
 

@@ -122,7 +122,7 @@ def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(reques
         [each for each in body.get_operations() if each.type == "IteratorGetNext"]
         for body in bodies
     ]
-    # One loop takes whole turns, the other one single steps.
+    # One loop takes whole turns, and the other loop takes single steps.
     assert sorted(map(len, taken)) == [1, TURN]
     for operations in taken:
         losses = [
