@@ -64,7 +64,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "same-tables": dense_tables.same_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
-# Run only on request, because accuracy does not depend on the machine.
+# Comparisons with this prefix run only on request, because accuracy does not depend on the machine.
 OF_ACCURACY = "same-"
 # These comparisons use the digits dataset or generated data.
 WITHOUT_MNIST = {

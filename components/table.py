@@ -140,7 +140,7 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
-#: The stage that checks the configuration and reports all of its errors.
+#: The stage that checks the configuration and reports its errors.
 FIRST_STAGE = STAGES[0].name
 #: The last step of the whole pipeline, which runs even after a failure.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)

@@ -265,7 +265,7 @@ class Supervisor:
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
-        # When a job fails, all of its tasks end with any exit code, and are not restarted.
+        # When a job fails, its tasks end with arbitrary exit codes, and are not restarted.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         if self._engine.fails_with_a_pod and end.code == DONE:

@@ -48,7 +48,7 @@ def main() -> None:
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     for rows, batch in spec["trials"]:
         strategy.build(problem(config, rows, batch))
-        # A process can join only one cluster.
+        # A process can join only one cluster, so do not connect again.
         strategy.connect = lambda: None
         strategy.run(STEPS)
         before = count(spec["counter"])

@@ -180,7 +180,7 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
         "review": tf.constant(["Great,\nwould buy again! 7 days", ""]),
     }
     answers = loaded.signatures["serving_default"](**inputs)
-    # The import registers the layers.
+    # Importing `tabular` registers its layers, which the model needs to be loaded.
     assert tabular
     own = keras.saving.load_model(model / "model.keras")
     expected = tf.nn.softmax(own(inputs)).numpy()

@@ -7,7 +7,7 @@ import pytest
 from flotilla.pipelines.schedule_times import parse
 from flotilla.trainer.runtime.errors import ConfigError
 
-# A Wednesday.
+# This date is a Wednesday.
 NOW = datetime(2026, 7, 15, 10, 20, 30, tzinfo=UTC)
 
 

@@ -227,8 +227,8 @@ def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
     secret = []
     for variable, place in pod.secret_env.items():
         name, _, key = place.partition("/")
-        # Optional, because a pod without its secret would not start and would write no log. The
-        # storage code reports the missing variable.
+        # Make the secret optional, because a pod without a required secret does not start and
+        # writes no log. The storage code reports the missing variable.
         reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
         secret.append({"name": variable, "valueFrom": reference})
     return [*plain, *secret]

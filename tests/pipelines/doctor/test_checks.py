@@ -96,7 +96,8 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", "kubeflow.org") in asked
-    # The configuration sets no service account for the tasks.
+    # The tasks have no service account, so the launcher's account needs the permissions of both
+    # roles.
     both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}

@@ -15,7 +15,7 @@ from flotilla.pipelines.runs.kfp_run import RemoteRun
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120
-# Shorter than the client's timeout for a hung instance, in seconds.
+# A time limit in seconds that is shorter than the client's timeout for a hung instance.
 SOON = READ_SECONDS - 1
 SECRET = "ey-secret-0123456789"
 

@@ -109,7 +109,7 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
 
 @pytest.mark.slow
 def test_a_second_run_reuses_the_dataset(prepared):
-    # All files except the mark of a dataset's last use, which `flotilla gc` reads.
+    # Ignore the mark of a dataset's last use, which `flotilla gc` reads.
     before = {
         name: each
         for name, each in content(prepared.workdir).items()

@@ -45,7 +45,8 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def blessed(workdir):
-    # The better of two checkpoints by validation varies with the order of asynchronous updates.
+    # Use the last checkpoint, because the best one by validation varies with the order of
+    # asynchronous updates.
     given = setting(gate__min__accuracy=0.5, training__hand_on="last")
     return call("run", workdir, *FEW, *given, cwd=workdir.parent)
 
@@ -267,7 +268,7 @@ class TestRefused:
 
     def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)
-        # All files except the mark of a dataset's last use, which `flotilla gc` reads.
+        # Ignore the mark of a dataset's last use, which `flotilla gc` reads.
         kept = {name: each for name, each in before.items() if "/in_use/" not in str(name)}
         assert {name: after.get(name) for name in kept} == kept
         new = [name for name in after if name not in before]
@@ -529,7 +530,7 @@ def test_a_real_run_has_its_parameters_curves_metrics_and_model_in_mlflow(server
     (given,) = run.inputs.dataset_inputs
     assert given.dataset.name == "digits"
     with warnings.catch_warnings():
-        # MLflow's libraries cause warnings in each other.
+        # The dependencies of MLflow trigger warnings in each other.
         warnings.simplefilter("ignore")
         model = import_module("mlflow.pyfunc").load_model("models:/digits@champion")
         answers = model.predict(model.input_example)

@@ -172,7 +172,7 @@ def test_tpe_learns_from_the_trials_before_and_draws_nothing_twice(machine, tmp_
 
 
 def test_a_sampled_trial_that_is_not_allowed_has_failed(machine, tmp_path):
-    # Each value is allowed by itself.
+    # Each value is allowed by itself, but one combination is not.
     keys = ["training.strategy=single,async_parameter_server", "cluster.workers=2,9"]
     result = swept(tmp_path, tpe=12, settings=keys)
     assert machine.begun

@@ -142,7 +142,7 @@ def test_a_request_that_comes_again_is_answered_once(tmp_path):
     with storage.draft(uri) as draft:
         request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
         first = answered(server, tmp_path, "a", request)
-        # A moved file cannot be moved again.
+        # A moved file cannot be moved again, so the server must repeat its first reply.
         assert answered(server, tmp_path, "a", request) == first
         assert not first.error
     assert not list((tmp_path / "parts/requests").iterdir())

@@ -281,7 +281,7 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
         end.set()
 
     for step, end in zip(steps, ended, strict=True):
-        # A daemon, so that the process can exit even if the thread waits forever.
+        # Use a daemon thread, so that the process can exit even if the thread waits forever.
         threading.Thread(target=work, args=(step, end), daemon=True).start()
     assert all(end.wait(300) for end in ended)
     known_ids = len(np.unique(ids))

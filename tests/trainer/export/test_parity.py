@@ -54,7 +54,7 @@ def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as parent:
         fresh = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    # The process first has to load TensorFlow.
+    # Allow a long time, because the process first loads TensorFlow.
     _, alive = psutil.wait_procs([fresh], timeout=600)
     for each in alive:
         each.kill()

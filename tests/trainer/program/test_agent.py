@@ -139,7 +139,7 @@ def test_a_killed_agent_or_guard_is_started_again(launched, tmp_path):
     ends = {"_2": f"{AGENT}os.kill(agent, 9){WAIT}", "_4": f"{GUARD}os.kill(guard, 9){WAIT}"}
     job = make_job(tmp_path, dying(**ends))
     launched(job)
-    # A killed guard may lose the last output of the program, so its log is not evidence.
+    # A killed guard may lose the program's last output, so the log is not evidence.
     (starts,) = job.workdir.rglob("starts")
     assert starts.read_text().split() == ["0", "2", "4"]
 

@@ -18,7 +18,7 @@ def leader():
     port = free_port()
     server = ShutdownServer(SERVERS, port)
     yield port, server
-    # The server's thread accepts connections for as long as the process runs.
+    # Close the connections explicitly, because the server's thread runs until the process exits.
     for connection in list(server._connections):
         connection.close()
 
@@ -43,7 +43,8 @@ def test_a_stranger_has_few_connections_and_takes_none_from_a_server(leader, con
     _, server = leader
     servers = [connect(f"127.0.0.{10 + index}") for index in range(SERVERS)]
     strangers = [connect("127.0.0.99") for _ in range(5 * LIMIT)]
-    # Each new connection from an unknown client replaces that client's oldest connection.
+    # At the limit, each new connection from an unknown client replaces that client's oldest
+    # connection.
     assert all(map(is_closed, strangers[: -(LIMIT - SERVERS)]))
     late = connect("127.0.0.12")
     assert is_closed(strangers[-(LIMIT - SERVERS)])
