@@ -31,7 +31,7 @@ _CRASHES = "CrashLoopBackOff"
 # Waiting reasons that every container has while it starts normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
-# Disruptions by Kubernetes, by the reason of the condition `DisruptionTarget`.
+# Descriptions of disruptions, by the reason of the condition `DisruptionTarget`.
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": "evicted",
     "PreemptionByScheduler": "preempted",

@@ -208,7 +208,7 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
     assert "[/x]" in remote("runs").out
 
 
-# What a step's process does first, on another machine.
+# A script that begins like the process of a step on another machine.
 STEP = """
 import json, sys
 from flotilla.trainer.code.bundle import load_bundle
