@@ -60,7 +60,7 @@ def test_it_is_what_tensorflow_writes(writer, variables, tmp_path):
     ours, theirs = (tf.train.load_checkpoint(str(tmp_path / name)) for name in ("ours", "theirs"))
     assert ours.get_variable_to_shape_map() == theirs.get_variable_to_shape_map()
     assert ours.get_variable_to_dtype_map() == theirs.get_variable_to_dtype_map()
-    # The two object graphs list the variables in different orders.
+    # Leave out the object graphs, which list the variables in different orders.
     for key in ours.get_variable_to_shape_map().keys() - {GRAPH}:
         assert np.array_equal(ours.get_tensor(key), theirs.get_tensor(key))
 

@@ -190,8 +190,7 @@ def test_an_attempt_goes_on_with_what_was_left(run, left):
     assert run.weight(50) == 25.0
     # No checkpoint was due before the cluster was lost.
     assert run.steps() == [0, 20, 30, 40, 50]
-    # The rows of the lost attempt are kept up to the step of the checkpoint from which training
-    # resumes.
+    # The history keeps the rows up to step 27, at which the attempt begins.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
 
