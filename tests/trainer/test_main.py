@@ -34,7 +34,7 @@ def _environment():
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    # A task changes its working directory.
+    # A task changes its working directory; `monkeypatch` restores it.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(Config().model_dump_json())
     return {

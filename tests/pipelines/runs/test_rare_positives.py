@@ -115,7 +115,7 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
     assert whole == measured["examples"]
-    # Few test examples have a duplicate in this model's training split.
+    # Test examples with a duplicate in this model's own training split are not counted, but rare.
     assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]

@@ -46,7 +46,7 @@ def of(uri, tmp_path):
 
     made = []
     yield _of
-    # Stopping the server also ends the uploads of a finished attempt.
+    # End the uploads of all tasks, including finished attempts, before the server stops.
     for kept in made:
         with suppress(UserError, ZeroDivisionError), kept.flush_at_end():
             pass
