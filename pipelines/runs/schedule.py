@@ -444,7 +444,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
     same = [
         each
         for each in named
-        # If no service account is requested, any one matches, because the instance chose it.
+        # If no service account is requested, any is accepted, because the instance chose it.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
     # Prefer an enabled schedule to a disabled one.

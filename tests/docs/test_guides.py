@@ -113,7 +113,7 @@ def test_they_are_short():
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        # This guide is also run below.
+        # This guide is also run below, so only long tests run it here.
         pytest.param("people", write_people, marks=pytest.mark.long),
         ("houses", write_houses),
         ("ratings", write_ratings),

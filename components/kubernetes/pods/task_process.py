@@ -135,8 +135,8 @@ class TaskProcess:
             following = None if self._is_ending else self._rule.next_attempt(code, seconds)
             if following is None:
                 return code
-            # Report the restart at once. The launcher counts the first restart that it reads, and
-            # takes the restarts of the other tasks for consequences.
+            # Report the restart at once, because the launcher counts the first restart that it
+            # reads, and treats the restarts of the other tasks as its consequences.
             self._report(code, following)
             # The pipe becomes readable after `begin_no_more`.
             if select.select([self._woken], [], [], following.pause)[0]:
