@@ -13,7 +13,7 @@ Tree = dict[str, Any]
 
 # The controllers identify the container of a task by this name.
 CONTAINER = "tensorflow"
-# The sidecar container of a user's program.
+# Name of the sidecar container of a user's program.
 AGENT = "flotilla-agent"
 # A network policy and a PodMonitor refer to the metrics port by this name.
 METRICS_PORT = "metrics"

@@ -73,7 +73,7 @@ def points():
         made_up("small", workers=1),
         made_up("small", workers=4),
         made_up("small", workers=16),
-        # At this rate, a run would not begin turns, but a run with turns would keep them.
+        # At this rate, a run begins no turns, but continues turns that it has begun.
         made_up("small", workers=20),
         made_up("small", servers=4),
         made_up("small", looped=True),

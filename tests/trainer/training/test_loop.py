@@ -166,7 +166,7 @@ def test_validations_are_compared_by_the_main_metric(run, values, said, reached,
 
 
 def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
-    # A portion whose worker dies is repeated as a whole.
+    # A portion whose worker dies is repeated as a whole, so more updates may be applied.
     assert run.train(Counting(beyond=3), steps=30, keep=100, validate=measured) == 33
     assert run.steps() == [0, 13, 23, 33]
     assert run.rows("validation_loss") == [1 / 13, 1 / 23, 1 / 33]
