@@ -187,7 +187,7 @@ def test_a_matrix_that_nobody_can_look_at_is_left_out(classes, tmp_path):
     descriptor.log_confusion(confusion, labels, np.eye(classes, dtype=int))
     drawn = "confusionMatrix" in confusion.metadata
     assert drawn == (classes <= descriptor.MOST_CLASSES)
-    assert drawn or confusion.metadata["left_out"] == "51 classes are more than 50"
+    assert drawn or confusion.metadata["left_out"] == "51 classes exceed the maximum of 50"
 
 
 def test_a_roc_curve_is_points_by_their_names(tmp_path):
