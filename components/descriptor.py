@@ -92,7 +92,9 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
     if not len(matrix):
         confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
     elif len(labels) > MOST_CLASSES:
-        confusion.metadata["left_out"] = f"{len(labels)} classes exceed the maximum of {MOST_CLASSES}"
+        confusion.metadata["left_out"] = (
+            f"{len(labels)} classes exceed the maximum of {MOST_CLASSES}"
+        )
     else:
         # The UI identifies rows by name, so add the index to a name that several classes share.
         names = [
