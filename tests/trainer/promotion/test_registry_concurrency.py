@@ -1,0 +1,192 @@
+"""Tests the registry with writers that promote and register at the same time."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flotilla.trainer import storage
+from flotilla.trainer.promotion import registry
+from tests.stores.faults import Plan
+from tests.stores.fixtures import bucket_name
+from tests.trainer.promotion.test_registry import (
+    LINEAGE,
+    NAME,
+    exported,
+    promote,
+    register,
+)
+
+BUCKETS = ["gs", "s3", "gs unconditional", "s3 unconditional"]
+
+
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
+    scheme, _, unconditional = request.param.partition(" ")
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    server.plan.unconditional = bool(unconditional)
+    yield f"{scheme}://{bucket}/store_root", server.plan
+    server.plan.unconditional, server.plan.before = False, None
+
+
+# These tests take half a minute with the S3 stand-in, and three seconds with the GCS stand-in.
+bucket = pytest.fixture(
+    store,
+    params=[
+        pytest.param(each, marks=pytest.mark.slow if each.startswith("s3") else ())
+        for each in BUCKETS
+    ],
+)
+
+
+@pytest.fixture(params=["file", *BUCKETS])
+def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield storage.uri_of(tmp_path / "root")
+        return
+    yield from (uri for uri, _ in store(request))
+
+
+def together(*acts: Callable[[], Any]) -> list[Any]:
+    """Run several actions concurrently; return the result or error of each."""
+    begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
+
+    def run(place: int, act: Callable[[], Any]) -> None:
+        begin.wait()
+        try:
+            ends[place] = act()
+        except registry.PromotionLostError as lost:
+            ends[place] = lost
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def check(store_root: str, ends: list[Any]) -> None:
+    """Assert that one action made the registered promotion and all other errors name it."""
+    [won] = [end for end in ends if isinstance(end, registry.Promotion)]
+    made = registry.promotions(store_root, NAME)
+    # In a store without conditional writes, each caller publishes the decision with its own time.
+    assert replace(made[-1], created=won.created) == won
+    assert [each.number for each in made] == list(range(1, won.number + 1))
+    found = registry.champion(store_root, NAME)
+    assert found is not None
+    assert found.number == won.version
+    for lost in ends:
+        if lost is not won:
+            assert f"promotion {won.number} was made by {won.by} (version {won.version})" in str(
+                lost
+            )
+
+
+@pytest.mark.slow
+def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
+    store_root: str, tmp_path: Path
+) -> None:
+    for text in "abc":
+        register(store_root, tmp_path, text)
+    promote(store_root, 1, after=0)
+    ends = together(
+        lambda: promote(store_root, 2, after=1, by="run x"),
+        lambda: promote(store_root, 3, after=1, by="run y"),
+    )
+    check(store_root, ends)
+
+
+@pytest.mark.slow
+def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> None:
+    for number, text in enumerate("abc", start=1):
+        register(store_root, tmp_path, text)
+        if number < 3:
+            promote(store_root, number, after=number - 1)
+    ends = together(
+        lambda: promote(store_root, 3, after=2, by="run x"),
+        lambda: registry.rollback(store_root, NAME, by="me"),
+    )
+    if all(isinstance(end, registry.Promotion) for end in ends):
+        # If the first promotion ended before the second began to read, both succeed.
+        ends = [max(ends, key=lambda end: end.number)]
+    check(store_root, ends)
+
+
+@pytest.mark.slow
+def test_two_registrations_at_once_have_versions_of_their_own(
+    store_root: str, tmp_path: Path
+) -> None:
+    models = {}
+    for text in "abcd":
+        (tmp_path / text).mkdir()
+        models[text] = exported(tmp_path / text, text)
+    made = together(
+        *(
+            lambda text=text: registry.register(
+                store_root,
+                NAME,
+                models[text],
+                lineage=LINEAGE,
+                scratch=tmp_path / text,
+            )
+            for text in "abcd"
+        )
+    )
+    assert sorted(each.number for each in made) == [1, 2, 3, 4]
+    for text, each in zip("abcd", made, strict=True):
+        served = each.manifest.fields["saved_model"]
+        assert storage.read_file(each.uri, f"{served}/saved_model.pb").decode() == text
+        assert storage.verify(each.uri).fields["source"]["uri"] == models[text]
+
+
+@pytest.mark.slow
+def test_the_same_model_registered_twice_at_once_is_one_version(
+    store_root: str, tmp_path: Path
+) -> None:
+    model = exported(tmp_path)
+    acts = [
+        lambda: registry.register(store_root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+        for _ in range(3)
+    ]
+    assert {each.number for each in together(*acts)} == {1}
+    assert len(registry.versions(store_root, NAME)) == 1
+
+
+@pytest.mark.long
+def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_path: Path) -> None:
+    store_root, plan = bucket
+    for text in "ab":
+        register(store_root, tmp_path, text)
+    at = 0
+    while raced(store_root, plan, at):
+        at += 1
+    assert at > 8, "there was much to come between"
+
+
+def raced(store_root: str, plan: Plan, at: int) -> bool:
+    """Promote while another client promotes before request `at`; return whether it did."""
+    after, own, requests = (
+        registry.newest(store_root, NAME),
+        threading.Lock(),
+        iter(range(10_000)),
+    )
+    ends: list[Any] = []
+
+    def between(_request: str) -> None:
+        if own.acquire(blocking=False):
+            try:
+                if next(requests) == at:
+                    ends.extend(together(lambda: promote(store_root, 2, after=after, by="run y")))
+            finally:
+                own.release()
+
+    plan.before = between
+    mine = together(lambda: promote(store_root, 1, after=after, by="run x"))
+    plan.before = None
+    check(store_root, ends + mine)
+    return bool(ends)
