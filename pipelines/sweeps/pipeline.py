@@ -42,11 +42,14 @@ def compile_sweep(
 ) -> Sweep:
     """Write the pipeline of a sweep, and return the sweep. Raises `ConfigError` or `UserError`."""
     check_image(image)
-    if options.tpe is not None:
+    if options.tpe is not None or options.auto:
         raise ConfigError(
-            "--tpe chooses each trial from the results of earlier trials, but the loop of a "
-            "pipeline has a fixed list: use --random N with --compile"
+            f"{'--auto' if options.auto else '--tpe'} chooses each trial from the results of "
+            "earlier trials, but the loop of a pipeline has a fixed list: use --random N with "
+            "--compile"
         )
+    if options.minutes is not None:
+        raise ConfigError("--minutes applies only to sweeps on this machine: leave it out")
     sweep = plan_sweep(options)
     write_pipeline(output, sweep_pipeline(sweep, options.parallel, image or IMAGE, pods))
     return sweep

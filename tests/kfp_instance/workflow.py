@@ -9,8 +9,9 @@ between the two. The API's list of nodes does not contain pod names.
 Each group of steps, including the root, also has a driver. The nodes form the graph of Flotilla's
 pipeline: all steps after the first are in a conditional group, and the export is in a nested group.
 
-The code of a step writes the records of its stages below the root of the run. The pods are deleted
-an hour after the run ends; from then on, the logs are in the archive and the nodes in the database.
+The code of a step writes the records of its stages below the root of the run. KFP deletes the
+pods some time after the run ends; from then on, the logs are in the archive and the nodes in the
+database.
 """
 
 import itertools
@@ -186,7 +187,7 @@ class Workflow:
                 node.update(phase="Failed", finishedAt=self._now())
 
     def lose_pods(self) -> None:
-        """Delete the pods, as KFP does an hour after the run ends; their logs are archived."""
+        """Delete the pods, as KFP does some time after the run ends; their logs are archived."""
         self.archive.update(self.logs)
         self.logs.clear()
 

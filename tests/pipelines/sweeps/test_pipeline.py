@@ -83,7 +83,13 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("named", "image", "message"), [({}, "Bad Image", "--image"), ({"tpe": 3}, "a/b:c", "--tpe")]
+    ("named", "image", "message"),
+    [
+        ({}, "Bad Image", "--image"),
+        ({"tpe": 3}, "a/b:c", "--tpe chooses each trial"),
+        ({"auto": True}, "a/b:c", "--auto chooses each trial"),
+        ({"minutes": 5.0}, "a/b:c", "--minutes applies only to sweeps on this machine"),
+    ],
 )
 def test_what_no_pipeline_can_do_is_refused(tmp_path, named, image, message):
     options = SweepOptions(config=Config(), settings=BATCHES, **named)
