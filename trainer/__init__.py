@@ -2,8 +2,8 @@
 
 import os
 
-# Keras reads this variable when it is imported. It overrides `~/.keras/keras.json`, which may name
-# another backend.
+# Keras reads this variable when it is imported. The variable overrides `~/.keras/keras.json`, which
+# may name another backend.
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
 # A web proxy cannot reach addresses of this machine, such as a storage emulator or a forwarded

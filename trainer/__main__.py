@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
-        # Flotilla itself never calls `sys.exit` here, and a restart would not help.
+        # Only user code calls `sys.exit` at this point, and a restart would not help.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"your code called sys.exit({end.code!r}){where}"
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared dataset")
     fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
     fit.set_defaults(stage=_fit)
-    # Started by `flotilla predict`.
+    # `flotilla predict` starts this stage.
     rows = stages.add_parser("predict")
     rows.add_argument("--request", required=True, type=_path, metavar="FILE")
     rows.set_defaults(stage=_predict)
@@ -131,7 +131,7 @@ def _fit(options: argparse.Namespace) -> None:
         if options.elsewhere and user_code.is_of_machine(error):
             raise UserError(str(error)) from error
         raise
-    # This is a mistake in the configuration, even if the user's code raises it.
+    # An error in the user's code counts as a mistake in the configuration.
     except (Exception, SystemExit) as error:
         if not user_code.find_place(error):
             raise
@@ -148,7 +148,7 @@ def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
-    # Optimizing graphs that run only once takes longer than it saves.
+    # Graphs run only once here, and optimizing them would take longer than it saves.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))
@@ -163,7 +163,7 @@ def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
 
 
 def _path(text: str) -> Path:
-    # A task changes its working directory.
+    # Make the path absolute now, because a task changes its working directory later.
     return Path(text).absolute()
 
 

@@ -1,13 +1,15 @@
-"""The baselines of a task: selected, fitted within seconds, and evaluated.
+"""Selects the baselines of a task, fits them within seconds, and predicts the test examples.
+
+The kinds of inputs, or the task, determine the baselines:
 
     numbers, classes    gradient boosting, and a linear model
     texts               a linear model of TF-IDF
     recommendation      popularity, and item-item
 
 They are fitted to at most `MOST_ROWS` random training examples (recommenders to `_MOST_PAIRS`), and
-to fewer with many columns, classes or texts. This limits the memory to about 1 GB. A clock, which
-is checked between slices of the work, limits the time. A baseline that fails does not fail the
-evaluation; it is reported as skipped, with the reason.
+to fewer if there are many columns or classes, or texts. This limits the memory to about 1 GB. A
+clock, which is checked between slices of the work, limits the time. A baseline that fails does not
+fail the evaluation; it is reported as skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -54,16 +56,19 @@ SECONDS = 20.0
 # Share of the remaining time for fitting; the rest is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-#: Maximum number of training examples, except for recommendations, and of test examples.
+#: Maximum number of test examples, and of training examples except for recommendations.
 MOST_ROWS = 100_000
-# Maximum number of omitted inputs that a message names.
+# Maximum number of omitted inputs to name in the description of a baseline.
 _NAMED = 3
-# Suffixes and names of scikit-learn classes, each for classification and for regression.
+# Suffixes of the boosting classes and names of the linear classes of scikit-learn. In each pair,
+# the first is for classification and the second for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees in one boosting iteration, which takes 0.1 s on a core.
+# Maximum product of columns, rows and trees of one boosting iteration. Such an iteration takes about
+# 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of training examples for recommendations, and of output values (64 MB).
+# Maximum number of training examples for recommendations. Maximum number of output values of a
+# baseline (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
@@ -80,8 +85,8 @@ class Baseline:
     """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
     If the baseline was skipped, `skipped` is the reason. `outputs` are the outputs for the first
-    test examples, in the form of the task. `validation` has the outputs for validation examples, if
-    a decision threshold must be chosen.
+    test examples, in the output format of the task. `validation` has the outputs for validation
+    examples, if a decision threshold must be chosen.
     """
 
     name: str
@@ -132,7 +137,7 @@ def _why(error: Exception) -> str:
 class _Chosen:
     """The baselines of a task, their features, and the number of rows to predict.
 
-    `decides` tells whether they need a decision threshold.
+    `decides` tells whether the baselines need a decision threshold.
     """
 
     ways: Sequence[_Way]

@@ -19,17 +19,20 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Tensors of rank 2 or more with more elements are not used, because they may be images.
+# Maximum number of elements of a tensor of rank 2 or more. Larger tensors are not used, because
+# they may be images.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# With up to this many columns, histograms have more bins. They take at most 160 MB in both cases.
+# Maximum number of columns with which histograms have more bins. In both cases, the histograms take
+# at most 160 MB.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
 #: Maximum number of rows that a linear model of texts is fitted to.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
-# A word is a single letter of a script without spaces, or several letters of another script.
+# A word is a single letter of a script without spaces, or a sequence of letters and digits of other
+# scripts.
 _ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
 Matrix = Any
@@ -75,7 +78,6 @@ class Columns:
         self._classes = classes
         # The most frequent values of each category feature, sorted by value.
         self._categories: dict[str, Array] = {}
-        #: The features that are texts.
         self.texts: list[str] = []
         self._numbers: list[str] = []
         for name, column in rows.columns.items():
@@ -180,7 +182,8 @@ class Columns:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # At most 2^20 coefficients per model (8 MB), because a solver holds about 20 copies.
+        # At most 2^20 coefficients (8 MB) for each text feature, because a solver holds about 20
+        # copies of them.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

@@ -1,8 +1,8 @@
 """Gradient boosting and linear models, fitted within a time limit.
 
-Each model is fitted in slices of iterations; the speed of one slice determines the size of the
-next. Each model uses one thread, because OpenMP threads wait for each other in busy loops. On a
-shared machine, two threads can take a hundred times as long as one.
+Models except ridge regression are fitted in slices of iterations; the speed of one slice determines
+the size of the next. Each model uses one thread, because OpenMP threads wait for each other in busy
+loops. On a shared machine, two threads can take a hundred times as long as one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Maximum number of iterations (scikit-learn's default), and of trees (one per class and iteration).
+# Maximum number of boosting iterations (scikit-learn's default). Maximum number of trees; with more
+# than two classes, each iteration adds one tree for each class.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
@@ -32,7 +33,7 @@ _MANY_ROWS, _LEAVES = 2000, 31
 _SAFE = 0.7
 # Minimum probability, also for classes that do not occur in the rows.
 _LEAST = 1e-6
-#: Maximum number of values of a target; each value has a separate model.
+#: Maximum number of values that a task predicts. Each value needs a separate model.
 MOST_NUMBERS = 32
 Answer = Callable[[Rows, Clock], Any]
 

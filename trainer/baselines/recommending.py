@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of artificial examples, with the mean rate, that are added to each item's examples.
+# Number of artificial examples, with the mean rate, to add to each item's examples.
 _PRIOR = 10.0
 
 

@@ -91,7 +91,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
     Only the first shards are read, because they are a random sample of all examples.
 
     Raises:
-        NoBaselineError: the shards are too large, all weights are 0, or time ran out.
+        NoBaselineError: the first shard is too large, all weights are 0, or time ran out.
     """
     spec, manifest = splits.spec, storage.read_manifest(splits.uri)
     sizes = {entry.path: entry.bytes for entry in manifest.files}

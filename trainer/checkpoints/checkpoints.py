@@ -58,7 +58,7 @@ class RestoredCheckpoint:
     Attributes:
         folder: the folder with its files.
         fields: the fields of its manifest.
-        apart: whether the values are missing in the folder, because each server reads its own.
+        apart: whether the folder lacks the values, because each server reads its own.
     """
 
     uri: str
@@ -73,9 +73,10 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one. Each checkpoint records it.
+    #: The positive class of each output that has one, which each checkpoint records.
     positive: Any = None
-    #: Called with the newest checkpoint. Raises if the run may not continue from it.
+    #: A function that raises an error if the run may not continue from the given checkpoint. It is
+    #: called with the newest one.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
     #: The saver of parts, or None if the chief writes and reads all variables.
@@ -95,8 +96,9 @@ class Checkpoints:
     ) -> None:
         """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
-        `fingerprint` identifies the dataset: no attempt may continue with other data, because its
-        training examples may now be test examples. `awaited` tells whether an evaluator is running.
+        `fingerprint` identifies the dataset: no attempt may continue with another dataset, because
+        examples of the earlier training split may be in its test split. `awaited` tells whether an
+        evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -195,7 +197,7 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # The time for which training has paused, in seconds.
+        # Duration of the pause in training, in seconds.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
@@ -239,7 +241,8 @@ class Checkpoints:
         """Emit an event for a published checkpoint, and delete outdated checkpoints."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # Ignore later checkpoints: they were unreadable, and retention must prefer readable ones.
+        # Ignore checkpoints of later steps. They were skipped as invalid when this attempt began,
+        # and would count as the newest ones to keep.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.list_outdated(readable):
             storage.delete(old)
@@ -255,7 +258,7 @@ class Checkpoints:
         return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
 
     def _require_lease(self) -> None:
-        # Look up the lease only now, because it is set after the file object was created.
+        # Read `self.lease` at each call, because it may be replaced after `history` is created.
         self.lease.require()
 
     @contextmanager

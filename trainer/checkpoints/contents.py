@@ -44,7 +44,7 @@ class StoredVariable:
     @property
     def bytes(self) -> int:
         """The size of the values in bytes, or 0 if the size of the dtype is unknown."""
-        # Use the first number in a name such as float8_e4m3fn.
+        # Use the first number of a name such as float8_e4m3fn, because the others are not sizes.
         digits = re.search(r"[0-9]{1,3}", self.dtype)
         bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
         return math.prod(self.shape) * bits // 8

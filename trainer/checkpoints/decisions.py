@@ -65,7 +65,7 @@ class Retention:
 
     Attributes:
         every_hours: minimum time between further checkpoints to keep, in hours, beginning with the
-            first checkpoint. With 0, none are kept.
+            first checkpoint. With 0, no further ones are kept.
     """
 
     newest: int
@@ -133,10 +133,11 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
-    If `choice` is "best", it is the best valid checkpoint by the main validation metric, or the
-    last one if none was measured after the start of training or all of these are invalid. Any other
-    `choice` selects the last one and may be the reason for that. Set `main_metric` for a finished
-    run that is resumed with another main metric.
+    If `choice` is "best", the best valid checkpoint by the main validation metric is selected. If
+    no checkpoint was measured after step 0, or all measured ones are invalid, the last one is
+    selected. Any other `choice` also selects the last one; a `choice` other than "last" is the
+    reason that is reported. Set `main_metric` for a finished run that is resumed with another main
+    metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """
@@ -165,7 +166,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
     """Select the last checkpoint of a user's program, and emit an event about it.
 
-    With `needs_model`, only checkpoints with a model count, and `UserError` is raised if there is
+    With `needs_model`, the checkpoint must contain a model, and `UserError` is raised if there is
     none. Otherwise, None is returned if the program wrote no checkpoint.
     """
     found = read_index(uri)

@@ -242,7 +242,8 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # Ignore a last segment without rows, because it is not written.
+            # Also delete the old file of a last segment without rows, because such a segment is not
+            # written.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:

@@ -242,7 +242,8 @@ class PartSaver:
         """Remove the parts of a save, and the remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
-            # Another thread may have removed it already.
+            # If a server is unavailable, the save stays in the list. Another thread may already
+            # have removed the save.
             with suppress(UserError, ValueError):
                 self._remove(each)
                 self._unwanted.remove(each)

@@ -177,13 +177,13 @@ class PartServer:
             if is_quick not in {None, request.action in _QUICK}:
                 continue
             target = self._folder / REPLIES / path.name
+            # The chief writes an answered request again if the file system wrongly reported an error.
             with self._lock:
                 is_answered = target in self._replied
             if not is_answered:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # The chief repeats a request if the file system wrongly reported an error.
             path.unlink(missing_ok=True)
             return True
         return False

@@ -1,4 +1,4 @@
-"""Calls a module in a child process: request, environment, answer and errors.
+"""Calls a module in a child process, and returns its answer or raises its error.
 
 The request is a JSON file. The answer is the last line of output that is a JSON object, and an
 error is the last line that starts with `flotilla: `. The child exits when its parent exits.

@@ -27,7 +27,8 @@ class Completion:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: the time in its manifest, because another checkpoint may get the same name later.
+        created: the time in the manifest of this checkpoint, because a later checkpoint may get the
+            same name.
     """
 
     run_id: str
@@ -64,7 +65,8 @@ def is_over(job: Job) -> bool:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # The newest by time, not by step, because training may have skipped a corrupted later one.
+    # Find the newest checkpoint by time, not by step, because training may have skipped a corrupted
+    # checkpoint with a later step.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),

@@ -41,7 +41,7 @@ def begin(
     on_mistake: Callable[[ConfigError], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Start a dry run in a thread, which calls `on_mistake` with an error of the configuration.
+    """Start a dry run in a thread, which passes an error of the configuration to `on_mistake`.
 
     If the dry run ends without a result and `is_over` returns true, nothing is logged.
     """

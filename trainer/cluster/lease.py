@@ -37,9 +37,10 @@ from flotilla.trainer.storage.retry import shorter_retry
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
-# Time to watch an expired lease, in seconds. A living holder renews it twice in this time.
+# Time to watch an expired lease, in seconds. A live holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time to try a release at exit, in seconds; if it fails, the next holder waits.
+# Maximum time to retry a release at exit, in seconds. If it fails, the next holder has to wait
+# until the lease expires.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # Time after which the file of an expired lease may be deleted, in seconds. It is long, because a
@@ -198,7 +199,7 @@ class Lease(NoLease):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder took the next number, and has released it since.
+                # Another holder has used a higher number and released its lease since.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -217,7 +218,7 @@ class Lease(NoLease):
         try:
             self.renew()
         except LeaseLostError as error:
-            # The training thread stops at its next barrier.
+            # The training thread raises the error at its next call of `require`.
             if not self._released:
                 log.warning("%s", error)
             return False
@@ -350,7 +351,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # The thread runs as long as this process trains, whatever errors the store's client raises.
+    # The thread continues after any error of the store's client, because training continues, too.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease cannot be renewed"
     ).start()

@@ -114,7 +114,8 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # The connection was refused, the host name is unknown, or the task was killed.
+        # Other errors mean that the connection was refused, the host name is unknown, or the task
+        # was killed.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
@@ -129,13 +130,14 @@ CHANNEL_OPTIONS = {
     # resend two lost packets, and shorter than the start of a task.
     "grpc.min_reconnect_backoff_ms": 5000,
     # A gRPC server closes a channel that sends more than two pings within 300 s without data, for
-    # example during a call of several hours; TensorFlow has no option for this.
+    # example during a call of several hours; TensorFlow has no option to raise that limit.
     "grpc.keepalive_time_ms": 310_000,
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC also sets TCP_USER_TIMEOUT to this: how long sent bytes may be unacknowledged. A task may
-    # be stopped or swapped out for this long (see `training.stall_timeout`).
+    # gRPC also uses this value for TCP_USER_TIMEOUT, the time for which sent data may remain
+    # unacknowledged. A task may be stopped or swapped out for this long (see
+    # `training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
     # Ping throughout a call; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,

@@ -29,7 +29,8 @@ WARNING = (
     "this system cannot keep TensorFlow's servers on loopback, so other machines can reach the "
     "tasks of this run and run any graph as this user: see docs/security.md"
 )
-# The variable with the leading task's address for metrics. Default: loopback; `*` in a pod.
+# Environment variable for the host address at which the leading task serves its metrics. The
+# default is loopback; launchers on Kubernetes set it to `*`.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
 # TensorFlow reads this variable when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"

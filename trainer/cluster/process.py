@@ -1,4 +1,4 @@
-"""One task of a local cluster as a process: folder, environment, resources, log and end.
+"""Runs one task of a local cluster as a process, with its folder, environment, resources and log.
 
 The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, one
 thread per operation gave 15 % more steps per second, and one core per worker another 10 %.
@@ -128,7 +128,8 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow imports Keras 3 at start, but Keras 2 only when used, so a server loads neither.
+# TensorFlow loads Keras 3 when it is imported, but Keras 2 only when Keras is used. With this
+# variable, a server therefore loads neither.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {

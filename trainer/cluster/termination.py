@@ -33,7 +33,7 @@ def remove(workdir: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        # In a container the file may be a mount, which can only be emptied.
+        # In a container, the file may be a mount, which can only be emptied.
         with suppress(OSError):
             os.truncate(path, 0)
 

@@ -177,8 +177,8 @@ def _scratch() -> Path:
         ) from None
 
 
-#: Name of the file that lists a run's bundles, and of the folder with the corresponding files of
-#: schedules.
+#: Name of the file that lists a run's bundles. Name of the folder for the files that list the
+#: bundles of schedules.
 OF_RUN = "code.json"
 OF_SCHEDULES = "code-of-schedules"
 

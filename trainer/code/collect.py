@@ -16,13 +16,14 @@ from pathspec import GitIgnoreSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
-#: Files that are not code or are generated from code; left out by default.
+#: Patterns of files that are left out by default, because they are not code or are generated from
+#: code.
 DEFAULTS = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
     ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",
     ".vscode", "node_modules", "*.egg-info", ".DS_Store", ".*.part", "/MANIFEST.json",
 )  # fmt: skip
-#: Names of files that probably contain secrets.
+#: Patterns of the names of files that probably contain secrets.
 SECRETS = (
     ".env", ".env.*", "*.env", "credentials", "credentials.json", "credentials.y*ml",
     "credentials.ini", "credentials.toml", "client_secret*.json", "service[-_]account*.json",
@@ -33,7 +34,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# Maximum number of folders to walk, in case a user gives a home directory.
+# Maximum number of folders to search, because a user may give a home directory.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"
@@ -70,7 +71,7 @@ class Rules:
 def _is_pattern(line: str) -> bool:
     try:
         return bool(GitIgnoreSpec.from_lines([line]).patterns)
-    # A range such as `[z-a]` is invalid.
+    # An invalid range, such as `[z-a]`, raises an error.
     except (ValueError, re.error):
         return False
 
@@ -181,7 +182,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
     if origin == _SECRET:
         collected.secrets.append(path)
-    # Report a left-out folder that may be a package of the user.
+    # Report this folder, because it may be a package of the user.
     if origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
         collected.modules_left_out.append(path)
 

@@ -20,9 +20,9 @@ from pydantic import (
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import find_credentials, mask
 
-#: The largest whole number of a run parameter, because KFP passes numbers as doubles.
+#: The largest whole number that a run parameter may have, because KFP passes numbers as doubles.
 MOST = 2**53
-#: The value of a number that is determined from the data later, in Python and in YAML.
+#: In Python and in YAML, the value of a number that is determined from the data later.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
@@ -53,7 +53,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        # Otherwise the text of a validation error would contain the value.
+        # The text of a validation error must not contain the value, which may be a secret.
         hide_input_in_errors=True,
     )
 

@@ -4,7 +4,7 @@ Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is 
 other keys, as in a YAML file. It rejects a key that has a field, so that each key is set in one
 place. To use a value that a drop-down list lacks, choose its entry `settings`.
 
-On this machine, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
+In local runs, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
 runner changes the types of values in a mapping.
 """
 
@@ -33,7 +33,7 @@ _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "l
 _STEPS = ("training", "steps")
 # Number fields in which zero means `auto`.
 _AUTOMATIC = ("steps", "batch_size", "learning_rate")
-# A text that begins with this character is JSON, not the usual single label name.
+# A label field that begins with this character contains JSON and not a single name.
 _LIST = "["
 
 
@@ -62,7 +62,7 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
     return Field(name=name, key=key, type=kind, description=description, choices=listed)
 
 
-#: The fields, in the order in which a person plans a run.
+#: The fields, in the order in which a user plans a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
     _field(
@@ -199,7 +199,8 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field in the form."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # If the number of steps is `auto`, an omitted key of `BY_DATA` does not get its default.
+        # If the number of steps is `auto`, keys of `BY_DATA` that are left out do not get their
+        # usual defaults. Therefore, always include these keys.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

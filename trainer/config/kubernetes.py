@@ -90,8 +90,8 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# Other fields are rejected: `security` sets the fields of containers, and the API would silently
-# drop an unknown field.
+# These are the fields of a pod's security context. The API server would silently drop a field of a
+# container, which belongs in `security`, or an unknown one.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",

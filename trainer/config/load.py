@@ -199,7 +199,7 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
             given = given if is_own else {**value, **given}
         chosen[name] = given
     if training.get("epochs") and "patience" in by_data:
-        # Training with a given length does not stop early.
+        # By default, training for a given number of epochs does not stop early.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
 

@@ -42,7 +42,7 @@ MOST_COUNTED = 255
 MIN_AGE = 16
 # Maximum values of the settings of a table, and of its capacity. Larger values must be mistakes.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
-#: The word for the checkpoint of the registry's champion.
+#: The value that stands for the checkpoint of the registry's champion.
 CHAMPION = "champion"
 KERAS = ".keras"
 _FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")

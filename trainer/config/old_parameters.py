@@ -1,7 +1,7 @@
 """The run parameters of old pipelines, which had one text or number for each configuration key.
 
 `training.steps` was `training_steps`, and a list or a mapping was JSON. Existing schedules still
-contain these parameters. A user who passes one is told how to set it now.
+contain these parameters. An error message says how to set each of them now.
 """
 
 from __future__ import annotations

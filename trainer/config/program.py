@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import names_secret
 
 EVALUATE = "evaluate"
-#: The words that may appear in braces in a command and an environment.
+#: The names of placeholders that may appear in braces in a command or an environment variable.
 PLACEHOLDERS = (
     "role", "index", "task_index", "ps_hosts", "worker_hosts", "chief_hosts", "num_ps",
     "num_workers", "gpu", "dataset", "dataset_files", "checkpoints", "model", "logs", "metrics",
@@ -114,7 +114,7 @@ class ProgramConfig(Whole):
         le=MOST,
     )  # fmt: skip
     python: str = key(
-        # KFP's local runner replaces the text `python3` in parameters.
+        # The default is not `python3`, because KFP's local runner replaces that text in parameters.
         "python",
         "Python 3.8 or later in the image, which starts the program; empty: the image has none",
     )

@@ -17,8 +17,8 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 _FEWEST = 5
 _FEWEST_ROWS = 50
 # A value is compared only if it occurs at least `_FEWEST_EXAMPLES` times, and more than `_TWICE`
-# times as often as the rarest counted value. Then it has surely been counted in the other sample
-# too.
+# times as often as the rarest counted value, because it has then almost certainly been counted in
+# the other sample, too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 

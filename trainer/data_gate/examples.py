@@ -2,7 +2,7 @@
 
 Examples are identified by the hashes of their inputs. For a large split, only the smallest hashes
 are known, which are a uniform sample of its distinct examples. Two splits are compared up to the
-smaller of their largest known hashes, because both samples are complete up to there.
+smaller of their largest known hashes, because both samples are complete up to that hash.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # Share of the most frequent value, plus the probability that an example shares another value.
+    # For each feature, the share of the most frequent value, plus the probability that an example
+    # shares another value.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)

@@ -13,7 +13,7 @@ from flotilla.trainer.features.class_names import ClassIndex
 
 # Metrics that are sensitive to a rare class. A metric of a single class is sensitive too.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
-# A weaker association is not checked.
+# Minimum strength of an association to check.
 _LEAST = 0.15
 # An association is lost if less than this share of it remains.
 _LEFT = 0.5

@@ -139,7 +139,8 @@ class Lookups:
         needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:
             raise Unforeseen("computes ids from rows")
-        # Ids from these substitutes are wrong: the variables have other values when the model runs.
+        # The traced model uses other tensors instead of the variables, so ids that are computed
+        # from them would be wrong.
         if needed & {each.op for each in variables}:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# Number of cells in a block, and of those that count one id. Minimum number of blocks; there is one
-# per slot of a larger shard. Number of ids per block above which all cells are halved.
+# Number of cells in a block. Number of cells that count one id. Minimum number of blocks; a larger
+# shard has one block per slot. Number of ids per block above which all cells may be halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -59,7 +59,8 @@ class CountMinSketch:
             # Sum in uint8, with one byte per block, because the cells may take gigabytes.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # Lookups of this size may occur again, so the size decays like the counts.
+            # Lookups of this size may occur again, so halve the size, like the counts, and do not
+            # reset it.
             begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
             with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
                 return left - sieved

@@ -65,7 +65,7 @@ class EmbeddingTable(keras.layers.Layer):
     #: server.
     grows = True
 
-    # Each argument is also a configuration key.
+    # There are many arguments, because each is also a configuration key.
     def __init__(  # noqa: PLR0913
         self,
         capacity: int,

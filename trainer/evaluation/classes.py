@@ -28,12 +28,12 @@ from flotilla.trainer.tasks.base import Array, Task
 MOST_ROWS = 50
 # The power: the probability that a model as good as the champion loses no judged class.
 _POWER = 0.8
-# Replaces a count of zero, for which the binomial distribution has no tail.
+# Replaces a count of zero, because the arguments of `betainc` must be positive.
 _FEW = 1e-9
 
 
 class _Answers(NamedTuple):
-    """One entry per label: class, example, whether each model recognizes it, and weight.
+    """One entry per label: class, example, whether each model recognizes the class, and weight.
 
     `guessed` is the weight with which the champion predicts each class, and `total` is the total
     weight.
@@ -159,12 +159,12 @@ def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
-    # The probability that a random guess recognizes this many examples (binomial).
+    # The probability that a random guess recognizes at least this many examples (binomial).
     hits = each.worth * each.champion
     finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
     judged = finds & (_equal_model_bounds(each, rule.confidence, classes) >= -margin)
-    # The probability that an equally good model loses this many of the examples on which the two
-    # models differ.
+    # The probability that an equally good model loses at least this many of the examples on which
+    # the two models differ.
     by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
     proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
     return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))

@@ -47,7 +47,7 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 
 #: Confidence of the test against the constant: 1 of 200 uninformative models passes.
 CONFIDENCE = 0.995
-# Number of permutations, whose second-highest value is the quantile at this confidence.
+# Number of permutations. Their second-highest value is the quantile at `CONFIDENCE`.
 _SHUFFLES = 399
 # Limits for a permutation: the maximum numbers of examples and of label values, and the minimum
 # number of examples.

@@ -124,7 +124,8 @@ class Metric:
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # If there are many small parts, spread each part over only a few groups.
+                # Spread a small part over only a few groups, because the sums of each group in a
+                # part are computed separately.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks

@@ -123,7 +123,7 @@ class AttemptBegin(Event):
     steps: int
     resumed: bool
     epochs: float = 0.0  # Number of epochs in `steps`; 0 if unknown.
-    checkpoint: int = -1  # Global step of the newest checkpoint, if older.
+    checkpoint: int = -1  # Global step of the newest checkpoint if it is lower; else -1.
 
 
 class Progress(Event):

@@ -69,7 +69,7 @@ def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any
 
 
 def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
-    # Decisions of earlier versions lack this field.
+    # Compute the headline here, because decisions of earlier versions do not contain one.
     facts = {"name": name, "verdict": decided["decision"], "rules": decided["rules"]}
     return headline.headline({**facts, "measured": headline.describe_metric(measured)})
 

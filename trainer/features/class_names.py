@@ -16,7 +16,8 @@ from decimal import Decimal
 #: Pairs of words for false and true.
 _PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
 _SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
-# Without single letters, because `T` and `t` may be different classes if there are others.
+# Excludes single letters, because `T` and `t` may be different classes in a column that also has
+# other classes.
 _WORDS = {word for pair in _PAIRS[:3] for word in pair}
 _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)

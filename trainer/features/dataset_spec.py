@@ -1,7 +1,7 @@
-"""The content of a prepared dataset, as described in its manifest. Free of TensorFlow.
+"""The content of a prepared dataset, as described in its manifest.
 
-A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`); the features
-of a row are described in `feature_spec.py`.
+A split is a list of TFRecord shards. A record is a block of rows (`trainer/data/blocks.py`); the
+features of a row are described in `feature_spec.py`. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DatasetSpec:
         """Return the spec of a published dataset, with the statistics `learnt` for models.
 
         Raises:
-            UserError: the manifest is invalid, not that of a dataset, or of another version.
+            UserError: the manifest is invalid, describes no dataset, or has another version.
         """
         if manifest.kind != KIND:
             raise UserError(f"it is a {manifest.kind}, not a {KIND}: check the URI")

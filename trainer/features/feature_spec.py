@@ -1,4 +1,4 @@
-"""The schema of a feature, which data, models, tasks and statistics share. Free of TensorFlow.
+"""The schema of a feature, which data, models, tasks and statistics share.
 
 `stored` is the format of a feature in a record:
 
@@ -8,6 +8,8 @@
     "bytes"     texts
     "image"     an encoded PNG or JPEG of any size; it is resized to `shape` when it is read
     "sequence"  bytes of a tensor, or texts, with a variable first dimension
+
+This module does not import TensorFlow.
 """
 
 from __future__ import annotations

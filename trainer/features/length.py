@@ -25,14 +25,15 @@ WITHOUT_GAIN = 16
 # Minimum number of steps between validations. With fewer, validations and checkpoints would take
 # most of the time.
 LEAST_STEPS = 50
-# Minimum default for the number of steps, which even a small table needs, if the run validates.
+# Minimum default for the number of steps if the run validates. Even a small table needs this many.
 LEAST_CEILING = 1_500
 # An epoch has one validation per `MOST_STEPS` steps, but at most `MOST_VALIDATIONS` of them.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
 # Before about 100 updates, Adam's second moments are unreliable (Ma and Yarats 2021, On the
 # Adequacy of Untuned Warmup).
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# Fraction of the default epochs if the run does not validate, because all of them would overfit.
+# Fraction of the default epochs to train for if the run does not validate. Without validation,
+# training for all of them would overfit.
 WITHOUT_VALIDATION = 0.2
 # Smaller numbers of epochs are formatted with decimals.
 _WHOLE = 10

@@ -40,7 +40,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
     words = {name: _argument(name) for name in features}
     found: dict[str, str] = {}
     taken: set[str] = set()
-    # A feature whose name is already valid keeps it.
+    # Process the valid names first, so that they are kept.
     for name in sorted(features, key=lambda name: (name != words[name], name)):
         word = words[name]
         if word.lower() in taken or _MADE.fullmatch(name):

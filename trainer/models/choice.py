@@ -136,7 +136,7 @@ def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     )
     pair = [*users, *items]
     is_pair = len(users) == len(items) == 1 and users != items
-    # `user` is also the name of an id, but `user age` is not.
+    # A column named `user` may contain ids, but a column named `user age` does not.
     if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
         return pair
     return ()

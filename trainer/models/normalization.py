@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-# Maximum absolute difference from the mean. Real data are closer, and it does not overflow.
+# Maximum absolute difference from the mean. Real data are closer, and this difference does not
+# overflow.
 _FAR = 2**62
 
 

@@ -106,7 +106,8 @@ def build(
 def _build(
     function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
 ) -> keras.Model:
-    # `keras.backend.clear_session` would also do this, but it breaks an open strategy scope.
+    # `keras.backend.clear_session` would also reset the name counters, but it breaks an open
+    # strategy scope.
     reset_uids()
     keras.utils.set_random_seed(seed)
     return function(spec, **args)

@@ -64,7 +64,7 @@ def initializer(name: str, value: Any) -> keras.Initializer:
     )
     try:
         found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
-    # Keras uses the value before it checks the type, so it may raise any of these errors.
+    # Keras uses the value before checking its type, which may raise any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if known and isinstance(found, keras.Initializer):

@@ -21,7 +21,7 @@ from flotilla.trainer.storage.uri import local_path
 # from each of these folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
-# Remote files are skipped when their total size exceeds this number of bytes.
+# Remote files are skipped once their total size exceeds this number of bytes.
 _FETCHED = 64 << 20
 # A larger CSV file is replaced by a copy of its first bytes, because the CSV reader searches the
 # whole file for quotes.

@@ -1,7 +1,7 @@
 """Proposes the configuration of a first run from data files and the name of the label column.
 
-The run reads the proposal back from its YAML file, like any other configuration. Does not import
-TensorFlow.
+The run reads the proposal back from its YAML file, like any other configuration. This module does
+not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
-# Default names of the label; see `flotilla.trainer.data.files.column_roles`.
+# Names of columns that are labels by default; see `flotilla.trainer.data.files.column_roles`.
 _BY_NAME = ("label", "target")
 _OTHERS = "async_parameter_server: a cluster"
 

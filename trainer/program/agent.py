@@ -1,4 +1,4 @@
-"""The agent of a program: runs one attempt of one task. Does not import TensorFlow.
+"""The agent of a program: runs one attempt of one task, without importing TensorFlow.
 
 On this machine the agent is the process of the task, and the guard is its child:
 
@@ -123,8 +123,8 @@ class Agent:
         self._code: int | None = None
         self._refuses = self._is_ready = self._is_gone = False
         self._pid = 0
-        #: Why the agent killed the program, and why its attempt is over; empty if neither is the
-        #: case.
+        #: The reason why the agent killed the program, and the reason why its attempt is over. Each
+        #: is empty if it does not apply.
         self._why = self._lost = ""
         self._publisher: Publisher | None = None
         self._metrics: Metrics | None = None
@@ -133,8 +133,6 @@ class Agent:
         self._filled = ""
         self._over_at = 0.0
         self._output_at = self._looked_at = 0.0
-
-    # Called from other threads.
 
     def stop(self, reason: str = "", *, code: int | None = None) -> None:
         """Stop the program within its grace period, and publish a last checkpoint.
@@ -164,8 +162,6 @@ class Agent:
         self._is_gone = True
         self._link.put({"is": "ended", "code": -signal.SIGKILL, "last": []})
         return True
-
-    # The two entry points.
 
     def run(self) -> int:
         """Run the program with a guard in another container; return the exit code for the guard."""
@@ -236,8 +232,6 @@ class Agent:
                 opened.callback(self._begin_asking().stop)
                 end = self._follow(link)
             self._finish(end, held)
-
-    # Before the program starts.
 
     def _begin(self, link: Link) -> Message | None:
         ready = self._await_guard(link)
@@ -329,8 +323,6 @@ class Agent:
                 global_step=step, steps=self._metrics.steps, resumed=step > 0
             )
             events.emit(begin)
-
-    # While the program runs.
 
     def _follow(self, link: Link) -> Message:
         is_asked = False
@@ -426,8 +418,6 @@ class Agent:
             self._metrics.flush()
             self._metrics.save(self._folders.exchange)
             self._publisher.look(self._metrics.step_at, self._metrics.newest)
-
-    # After the program has ended.
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
         """Publish the last checkpoint; return if training is complete, else raise like `train`."""

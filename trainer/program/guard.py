@@ -289,8 +289,6 @@ class Guard:
             self._end_program(program)
         self._flush()
 
-    # The connection to the agent.
-
     def _connect(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -368,8 +366,6 @@ class Guard:
                 self._lose_agent()
                 return
             self._unsent = self._unsent[sent:]
-
-    # Starting the program, and handling its output and exit.
 
     def _start(self, message: Message) -> None:
         if self._program:

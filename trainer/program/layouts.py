@@ -243,7 +243,7 @@ def _is_whole_file(path: Path) -> bool:
 
 def _ends_at(head: bytes) -> int:
     """Return the size of an HDF5 file according to its superblock; -1 if it is not HDF5."""
-    # The HDF5 File Format Specification, version 3, section II.A.
+    # See the HDF5 File Format Specification, version 3, section II.A.
     if len(head) < 64 or not head.startswith(_HDF5):  # noqa: PLR2004
         return -1
     version, at = head[8], {0: (13, 24), 1: (13, 28), 2: (9, 12), 3: (9, 12)}

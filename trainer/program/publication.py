@@ -73,7 +73,8 @@ def _pass_over(uri: str, error: UserError) -> None:
 def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
     """Download a published checkpoint into the program's folder; raises `UserError`.
 
-    Removes other content of the folder, unless `keeps` is set because the program is reading it.
+    Other content of the folder is removed, unless `keeps` is set, because the program may be
+    reading it.
     """
     folder = folders.checkpoints
     with report_errors(f"fill {folder}"):
@@ -316,8 +317,6 @@ class Publisher:
                 "layout": found.layout if found else "",
             },
         }
-
-    # Which checkpoint of the folder is published, recorded for the next process of this task.
 
     def _digest(self, found: Stored) -> str:
         return hashlib.sha256(found.signature.encode()).hexdigest()

@@ -104,7 +104,7 @@ def _register(request: Request, scratch: Path) -> Registration:
     made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
-            # This is skipped if an earlier attempt has already promoted the model.
+            # The promotion is skipped if an earlier attempt has already promoted the model.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
         # An earlier attempt may have won this promotion, but died before it published the result.

@@ -73,7 +73,7 @@ def _folders() -> Iterator[Path]:
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # In cgroups v1, the folder may be named after both controllers.
+            # In cgroups v1, the folder may be named after two controllers, as in `cpu,cpuacct`.
             for name in {controllers, "cpu"} if controllers else {""}:
                 own = _ROOT / name / path.lstrip("/")
                 yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 HIDDEN = "***"
-# Environment variables that contain secrets, which other programs read.
+# Environment variables of other programs that contain secrets.
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
@@ -46,7 +46,7 @@ _IN_HEADER = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-# Characters that move the cursor of a terminal, change its colours or title, reverse the text
+# Characters that move the cursor of a terminal, change its colors or title, reverse the text
 # direction, or are invisible. The two joiners for emoji and some scripts are allowed.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"

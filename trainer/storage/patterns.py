@@ -23,7 +23,7 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """The match of a path. `span` is normalized, and `written` is the span as it is in the path.
+    """The match of a path. `span` is normalized, and `written` is the span as written in the path.
 
     `is_below` tells whether the pattern matches a parent folder of the path.
     """

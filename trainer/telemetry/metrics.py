@@ -231,7 +231,7 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
 def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
     """Serve a registry over HTTP in threads. Port 0 means any free port.
 
-    If that fails, log a warning and return None.
+    If the port cannot be opened, log a warning and return None.
     """
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
     # One socket serves IPv4 and IPv6 if the system supports both.

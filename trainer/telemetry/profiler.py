@@ -19,8 +19,8 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.telemetry.scalars import TRAIN
 
-# Minimum and maximum duration of the traces of other tasks, in milliseconds. Traces are kept in
-# memory.
+# Minimum and maximum duration of the traces of other tasks, in milliseconds. The maximum limits the
+# memory, because traces are kept in memory.
 SHORTEST, LONGEST = 100, 10_000
 # Maximum number of other tasks to trace, because each of them writes megabytes.
 MOST_TASKS = 8

@@ -24,7 +24,8 @@ FILE = "restarts.json"
 # The pause between two rounds, in seconds (longer if there are many tasks), and the maximum number
 # of tasks to probe per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# Timeout of the probe at the end of an attempt, in seconds. The probe shows which task ended it.
+# Timeout of the probe at the end of an attempt, in seconds. The probe shows which task ended the
+# attempt.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)

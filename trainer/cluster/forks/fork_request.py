@@ -29,7 +29,7 @@ class Request:
     """A process to fork: `python -m MODULE ...`.
 
     Attributes:
-        command: the whole command line; the third word is the module.
+        command: the whole command line, with the module as its third item.
         loaded: the module that the server must have loaded; empty to start the process without a
             fork.
         environment: the whole environment.

@@ -35,10 +35,11 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Lowest descriptor number that no library uses.
+# Lowest number of the temporary copies of inherited descriptors. It is above the final numbers,
+# which `forked.high` chooses.
 _HIGH = 400
 BACKLOG = 64
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+_PR_SET_PDEATHSIG = 1  # See prctl(2).
 # Time to wait for the rest of a request, in seconds. A client sends it right after it connects.
 _MOMENT = 0.05
 
@@ -64,7 +65,8 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # Each process needs its own random numbers; Python reseeds its own generator.
+        # Seed NumPy's generator again, so that each process has its own random numbers. Python does
+        # this for its own generator.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -99,7 +101,7 @@ class Server:
         self._loaded: set[str] = set()
         self._arriving: dict[socket.socket, Arriving] = {}
         self._waiting: list[tuple[socket.socket, Request, list[int]]] = []
-        # The descriptor of the forked process, by connection.
+        # The process descriptor (pidfd) of each forked process, by connection.
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
@@ -259,7 +261,7 @@ def main() -> None:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # Ignore signals to the process group: this process ends when its runner ends.
+    # Ignore signals to the process group, because this process ends when its runner ends.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -267,7 +269,7 @@ def main() -> None:
     try:
         show_command_line([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
     except OSError:
-        # Without this kernel feature, processes start without a fork.
+        # If the kernel cannot change the command line, tasks are started without forks.
         return
     # Loading modules creates no garbage, and a copy ignores the server's objects (`gc.freeze`).
     gc.disable()
@@ -301,7 +303,7 @@ _FIELDS = {
     "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
-# The memory must exist as long as this process.
+# Keeps the memory of the command line mapped as long as this process runs.
 _memory: list[mmap.mmap] = []
 
 

@@ -18,7 +18,6 @@ from flotilla.trainer.cluster.forks.fork_request import Request
 VARIABLE = "FLOTILLA_FORK_SERVER"
 # The value by which a user disables forking.
 NONE = "none"
-# Lowest descriptor number that no library uses.
 _HIGH = 200
 
 
@@ -57,7 +56,7 @@ class Forked:
         try:
             code, _ = fork_request.receive_number(self._connection)
         except OSError:
-            # The server was killed, and the process with it.
+            # If the server was killed, its process was killed, too.
             code = -signal.SIGKILL
         self._connection.close()
         self.returncode = code

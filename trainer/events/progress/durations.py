@@ -29,7 +29,7 @@ def duration(seconds: object) -> str:
 
 
 def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
-    """Return the begin and end of each period in which a run was working.
+    """Return the start and end of each period in which a run was working.
 
     A try consists of the name of a step, its begin and its end. If a step is tried again, the time
     before the new try is idle, because the run was waiting to be resumed.
@@ -41,7 +41,7 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # The steps after it are also tried again, which is no further interruption.
+            # Later steps are tried again, too, which does not count as a further interruption.
             seen.clear()
         seen.add(step)
     return joined

@@ -1,8 +1,8 @@
 """The progress of long work, which is counted in batches and reported at intervals.
 
-Counting costs one addition. A thread reports the counts twice a second to the run's event file,
-which a terminal follows, or every 30 seconds to the log if there is no such file. Work that ends
-before the first report is never reported.
+A thread reports the counts twice a second to the run's event file, which a terminal follows, or
+every 30 seconds to the log if there is no such file. Work that ends before the first report is
+never reported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Work:
     """A piece of work of this process, used as a context manager. Any thread may count.
 
     If the total number of units is unknown, but the total of another measure is known, such as the
-    size of the files, the share is computed by that measure.
+    size of the files, the share is computed from that measure.
     """
 
     # The end of the last reported work. Work that starts soon after it is reported earlier than

@@ -308,7 +308,8 @@ class Accumulator:
             return counter.distinct
         if name not in self._values:
             return 0
-        # Each distinct text of a batch is hashed only once, so the number of examples is unknown.
+        # Each distinct text of a batch is hashed only once, so the number of added hashes is
+        # unknown.
         present = None if counter else self.examples - self._missing[name]
         return self._values[name].distinct(present)
 
