@@ -63,8 +63,8 @@ _NAMED = 3
 # Suffixes of the boosting classes and names of the linear classes of scikit-learn. In each pair,
 # the first is for classification and the second for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees of one boosting iteration. Such an iteration takes about
-# 0.1 s on one core.
+# Maximum product of columns, rows and trees of one boosting iteration. Such an iteration takes
+# about 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
 # Maximum number of training examples for recommendations. Maximum number of output values of a

@@ -177,7 +177,7 @@ class PartServer:
             if is_quick not in {None, request.action in _QUICK}:
                 continue
             target = self._folder / REPLIES / path.name
-            # The chief writes an answered request again if the file system wrongly reported an error.
+            # If the file system wrongly reports an error, the chief writes an answered request again.
             with self._lock:
                 is_answered = target in self._replied
             if not is_answered:

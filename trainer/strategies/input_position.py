@@ -24,7 +24,8 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# A range of positions: start and length. In a plan, an example's index and its position.
+# A range of positions, as (start, length). In a plan, a pair (n, p), which means that the n-th next
+# example is at position p.
 Range = tuple[int, int]
 # Number of recent staleness values to keep; enough for a 95th percentile.
 STALENESS_WINDOW = 400

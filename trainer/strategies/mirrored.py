@@ -90,7 +90,8 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # Do this after `build`, because restoring a checkpoint makes the seeds equal again.
+            # Separate the seeds here and not in `build`, because restoring a checkpoint makes them
+            # equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps

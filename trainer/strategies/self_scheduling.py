@@ -69,7 +69,7 @@ def choose_unit(steps: int, workers: int, turn: int) -> int:
 def adjust_unit(steps: int, workers: int, turn: int, now: int) -> int:
     """Return the number of updates per turn, with hysteresis around the current number `now`."""
     # A single update takes about twice as long as an update within a turn. A turn should end within
-    # a second, so that a worker stops soon after it is told to.
+    # a second, so that a worker stops soon after a request.
     fewest = 1 if now == turn else 2
     return turn if steps >= fewest * turn * workers else 1
 

@@ -152,7 +152,7 @@ class SyncParameterServer(Served):
     def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
         """Return a function that computes the loss, the loss to announce, and the gradient."""
         whole = self.pulls_whole()
-        # Spell the device `HUB` as in the variables.
+        # Spell the device `HUB` as the variables do, because devices are compared by their names.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
         def compute_announced(

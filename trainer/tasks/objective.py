@@ -498,7 +498,7 @@ class Measuring(Tally):
         """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # The configured loss may differ from the task's own loss, which the interval is for.
+        # The configured loss may differ from the task's own loss, to which the interval belongs.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
             # The sum in single precision has overflowed.

@@ -1,6 +1,6 @@
 """A client of Kubeflow's Model Registry (Hub), which records promoted versions.
 
-Uses the REST API v1alpha3. Existing entries are not changed, so a retry adds nothing.
+The client uses the REST API v1alpha3. Existing entries are not changed, so a retry adds nothing.
 https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
 """
 
@@ -100,7 +100,7 @@ class Hub:
         listed = listed or kind
         found = self._find(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have created it just now.
+        # Another run may have created the entry in the meantime.
         found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
             raise self._strange(f"no id for {wanted['name']}")

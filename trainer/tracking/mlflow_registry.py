@@ -83,7 +83,7 @@ def _ensure_model(client: Any, name: str) -> None:
         try:
             client.create_registered_model(name)
         except MlflowException as late:
-            # Another run may have created it just now.
+            # Another run may have created the model in the meantime.
             if late.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
 

@@ -218,7 +218,7 @@ class MlflowRun:
                 try:
                     path.write_bytes(storage.read_bytes(uri))
                 except UserError:
-                    # The file was removed.
+                    # The file may have been removed.
                     continue
                 self._client.log_artifact(self._id, str(path))
 
@@ -310,7 +310,7 @@ def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run may have created it just now.
+            # Another run may have created the experiment in the meantime.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise

@@ -48,7 +48,6 @@ MISSING = (
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
-# The events that are tracked.
 _TRACKED = (AttemptBegin, Progress, Validation, Restart, StepEnd)
 #: The file that marks a local run or sweep whose data in MLflow may be incomplete.
 UNSENT = "mlflow.json"
@@ -157,7 +156,7 @@ class Tracker:
     def __init__(self, target: MlflowRun, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
         """Set the pause after the first failure, in seconds.
 
-        It doubles after each further failure.
+        The pause doubles after each further failure.
         """
         self._target = target
         self._reader = Reader()

@@ -110,7 +110,8 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
-        # Check this early, because its error asks for another strategy or another model.
+        # Check a custom `train_step` first, because the error of this check asks for another
+        # strategy or another model.
         _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)

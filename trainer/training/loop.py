@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 # Duration of an inner loop: long enough to hide the work between two inner loops, even if workers
 # wait for each other; short enough to show progress and to react to a request to stop.
 INNER_LOOP_SECONDS = 1.0
-# Unless it ends at a boundary, an inner loop has a multiple of this number of steps, which suits
-# the turns of strategies.
+# Unless it ends at a boundary, an inner loop has a multiple of this number of steps, so that it
+# consists of whole turns of the strategies.
 STEP_MULTIPLE = 20
 # Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss.
 # The limit is needed because weights that Adam has moved far away give finite losses but never
@@ -74,8 +74,8 @@ class Hooks:
             (the evaluator) no longer improve.
         judged_by: called after the model is built; returns the checkpoint fields that name the main
             metric, as `MainMetric.of` reads them.
-        watch_steps: entered around each inner loop and the record of its result, to check that
-            steps are made.
+        watch_steps: a context manager around each inner loop and the record of its result, which
+            checks that steps are made.
         steps_of_epoch: the number of steps per epoch; 0 if unknown.
     """
 
