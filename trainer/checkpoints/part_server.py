@@ -177,7 +177,7 @@ class PartServer:
             if is_quick not in {None, request.action in _QUICK}:
                 continue
             target = self._folder / REPLIES / path.name
-            # If the file system wrongly reports an error, the chief writes an answered request again.
+            # The chief repeats an answered request if its file system wrongly reported an error.
             with self._lock:
                 is_answered = target in self._replied
             if not is_answered:
