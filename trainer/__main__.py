@@ -1,8 +1,8 @@
 """`python -m flotilla.trainer task` runs one task of a training cluster in this process.
 
-Pipeline steps call the stages as functions, whereas launchers and containers start this program. It
-reports an error as one line on standard error and in the termination message. The exit codes are
-defined in `flotilla.trainer.runtime.errors`.
+Pipeline steps call the stages as functions, whereas launchers and containers start this program.
+This program reports an error as one line on standard error and in the termination message. The exit
+codes are defined in `flotilla.trainer.runtime.errors`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The kinds of inputs, or the task, determine the baselines:
     recommendation      popularity, and item-item
 
 They are fitted to at most `MOST_ROWS` random training examples (recommenders to `_MOST_PAIRS`), and
-to fewer if there are many columns or classes, or texts. This limits the memory to about 1 GB. A
+to fewer if there are texts, or many columns or classes. This limits the memory to about 1 GB. A
 clock, which is checked between slices of the work, limits the time. A baseline that fails does not
 fail the evaluation; it is reported as skipped, with the reason.
 """
@@ -58,17 +58,13 @@ _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum number of test examples, and of training examples except for recommendations.
 MOST_ROWS = 100_000
-# Maximum number of omitted inputs to name in the description of a baseline.
 _NAMED = 3
-# Suffixes of the boosting classes and names of the linear classes of scikit-learn. In each pair,
-# the first is for classification and the second for regression.
+# Suffixes and names of classes in scikit-learn, for classification and for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees of one boosting iteration. Such an iteration takes
-# about 0.1 s on one core.
+# Maximum product of columns, rows and trees of one boosting iteration (about 0.1 s on a core).
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of training examples for recommendations. Maximum number of output values of a
-# baseline (64 MB).
+# Maximum numbers of training examples for recommendations, and of output values (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 

@@ -19,20 +19,17 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Maximum number of elements of a tensor of rank 2 or more. Larger tensors are not used, because
-# they may be images.
+# Maximum size of a tensor of rank 2 or more. Larger ones are left out: they may be images.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Maximum number of columns with which histograms have more bins. In both cases, the histograms take
-# at most 160 MB.
+# Tables with up to this many columns get 255 histogram bins, others 63: at most 160 MB each.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
 #: Maximum number of rows that a linear model of texts is fitted to.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
-# A word is a single letter of a script without spaces, or a sequence of letters and digits of other
-# scripts.
+# A word is one letter of a script without spaces, or a sequence of other letters and digits.
 _ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
 Matrix = Any
@@ -182,8 +179,7 @@ class Columns:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # At most 2^20 coefficients (8 MB) for each text feature, because a solver holds about 20
-        # copies of them.
+        # At most 2^20 coefficients (8 MB) per text feature, because a solver holds 20 copies.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

@@ -21,8 +21,7 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Maximum number of boosting iterations (scikit-learn's default). Maximum number of trees; with more
-# than two classes, each iteration adds one tree for each class.
+# Maximum numbers of boosting iterations (scikit-learn's default) and of trees.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
@@ -31,7 +30,7 @@ _FIRST = 5
 _MANY_ROWS, _LEAVES = 2000, 31
 # Share of the remaining time that the next slice may take.
 _SAFE = 0.7
-# Minimum probability, also for classes that do not occur in the rows.
+# Minimum probability of a class, even if the class does not occur in the training rows.
 _LEAST = 1e-6
 #: Maximum number of values that a task predicts. Each value needs a separate model.
 MOST_NUMBERS = 32

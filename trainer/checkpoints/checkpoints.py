@@ -75,8 +75,7 @@ class Checkpoints:
     learnt = NOTHING
     #: The positive class of each output that has one, which each checkpoint records.
     positive: Any = None
-    #: A function that raises an error if the run may not continue from the given checkpoint. It is
-    #: called with the newest one.
+    #: A function that raises an error if the run may not continue from the newest checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
     dataset = ""
     #: The saver of parts, or None if the chief writes and reads all variables.
@@ -96,9 +95,8 @@ class Checkpoints:
     ) -> None:
         """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
-        `fingerprint` identifies the dataset: no attempt may continue with another dataset, because
-        examples of the earlier training split may be in its test split. `awaited` tells whether an
-        evaluator is running.
+        `fingerprint` identifies the dataset. No attempt continues with another dataset, which may
+        test on earlier training examples. `awaited` tells whether an evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -241,8 +239,7 @@ class Checkpoints:
         """Emit an event for a published checkpoint, and delete outdated checkpoints."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # Ignore checkpoints of later steps. They were skipped as invalid when this attempt began,
-        # and would count as the newest ones to keep.
+        # Ignore later checkpoints: they were invalid at the start, and must not count as newest.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.list_outdated(readable):
             storage.delete(old)
@@ -309,8 +306,8 @@ def restore(
 ) -> None:
     """Assign the checkpoint's values to `variables`. Raises `UserError` if they do not fit.
 
-    If `found.apart` is set, the `servers` assign the values. Optional variables that the checkpoint
-    lacks keep their values.
+    If `found.apart` is set and all `servers` respond, they assign the values. Optional variables
+    that the checkpoint lacks keep their values.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)

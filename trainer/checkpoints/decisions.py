@@ -133,11 +133,10 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
-    If `choice` is "best", the best valid checkpoint by the main validation metric is selected. If
-    no checkpoint was measured after step 0, or all measured ones are invalid, the last one is
-    selected. Any other `choice` also selects the last one; a `choice` other than "last" is the
-    reason that is reported. Set `main_metric` for a finished run that is resumed with another main
-    metric.
+    If `choice` is "best", this is the best valid checkpoint by the main validation metric, or the
+    last one if none was measured after step 0 or all measured ones are invalid. Any other `choice`
+    selects the last one and, unless it is "last", is the reported reason. Set `main_metric` for a
+    finished run that is resumed with another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """
@@ -186,7 +185,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
 
 def _select(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> SelectedCheckpoint:
     read_checkpoint(entry.uri)
-    # The checkpoint may have been corrupted after its publication.
+    # Verify the files again, because they may have been corrupted after the publication.
     fields = storage.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))

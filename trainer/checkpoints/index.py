@@ -128,8 +128,7 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # Use the metric of the newest checkpoint that records one. A run may be resumed with another
-    # metric, and manifests of earlier versions record none.
+    # Use the newest metric that is recorded: a run may be resumed with another metric.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -151,8 +150,7 @@ def _validation(measured: Any) -> dict[str, float]:
     """Return the finite numbers of a validation (empty if its loss is not finite)."""
     row = measured if isinstance(measured, dict) else {}
     found = {name: value for name, value in row.items() if name.startswith(VALIDATION)}
-    # A checkpoint without a finite validation loss must not become the best one, because retention
-    # would then delete better ones.
+    # Ignore a validation without a finite loss, so that retention does not prefer its checkpoint.
     finite = {name: value for name, value in found.items() if is_number(value)}
     return finite if VALIDATION_LOSS in finite else {}
 

@@ -171,8 +171,8 @@ class PartSaver:
             save.snapshot.clear()
             publish, discard = partial(self._publish, save), partial(self._discard, save)
             self._uploads.put("checkpoint", publish, discard)
-        # The training thread raises the error at its next call, as if it had saved the checkpoint
-        # itself.
+        # The training thread raises the error at its next call of `require`, as if it had saved the
+        # checkpoint itself.
         except BaseException as error:
             self._failure = error
             save.snapshot.clear()
@@ -242,8 +242,7 @@ class PartSaver:
         """Remove the parts of a save, and the remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
-            # If a server is unavailable, the save stays in the list. Another thread may already
-            # have removed the save.
+            # If a server is unavailable, the save stays listed. Another thread may have removed it.
             with suppress(UserError, ValueError):
                 self._remove(each)
                 self._unwanted.remove(each)

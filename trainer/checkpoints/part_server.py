@@ -43,7 +43,7 @@ REPLIES = f"{FOLDER}/replies"
 PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
 POLL_SECONDS = 0.05
-# Number of replies to keep. A chief reads each reply soon after it is written.
+# Number of replies to keep. It is small, because a chief reads each reply soon after it is written.
 KEPT_REPLIES = 16
 # The error that a server reports if it could not write the actual reply.
 UNWRITTEN = "cannot write its answer"
@@ -240,7 +240,7 @@ def _write(target: Path, reply: Reply) -> None:
         part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
         os.replace(part, target)
     except OSError:
-        # A partial file would take space from the next one.
+        # A partial file would take the space that a shorter reply needs.
         part.unlink(missing_ok=True)
         raise
 

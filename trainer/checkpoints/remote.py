@@ -129,7 +129,7 @@ class RemoteCheckpoints(Checkpoints):
         try:
             self._measured = read_validations(self.uri)
         except UserError as error:
-            # Training works without validations, except for early stopping.
+            # Only log the error, because early stopping alone needs the validations.
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:

@@ -86,8 +86,7 @@ class PartServers:
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that cannot write cannot report this either, but this write raises the
-                # error.
+                # A server that cannot write cannot report this, so this write raises the error.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -159,8 +158,7 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# This is not a nested function, because an error would keep a nested function and its tensors
-# alive; see `side_by_side`.
+# This is not nested, because an error would keep a nested function alive; see `side_by_side`.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()

@@ -235,7 +235,7 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # Without the CPU's name, a task with a GPU would copy all values to the GPU.
+        # If the CPU were not named, a task with a GPU would copy all values to the GPU.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]

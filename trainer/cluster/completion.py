@@ -27,8 +27,7 @@ class Completion:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: the time in the manifest of this checkpoint, because a later checkpoint may get the
-            same name.
+        created: its time in the manifest, because another checkpoint may get the same name later.
     """
 
     run_id: str
@@ -65,8 +64,7 @@ def is_over(job: Job) -> bool:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # Find the newest checkpoint by time, not by step, because training may have skipped a corrupted
-    # checkpoint with a later step.
+    # Compare times and not steps, because training may have skipped a corrupted later step.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),

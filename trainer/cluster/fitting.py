@@ -68,7 +68,7 @@ def try_fit(
     """Return the result of a dry run without a GPU; see `flotilla.trainer.training.dry_run.fit`.
 
     `dataset` is empty before it is prepared. `elsewhere` means that the run is on other machines,
-    which may have other packages and files, or a network. Raises `NotKnownError` after `seconds`,
+    which may have other packages, files or network access. Raises `NotKnownError` after `seconds`,
     or if the process was killed or failed, and `ConfigError` if model and dataset do not fit.
     """
     try:

@@ -1,6 +1,6 @@
 """The lease of a checkpoint folder: only one job at a time writes there.
 
-A lease is a lock that expires unless it is renewed. It is a file below the folder, such as
+A lease is a lock that expires unless it is renewed. The lease is a file below the folder, such as
 `.lock/000003.json`, created by a write that never replaces a file. The file with the highest number
 holds the lease, unless it says `released` or was not renewed for `LEASE_SECONDS`. A new holder
 first creates the file with the next number, so that a replaced holder always notices. Clocks of
@@ -39,8 +39,7 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # Time to watch an expired lease, in seconds. A live holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time to retry a release at exit, in seconds. If it fails, the next holder has to wait
-# until the lease expires.
+# Maximum time to retry a release at exit, in seconds. After a failure, the next holder waits.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # Time after which the file of an expired lease may be deleted, in seconds. It is long, because a
@@ -190,7 +189,7 @@ class Lease(NoLease):
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # The lease starts now, because this call may have waited for it.
+            # Set the start time only now, because this call may have waited for the lease.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
             # If two jobs write at once, or a response is lost, only the store knows the holder.
@@ -351,7 +350,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # The thread continues after any error of the store's client, because training continues, too.
+    # The thread continues after any error of the store's client, as long as training does.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease cannot be renewed"
     ).start()

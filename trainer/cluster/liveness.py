@@ -70,7 +70,7 @@ def _beat(descriptor: int) -> bool:
     try:
         os.write(descriptor, b".")
     except OSError:
-        # The parent has ended; only this thread stops.
+        # The parent has exited. Stop only this thread, and not the task.
         return False
     return True
 
@@ -114,8 +114,7 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Other errors mean that the connection was refused, the host name is unknown, or the task
-        # was killed.
+        # Otherwise, the connection was refused, the host is unknown, or the task was killed.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
@@ -135,11 +134,10 @@ CHANNEL_OPTIONS = {
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC also uses this value for TCP_USER_TIMEOUT, the time for which sent data may remain
-    # unacknowledged. A task may be stopped or swapped out for this long (see
-    # `training.stall_timeout`).
+    # gRPC also uses this as TCP_USER_TIMEOUT: how long sent data may be unacknowledged. A task may
+    # be stopped or swapped out for this long (see `training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
-    # Ping throughout a call; the default is two pings.
+    # Send pings during the whole call. By default, gRPC stops after two.
     "grpc.http2.max_pings_without_data": 0,
     # Ignore the web proxy of the environment: it cannot reach tasks, and calls to loopback would
     # hang.

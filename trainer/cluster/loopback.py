@@ -1,8 +1,8 @@
 """The ports of a local cluster, closed to all connections except those over loopback.
 
 TensorFlow's servers run any graph that they receive, and listen on every address of the machine.
-The address cannot be set, but they can share their port (SO_REUSEPORT). Therefore, a socket of this
-process listens first, and a filter makes the kernel choose between the two: a connection over
+Their address cannot be set, but their port can be shared (SO_REUSEPORT). Therefore, a socket of
+this process listens first, and a filter makes the kernel choose between the two: a connection over
 loopback goes to the server, and any other one to this socket, which drops it. The filter is active
 before the server listens. Until then, a loopback connection also goes to this socket, which closes
 it at once; the client retries after a second. See `docs/decisions/0032-pods-and-networks.md`.
@@ -29,8 +29,7 @@ WARNING = (
     "this system cannot keep TensorFlow's servers on loopback, so other machines can reach the "
     "tasks of this run and run any graph as this user: see docs/security.md"
 )
-# Environment variable for the host address at which the leading task serves its metrics. The
-# default is loopback; launchers on Kubernetes set it to `*`.
+# Variable for the host of the leading task's metrics: loopback by default, `*` in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
 # TensorFlow reads this variable when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"
@@ -47,12 +46,12 @@ _SERVER_IF_LOOPBACK = [
     (_LOAD_BYTE, 0, 0, _IP),
     (_SHIFT_RIGHT, 0, 0, 4),
     (_IF_EQUAL, 0, 4, 4),
-    # IPv4: source and destination in 127.0.0.0/8.
+    # For IPv4, the source and the destination must be in 127.0.0.0/8.
     (_LOAD_BYTE, 0, 0, _IP + 12),
     (_IF_EQUAL, 0, 11, 127),
     (_LOAD_BYTE, 0, 0, _IP + 16),
     (_IF_EQUAL, 8, 9, 127),
-    # IPv6: destination ::1, which the kernel accepts from no other interface.
+    # For IPv6, the destination must be ::1, which the kernel accepts from no other interface.
     (_LOAD_WORD, 0, 0, _IP + 24),
     (_IF_EQUAL, 0, 7, 0),
     (_LOAD_WORD, 0, 0, _IP + 28),
@@ -112,7 +111,7 @@ def _close_each(held: socket.socket) -> None:
         except OSError as error:
             if error.errno in {errno.EINVAL, errno.EBADF}:
                 return
-            # Too many files are open at the moment.
+            # Try again, because too many files may be open at the moment.
             time.sleep(_PAUSE_SECONDS)
 
 

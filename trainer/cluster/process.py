@@ -37,7 +37,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
-        # By default, TensorFlow uses one inter-op thread on one core, which may deadlock.
+        # On one core, TensorFlow has one inter-op thread by default, which may deadlock.
         "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
     }
 
@@ -45,7 +45,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
     """Pin a started worker to its own cores, if there are enough cores for all workers."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
-        # The process may have ended.
+        # The process may already have ended.
         with suppress(OSError):
             os.sched_setaffinity(pid, own)
 
@@ -96,7 +96,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
     """
     if not count or not cluster.gpu_memory_fraction:
         return [cluster.gpu_memory_mb] * count if cluster.gpu_memory_mb else []
-    # TensorFlow reports the memory of a GPU only after allocating it.
+    # Ask the driver, because TensorFlow reports the memory of a GPU only after allocating it.
     size, device, limits = ctypes.c_size_t(), ctypes.c_int(), []
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -128,8 +128,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow loads Keras 3 when it is imported, but Keras 2 only when Keras is used. With this
-# variable, a server therefore loads neither.
+# This makes TensorFlow load Keras 2, but only on use, instead of Keras 3. Servers use neither.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
@@ -317,7 +316,7 @@ class TaskProcess:
             **signals.parent_environment(),
             **lease.lease_environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
-            # A call to a dead peer fails at once, without gRPC's own retries.
+            # Let a call to a dead peer fail at once, without gRPC's own retries.
             "GRPC_FAIL_FAST": "use_caller",
             **user_code.environment(),
         }

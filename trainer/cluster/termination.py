@@ -1,7 +1,7 @@
 """The termination message of a task: one line in a file that is allocated in advance.
 
-A full disk therefore cannot prevent the message. It passes through these places before it becomes
-the last line of a failed run:
+A full disk therefore cannot prevent the message. The message passes through these places before it
+becomes the last line of a failed run:
 
 1. The task writes its error here (`trainer/__main__.py`).
 2. The supervisor of the local cluster (`supervisor.py`), or the launcher on Kubernetes

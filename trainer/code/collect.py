@@ -16,8 +16,7 @@ from pathspec import GitIgnoreSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
-#: Patterns of files that are left out by default, because they are not code or are generated from
-#: code.
+#: Patterns of files that are left out by default: they are not code, or are generated.
 DEFAULTS = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
     ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",

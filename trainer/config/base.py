@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.masking import find_credentials, mask
 
 #: The largest whole number that a run parameter may have, because KFP passes numbers as doubles.
 MOST = 2**53
-#: In Python and in YAML, the value of a number that is determined from the data later.
+#: The value that stands for a number to be determined from the data, in Python and in YAML.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (

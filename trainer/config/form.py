@@ -1,8 +1,8 @@
 """The form of a run: the common configuration keys as typed fields, and `settings`.
 
 Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
-other keys, as in a YAML file. It rejects a key that has a field, so that each key is set in one
-place. To use a value that a drop-down list lacks, choose its entry `settings`.
+other keys, as in a YAML file. A key that has a field is rejected there, so that each key is set in
+one place. To use a value that a drop-down list lacks, choose its entry `settings`.
 
 In local runs, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
 runner changes the types of values in a mapping.
@@ -199,8 +199,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field in the form."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # If the number of steps is `auto`, keys of `BY_DATA` that are left out do not get their
-        # usual defaults. Therefore, always include these keys.
+        # With `auto` steps, keys of `BY_DATA` that are left out would not get their usual defaults.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# Maximum size of a configuration. PyYAML needs 20 s to read 1 MB.
+# Maximum size of a configuration, in bytes. PyYAML needs 20 s to read 1 MB.
 _MOST_BYTES = 1 << 17
 # Maximum depth at which texts are kept. The limit is needed because a node may contain itself.
 _DEEPEST = 6
@@ -153,7 +153,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
     try:
-        # Check this first, because another error message would quote the rejected value.
+        # Check the values first, because a later error message would quote a rejected one.
         require_writable(tree)
     except ValueError as error:
         raise ConfigError(_one_line(str(error))) from None
@@ -194,7 +194,7 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
     for name, value in by_data.items():
         given = training.get(name, value)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
-            # These defaults do not apply to another optimizer or schedule.
+            # The defaults in `BY_DATA` do not apply to another optimizer or schedule.
             is_own = given.get("name", value["name"]) != value["name"]
             given = given if is_own else {**value, **given}
         chosen[name] = given
@@ -228,7 +228,7 @@ def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
         tree = _parse_recorded(text) if path.suffix == ".json" else _load(text)
-    except Exception as error:  # As in `parse_value`.
+    except Exception as error:  # See `parse_value`.
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error

@@ -61,7 +61,7 @@ class MainMetric:
         return value is None, rank, math.inf if loss is None else loss
 
 
-#: The main metric of earlier records, and of validations that measure only the loss.
+#: The main metric of records of earlier versions, and of validations that measure only the loss.
 BY_LOSS = MainMetric()
 
 

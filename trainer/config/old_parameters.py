@@ -81,7 +81,7 @@ def _deep(value: Any, field: Any) -> Any:
         return int(value)
     if kind in (str, int, float, bool) or not isinstance(value, str):
         return value
-    # The default of a key that accepts a word or a mapping is a word. Do not parse a word.
+    # A key whose default is a text accepts a text or a mapping. Do not parse a text.
     if isinstance(field.default, str) and not value.lstrip().startswith("{"):
         return value
     with suppress(ValueError):

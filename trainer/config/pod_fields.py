@@ -144,7 +144,7 @@ def _check_choice(what: str, word: str, allowed: tuple[str, ...]) -> None:
 
 def _check_seconds(tree: Mapping[str, Any]) -> None:
     seconds = tree["tolerationSeconds"]
-    # KFP passes every number as a double.
+    # KFP passes every number as a double, so a whole number may be a float.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds % 1:
         raise ValueError(f"tolerationSeconds: {seconds!r} is not a whole number")
     if tree.get("effect") != "NoExecute":

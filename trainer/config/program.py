@@ -35,8 +35,8 @@ _HIDDEN = "(hidden)"
 _PUBLIC = re.compile(r"|\d{1,6}|true|false|[./{].*", re.IGNORECASE | re.DOTALL)
 # Variables that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
-#: By section, the keys that have no effect with a program. The keys of the section `model` have
-#: none either.
+#: For each section, the keys that have no effect with a program. No key of the section `model` has
+#: an effect either.
 _OWN = {
     "training": (
         "accumulate", "optimizer", "schedule", "pull_every", "replicas_to_aggregate",

@@ -106,7 +106,7 @@ def compare_splits(question: Question) -> Iterator[Finding]:
 
 def _is_tested(question: Question, name: str) -> bool:
     dataset = question.dataset
-    # The rule `balance` checks the class shares of a label.
+    # Labels with classes are not tested, because the rule `balance` checks their class shares.
     is_class = name in dataset.targets and dataset.specs[name].num_classes
     return not (is_class or question.defines_splits(name) or dataset.grows_by_design(name))
 

@@ -151,7 +151,7 @@ def _explain_class(
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
     _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
     _, classes = np.unique(y, return_inverse=True)
-    # Missing values count as one value.
+    # `np.unique` treats all missing values as one value.
     pairs = values * (int(classes.max()) + 1) + classes
     _, pairs, of_pair = np.unique(pairs, return_inverse=True, return_counts=True)
     most = np.zeros(len(of_value), np.int64)

@@ -24,7 +24,7 @@ MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
-# A smaller share of other values is a rounding error.
+# Minimum share of the other values to draw. A smaller share is a rounding error.
 _LEAST_REST = 1e-9
 # Draw only values between these quantiles, because outliers would squeeze the rest into one bar.
 _DRAWN = (0.005, 0.995)

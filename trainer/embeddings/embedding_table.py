@@ -59,10 +59,9 @@ _log = logging.getLogger(__name__)
 class EmbeddingTable(keras.layers.Layer):
     """A layer from ids of any shape `[...]` to their rows `[..., dimension]`."""
 
-    #: Tells strategies to leave the variables on their servers instead of pulling them whole.
+    #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
-    #: Tells strategies to call `connect` and `rebuild`, and to keep each of `list_groups` on one
-    #: server.
+    #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
     grows = True
 
     # There are many arguments, because each is also a configuration key.
@@ -363,8 +362,8 @@ class EmbeddingTable(keras.layers.Layer):
 def may_lack(path: str) -> bool:
     """Return whether a checkpoint of the same model may lack the variable with this path.
 
-    This holds for counts of ids without a row, which then start at zero, and for seeds, because
-    only one of the runs may augment images.
+    These are the counts of ids without a row, which then start at zero, and the seeds, because only
+    one of the runs may augment images.
     """
     return bool(_COUNTING.search(path)) or path.endswith(SEED)
 

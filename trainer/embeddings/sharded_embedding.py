@@ -38,7 +38,7 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding`, it never counts a negative id from the end.
     """
 
-    #: Tells strategies to leave the variables on their servers instead of pulling them whole.
+    #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
 
     def __init__(

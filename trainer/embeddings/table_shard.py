@@ -118,7 +118,6 @@ class Shard:
             # belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
-        #: The variables that are not saved in a checkpoint.
         self.unsaved = (self.free, self.room, self.earlier, self.window)
 
     @property
@@ -160,7 +159,7 @@ class Shard:
         keys, checks, counts = here
         step = None if step is None else tf.identity(step)
         asked = Asked(keys=keys, checks=checks, counts=counts)
-        # Wait for the inputs before locking the mutex.
+        # Wait for the inputs before locking the mutex, so that it is held only briefly.
         with tf.control_dependencies([*here, *([] if step is None else [step])]):
             (slots,) = self.run_locked(lambda: [self._update(asked, step)])
         return slots

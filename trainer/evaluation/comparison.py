@@ -82,7 +82,7 @@ def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Directi
     return better
 
 
-# In the order of `Pairs`: whether the challenger and the champion are right.
+# Whether the challenger and the champion are right, in the order of `Pairs`.
 _WHO = ((1, 1), (1, 0), (0, 1), (0, 0))
 
 

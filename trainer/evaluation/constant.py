@@ -217,7 +217,7 @@ def compare_shuffled(
         if above <= critical:
             bound = min(bound, 0.0)
         elif gain > 0:
-            # The test-based confidence limit (Miettinen 1976).
+            # Compute the test-based confidence limit (Miettinen 1976).
             bound = gain - gain * critical / above
     return {
         "metric": metric,

@@ -124,8 +124,7 @@ class Metric:
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # Spread a small part over only a few groups, because the sums of each group in a
-                # part are computed separately.
+                # Spread a small part over few groups, because the sums of each group cost a call.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks

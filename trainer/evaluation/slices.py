@@ -15,8 +15,8 @@ import tensorflow as tf
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# Numbers with more distinct values are divided into quartiles. If strings have more distinct
-# values, only the most frequent values have a slice.
+# Maximum number of distinct values of a column that has a slice for each value. If there are more,
+# numbers are divided into quartiles, and only the most frequent strings have a slice.
 MOST_VALUES = 20
 # Maximum number of distinct values to count; values that first occur later get no slice.
 _MOST_COUNTED = 1 << 16

@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# Only part of a larger split is read, because more examples would hardly change the threshold.
+# Maximum number of examples to read, because more would hardly change the threshold.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12
@@ -110,7 +110,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # Use only the last of equal probabilities, and not the lowest, which has no lower neighbor.
+    # Use only the last of equal probabilities. Skip the lowest one: it has no lower neighbor.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None

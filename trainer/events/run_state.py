@@ -115,7 +115,7 @@ class RunState:
     def progress_since(self, began: float) -> dict[str, Any]:
         """Return the progress of the step that started at `began`, and of its current work.
 
-        The work is the text `progress`, with `share` and `seconds_left` if known.
+        The work is the text `progress` and, without training, `share` and `seconds_left` if known.
         """
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)

@@ -87,8 +87,8 @@ def export(  # noqa: PLR0913, PLR0917
 
     Args:
         config: the configuration of the model and the formats.
-        dataset: URI of the published dataset, for the names of inputs and labels, and test
-            examples.
+        dataset: URI of the published dataset, which has the names of inputs and labels, and the
+            test examples.
         checkpoint: URI of the published checkpoint.
         decision: URI of the gate's published decision on the checkpoint.
         output: URI of the model.

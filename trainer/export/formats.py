@@ -56,8 +56,7 @@ def convert_to_tflite(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # The converter uses a deprecated interpreter, which causes a warning.
         warnings.simplefilter("ignore")
-        # Do not save custom gradients of lookups, because if saving them fails, TensorFlow drops
-        # the signature.
+        # Skip custom gradients of lookups: if saving them fails, TensorFlow drops the signature.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(holder, folder, {SERVING: function}, options)
         converter = tf.lite.TFLiteConverter.from_saved_model(folder)

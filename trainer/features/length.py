@@ -35,7 +35,7 @@ WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
 # Fraction of the default epochs to train for if the run does not validate. Without validation,
 # training for all of them would overfit.
 WITHOUT_VALIDATION = 0.2
-# Smaller numbers of epochs are formatted with decimals.
+# Minimum number of epochs that is formatted without decimals.
 _WHOLE = 10
 
 

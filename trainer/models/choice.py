@@ -28,8 +28,8 @@ _OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
 # An image has two sides, and may have channels: 1 for gray, 3 for RGB, 4 for RGBA.
 _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
-# An embedding table of integer ids has a row for each id up to the largest. It must have fewer rows
-# than this, or than this many times the number of distinct ids.
+# An embedding table of integer ids has a row for each id up to the largest. The largest id must be
+# below `_FEW_ROWS`, or below `_SPARSE` times the number of distinct ids.
 _FEW_ROWS, _SPARSE = 100_000, 10
 # Patterns of the names of id columns, and words that occur in the names of user and item ids.
 _ID = re.compile(

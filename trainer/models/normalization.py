@@ -13,8 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# Maximum absolute difference from the mean. Real data are closer, and this difference does not
-# overflow.
+# Maximum difference from the mean. Real data are closer, and this value does not overflow.
 _FAR = 2**62
 
 
@@ -42,7 +41,7 @@ class Normalization(keras.layers.Layer):
             left = (ops.cast(x, "float32") - self.mean.astype("f4")) / self.std.astype("f4")
         return ops.cast(left, self.compute_dtype)
 
-    #: Replaces the layer in Keras files, which must not need code of this package.
+    #: This method replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def _whole(self, x: Any) -> Any:

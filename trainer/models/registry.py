@@ -32,7 +32,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out
 # Parts of Keras's error messages about unknown classes and functions, and about duplicate names.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
-# Maximum number of inputs in a message.
+# Maximum number of inputs to list in a message.
 _NAMED = 6
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
@@ -106,8 +106,7 @@ def build(
 def _build(
     function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
 ) -> keras.Model:
-    # `keras.backend.clear_session` would also reset the name counters, but it breaks an open
-    # strategy scope.
+    # `keras.backend.clear_session` would also reset names, but it breaks an open strategy scope.
     reset_uids()
     keras.utils.set_random_seed(seed)
     return function(spec, **args)

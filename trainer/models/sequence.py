@@ -29,7 +29,7 @@ _WIDTH = 3
 _MOST_IDS = 1 << 16
 # Offset that makes padding smaller than all other values, also in half precision.
 _FAR = 1e4
-# A string that occurs in fewer training examples counts as unknown.
+# Minimum number of training examples in which a string must occur to be known.
 _LEAST = 2
 
 
@@ -92,7 +92,7 @@ def _pooled(  # noqa: PLR0913
         if rate:
             y = layers.Dropout(rate, name=layer_name(name, f"dropout_{index}"))(y)
         y = layers.Dense(units, name=layer_name(name, f"mix_{index}"))(y)
-        # Padding must not be the maximum.
+        # Make padding smaller than all values, so that it is never the maximum.
         x = x + y + (known - 1) * _FAR
         found.append(ops.max(x, axis=1) * some)
     return [*found, ops.log(1 + count)]

@@ -162,7 +162,7 @@ class InputSpec:
     def statistics(self, name: str) -> FeatureStatistics:
         """Return the statistics of a feature in the training split.
 
-        They are empty before the dataset is prepared, as in `flotilla doctor`.
+        The statistics are empty before the dataset is prepared, as in `flotilla doctor`.
 
         Raises:
             ConfigError: the feature does not exist.
@@ -181,8 +181,8 @@ class InputSpec:
     ) -> Vocabulary:
         """Return a layer that converts the strings of a feature to integers; see `Vocabulary`.
 
-        It knows the `most` frequent values (0 for no limit) that occur in at least `least`
-        examples. With `padding`, the empty string has the number 1.
+        The layer knows up to `most` values (0 for no limit): the most frequent of those that occur
+        in at least `least` examples. With `padding`, the empty string has the number 1.
 
         Raises:
             ConfigError: the feature is not a string.
@@ -195,8 +195,9 @@ class InputSpec:
     ) -> Words:
         """Return a layer that numbers the first `length` words of texts; see `Words`.
 
-        It knows the `most` frequent words (0 for no limit) that occur in at least `least` training
-        examples. With an `ngram` of 2, words are pairs of consecutive words.
+        The layer knows up to `most` words (0 for no limit): the most frequent of those that occur
+        in at least `least` training examples. With an `ngram` of 2, words are pairs of consecutive
+        words.
 
         Raises:
             ConfigError: the feature is not a string.

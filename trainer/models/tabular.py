@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 # Rank of a sequence of vectors (length and size), number of convolution layers, and kernel size.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# Number of units for each number, and the maximum number for all numbers together.
+# Number of units for each number, and the maximum number of units for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
 # A function of the inputs, the name and the tensor of a sequence, which returns arrays [n, units].
@@ -141,7 +141,7 @@ class KnownPlaces(keras.layers.Layer):
             last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
         return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
 
-    #: Replaces the layer in Keras files, which must not need code of this package.
+    #: This method replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:

@@ -41,8 +41,8 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 # The fraction of the distinct strings that must have a row. It is below 1 because the number of
 # distinct strings is an estimate.
 _NEARLY = 0.95
-# A table of integer ids has a row for each id up to the largest. It must have fewer rows than this,
-# or than this many times the number of distinct ids.
+# A table of integer ids has a row for each id up to the largest. The largest id must be below
+# `_MOST_ROWS`, or below `_SPARSE` times the number of distinct ids.
 _MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
@@ -242,7 +242,7 @@ class FoundAndRanked(keras.layers.Layer):
         """Return the logit, the user's vector and the item's vector [n, 1 + 2 size]."""
         return keras.ops.concatenate(list(given), axis=1)
 
-    #: Replaces the layer in Keras files, which must not need code of this package.
+    #: This method replaces the layer in Keras files, which must not need code of this package.
     plain = call
 
     def get_config(self) -> dict[str, Any]:

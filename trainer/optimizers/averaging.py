@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Prefixes of checkpoint paths, for variables and for their averages.
+# Prefixes of the checkpoint paths of variables and of their averages.
 MODEL = "model/"
 AVERAGE = "average/"
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# Prefix of the checkpoint paths.
+# Prefix of the checkpoint paths of the loss scale's variables.
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000

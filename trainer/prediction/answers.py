@@ -1,7 +1,7 @@
 """The columns that a prediction writes: class names, probabilities, numbers.
 
-They depend on the kind of task. A model with several outputs writes one column for each output: a
-struct with the name of the output and these fields.
+The columns depend on the kind of task. A model with several outputs writes one column for each
+output: a struct with the name of the output and these fields.
 
     classification            prediction, probability, probabilities by class
     binary classification     the same; the model's threshold determines the prediction
@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.tasks.multi_output import group_by_output
 
-# With more classes, the probabilities are a list in class order instead of a struct.
+# Maximum number of classes whose probabilities are a struct. With more, they are a list in class
+# order.
 MOST_NAMED = 1000
 _HALF = 0.5
 Answers = Mapping[str, NDArray[Any]]

@@ -75,8 +75,8 @@ def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verify it, and load it.
 
     Raises:
-        UserError: the model is missing, damaged, not a model, or cannot be loaded, or a key for
-            verifying signatures is set and the model is not signed.
+        UserError: the model is missing, damaged, of an earlier version, or cannot be loaded, or a
+            key for verifying signatures is set and the signature is missing or invalid.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:

@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import finite
 from flotilla.trainer.storage.errors import report_errors
 
-# Maximum size of a row group in Parquet files.
+# Maximum size of a row group in Parquet files, in bytes.
 _GROUP_BYTES = 16 << 20
 _GROUP_ROWS = 1 << 17
 

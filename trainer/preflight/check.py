@@ -129,7 +129,7 @@ def remark_on_path(data: DataConfig) -> str:
 def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
     taken = found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
-    # Import this late, because it imports Arrow, which takes half a second.
+    # Import these modules late, because they import Arrow, which takes half a second.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 

@@ -31,10 +31,11 @@ from flotilla.trainer.storage import patterns
 ROWS = 10_000
 # If the files are smaller than this number of bytes, a single process trains.
 SMALL = 64 << 20
-# With fewer rows, a tenth is too small for a split; with very few, some shards would be empty.
+# With fewer than `_FEW` rows, a tenth of them is too small for a split. With fewer than
+# `_VERY_FEW`, some shards would be empty.
 _FEW, _VERY_FEW = 10_000, 100
 _SHARE, _LARGER_SHARE, _SHARDS = 0.1, 0.15, 2
-# With fewer rows, distinct values may be a coincidence.
+# Minimum number of rows. With fewer, values may be distinct by coincidence.
 _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
@@ -179,7 +180,7 @@ def _list_files(data: DataConfig) -> Any:
 
 
 def _examine(data: DataConfig, scratch: Path) -> Rows:
-    # Import these late, because they import Arrow.
+    # Import these modules late, because they import Arrow.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 

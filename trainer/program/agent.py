@@ -153,8 +153,8 @@ class Agent:
     def lose_guard(self, seconds: float) -> bool:
         """Make `run` return as if the program had been killed, unless the guard is still connected.
 
-        Waits up to `seconds`; returns false if the guard is connected or the program was not
-        started.
+        Wait up to `seconds` for the guard to disconnect. Return false if the guard is still
+        connected or the program was not started.
         """
         has_begun = self._pid or self._stopping.is_set()
         if not self._link or not has_begun or not self._link.wait_gone(seconds):

@@ -45,7 +45,7 @@ class Stored:
         files: its files, relative to the folder.
         number: the step in its name; -1 if there is none.
         modified: Unix timestamp of its last change.
-        signature: changes if one of its files changes; parsed by `times`.
+        signature: a text that changes if one of its files changes; `times` parses it.
         state: the state file that names it, relative to the folder, or empty.
         prefix: its name in the state file.
     """

@@ -181,7 +181,7 @@ class Publisher:
     def finish(self, step_at: StepAt, metrics: Mapping[str, Any], *, with_model: bool) -> str:
         """Publish the remaining checkpoint after the program has ended; return the newest URI.
 
-        Publishes nothing if that checkpoint is already published, unless there is a model to
+        Nothing is published if that checkpoint is already published, unless there is a model to
         publish and `with_model` is set. Raises `UserError`.
         """
         self._uploads.put("logs", self._logs.upload)

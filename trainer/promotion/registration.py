@@ -78,8 +78,8 @@ def register(request: Request, scratch: Path) -> Registration:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted first. The loop ends when no other run is promoted in
-            # between.
+            # Another run has been promoted first, so try again. The loop ends when no other run is
+            # promoted in the meantime.
             _log.info("%s: comparing with the new champion", lost)
 
 

@@ -1,7 +1,6 @@
 """The model registry: models by name, their versions, and which version is the champion.
 
-These are the records below `<root>/registry`. Published directories are written once and never
-changed.
+The records are below `<root>/registry`. Published directories are written once and never changed.
 
     names/NAME                       marks that a model of this name exists
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
@@ -95,7 +94,7 @@ def home(root: str, name: str) -> str:
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
     found = storage.list_published(storage.join(root, "registry", "names"), NAME)
-    # The name of a published directory is the name of a model.
+    # Each of these directories has the name of a model.
     return [storage.name_of(uri) for uri, _ in found]
 
 
@@ -213,9 +212,9 @@ def find_source(version: Version) -> str:
 def promotions(root: str, name: str) -> list[Promotion]:
     """Return all readable promotions of a model, oldest first.
 
-    First publishes promotions that were decided but are not published, because the process was
-    killed or the folder was removed. Raises `UserError` if the newest promotion is unreadable,
-    because an older champion would be wrong.
+    Promotions that were decided but not published are published first. They exist if a process was
+    killed or a folder was removed. Raises `UserError` if the newest promotion is unreadable,
+    because an older promotion would give a wrong champion.
     """
     above = storage.join(home(root, name), "promotions")
     records = _records(above, PROMOTION, _PromotionFields)

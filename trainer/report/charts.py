@@ -10,7 +10,7 @@ from typing import Any
 # Maximum number of points in a line. More cannot be distinguished at the width of the page.
 MOST_POINTS = 600
 MARKED_POINTS = 40
-# Values with a larger magnitude are not drawn, because their grid would overflow.
+# The largest magnitude that is drawn. The grid of larger values would overflow.
 _LARGEST = 1e100
 # Maximum ratio of the largest to the smallest value on a linear scale. Above it, a log scale is
 # used if the chart allows one.

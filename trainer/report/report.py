@@ -62,9 +62,9 @@ _CHARTS = (
 )
 # The page lists only the newest incidents. The event log has all of them.
 _MOST_INCIDENTS = 200
-# Keys that the details of an incident leave out.
+# Keys to omit from the details of an incident.
 _APART = ("event", "time", "last_lines")
-# Keys that the details of a worst example leave out.
+# Keys to omit from the details of a worst example.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
 Facts = Mapping[str, Any]

@@ -113,7 +113,7 @@ def _comparison(rule: Facts) -> Facts:
 
 def _opponent(rule: Facts) -> str:
     """Return the opponent of a comparison, or an empty string for a rule that sets a bound."""
-    # Decisions of an earlier version may have no key.
+    # Rules in decisions of earlier versions may have no key.
     old = "the champion" if str(rule.get("metric")).endswith(DIFFERENCE) else ""
     return str(_comparison(rule).get("opponent") or _OPPONENTS.get(str(rule.get("key")), old))
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Record = TypeVar("Record")
 _ANY = TypeAdapter[Any](Any)
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# A longer integer becomes a float, as in other JSON parsers.
+# Maximum number of digits of an integer. A longer one becomes a float, as in other JSON parsers.
 _MOST_DIGITS = 19
 
 

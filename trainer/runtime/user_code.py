@@ -277,7 +277,7 @@ def find_named(what: str, name: str, kind: str) -> Any:
 def require_arguments(
     key: str, name: str, call: Callable[..., Any], args: Mapping[str, Any], given: Sequence[str]
 ) -> None:
-    """Raise a `ConfigError` if a function or class does not accept the arguments in `KEY.args`.
+    """Raise a `ConfigError` if the arguments in `KEY.args` do not fit a function or class.
 
     Flotilla itself passes the arguments in `given`.
     """

@@ -105,8 +105,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
-        # Return no checksum, so that the caller computes it from the received bytes. It can then be
-        # compared with the store's checksum in the listing.
+        # Return no checksum, so that the caller computes one from the received bytes and can
+        # compare it with the store's checksum in the listing.
         return ""
 
     def put(self, key: str, data: bytes) -> None:

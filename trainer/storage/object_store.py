@@ -144,7 +144,7 @@ class ObjectStore:
 
     def create(self, uri: str, data: bytes) -> bool:
         """Create one object if it is missing. Return whether it was created."""
-        # Check first, because some stores have no conditional writes.
+        # Look for an existing object first, because some stores have no conditional writes.
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
@@ -203,8 +203,8 @@ class ObjectStore:
         """Upload the file, then delete it locally."""
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
-        # Check first, because a store without conditional writes would overwrite an existing
-        # object.
+        # Look for an existing object first, because a store without conditional writes would
+        # overwrite it.
         placed = self._place_file(draft, path, entry, self._stat(join(draft, name)), [])
         path.unlink()
         return placed

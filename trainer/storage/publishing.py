@@ -295,7 +295,7 @@ def collect_garbage(uri: str) -> list[str]:
 def read_clock(uri: str) -> float:
     """Return the Unix time of the storage, or raise `Missing` if the folder `uri` does not exist.
 
-    It may differ from the clock of this machine.
+    The time may differ from the clock of this machine.
     """
     with report_errors(f"read the clock of {uri}"):
         try:

@@ -27,7 +27,7 @@ class ListedFile:
     tag: str
 
 
-#: Called with the number of bytes copied since the last call.
+#: A function that is called with the number of bytes copied since its last call.
 Count = Callable[[int], None]
 
 

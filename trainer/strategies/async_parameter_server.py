@@ -330,7 +330,7 @@ def build_local_steps(  # noqa: PLR0913
 
     The local steps are plain SGD. The function pushes the sum of their gradients, which the
     server's optimizer applies as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch =
-    n_push = `steps`). It takes an iterator of batches and returns the mean loss.
+    n_push = `steps`). The function takes an iterator of batches and returns the mean loss.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale)
     compute = towers.pure(pure, pure.state)

@@ -281,7 +281,7 @@ def build_pulled_gradient(  # noqa: PLR0913
             and the returned gradient is on the servers.
         towers: the devices of a worker; each takes a batch, or a stack of batches.
         loss_on: the device that receives the loss as the last of the gradients (see
-            `push_with_loss`). Only used if the variables are pulled.
+            `push_with_loss`). It is used only if the variables are pulled.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulate(pure, parts) if parts > 1 else pure, pure.state)

@@ -24,8 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# A range of positions, as (start, length). In a plan, a pair (n, p), which means that the n-th next
-# example is at position p.
+# A range: start and length. In a plan, (n, p): the n-th next example is at position p.
 Range = tuple[int, int]
 # Number of recent staleness values to keep; enough for a 95th percentile.
 STALENESS_WINDOW = 400
@@ -86,7 +85,8 @@ class Stream:
     Attributes:
         examples: the number of examples in the split.
         seed: the seed for the order of every epoch.
-        held: builds a dataset with a single element, which each worker keeps in memory.
+        held: a function that builds a dataset with a single element, which each worker keeps in
+        memory.
         read: a function from that element and a vector of example numbers to a batch.
         run: the number of examples that stay adjacent in every order.
         position: where the attempt starts.

@@ -118,7 +118,7 @@ class KeptValues:
                 return
             variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
             self._made.append((variable, initializer))
-            # Mark both, because `variable.value` may be a copy with another dtype.
+            # Mark both variables, because `variable.value` may be a copy with another dtype.
             for each in (variable, variable._value):
                 setattr(each, BEGINS, initializer)
 

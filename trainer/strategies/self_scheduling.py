@@ -146,7 +146,8 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
-        # The number of closure runs started in total, and before the last call of `deal`.
+        # The number of closure runs started in total, and the number before the last call of
+        # `deal`.
         self._runs, self._before = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
@@ -169,7 +170,7 @@ class Turns:
                 return tf.stack([place, run])
 
     def take(self, own: tf.Tensor) -> tf.Tensor:
-        """Take a turn for the run `own`; return whether one was left. Runs in a worker's graph.
+        """Take a turn for the run `own`, in a worker's graph; return whether one was left.
 
         A turn number that the run may not use is given back, so that no turn is lost.
         """
@@ -190,7 +191,7 @@ class Turns:
     def holds(self, own: tf.Tensor) -> tf.Tensor:
         """Return whether a run is the newest of its closure, and started after the last `deal`.
 
-        Runs in a worker's graph.
+        The operations run in a worker's graph.
         """
         with tf.device(self._device):
             is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])

@@ -150,7 +150,7 @@ class ServerState:
     def read_reached(self) -> int:
         """Return the global step of the living servers' values; -1 if it is unknown.
 
-        It is exact if `ps-0` is living. Otherwise, it is the last step that a chief recorded.
+        The step is exact if `ps-0` is alive. Otherwise, it is the last step that a chief recorded.
         """
         if 0 not in self.living:
             return max((each.reached for each in self.found.values()), default=-1)
@@ -174,7 +174,7 @@ class ServerState:
     ) -> None:
         """Name the variables; variables on the selected servers get the values that exist there.
 
-        Call it before tracing anything that uses the variables.
+        Call this method before tracing anything that uses the variables.
 
         Args:
             variables: the variables of this chief on the servers by path; `STEP` comes first.

@@ -54,7 +54,7 @@ class Problem:
         batches: builds the endless training dataset of one task, with elements as in `Batch`. The
             function is traced, and runs in the working directory of a worker.
         totals: returns a vector of sums over a part of the validation examples; every worker has
-            all of these examples. Traced like `batches`.
+            all of these examples. It is traced like `batches`.
         stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """

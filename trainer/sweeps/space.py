@@ -121,9 +121,9 @@ def is_searched(assignment: str) -> bool:
 def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     """Return a search space for the configured model, as `--set` assignments.
 
-    It has the batch size and, unless the model defines its optimizer, the learning rate and the
-    weight decay. For most built-in models it also has arguments such as width and dropout. A key is
-    left out if `given` sets it, a part of it, or a section that contains it.
+    The space contains the batch size and, unless the model defines its optimizer, the learning rate
+    and the weight decay. For most built-in models, it also contains arguments such as width and
+    dropout. A key is left out if `given` sets it, a part of it, or a section that contains it.
     """
     training = config.training
     rate = _choose_value(training.optimizer.learning_rate, 0.001)

@@ -245,7 +245,7 @@ class Task(ABC):
     def main_metric(self) -> str:
         """The metric that selects and compares models if the configuration names none.
 
-        It may depend on the class counts of the training split, in `target.counts`.
+        The metric may depend on the class counts of the training split, in `target.counts`.
         """
 
     @property

@@ -34,7 +34,7 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 class Term(NamedTuple):
     """One term of the loss, for the output at `path`, with an optional weight.
 
-    `part` is the task of that output, if known; it converts the labels.
+    `part` is the task of that output, if known, which converts the labels.
     """
 
     path: tuple[Any, ...]

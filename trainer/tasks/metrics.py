@@ -390,8 +390,8 @@ def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Counts of weighted examples may be far below 1. A permutation test calls the function hundreds
-    of times, so it is vectorized over the classes.
+    Counts are sums of weights, so they may be far below 1. A permutation test calls the function
+    hundreds of times; therefore, it is vectorized over the classes.
     """
     occurs = (support + predicted) > 0
     each = (

@@ -154,8 +154,8 @@ class RunMetrics(Collector):
         state = self._state
         values: dict[str, float] = {"global_step_target": self._target}
         if state.moved:
-            # Report these from the start of an attempt, so that a lack of progress counts as a
-            # stall.
+            # Report these metrics from the start of an attempt, so that a lack of progress counts
+            # as a stall.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
         if progress := state.newest(Progress):
             workers = progress.metrics.get("workers") or {}

@@ -1,8 +1,8 @@
 """The numbers of running tasks in the cluster, and of their restarts.
 
-The leading task probes the port of each other task every two seconds. A restarted task needs longer
-than that to load TensorFlow, so no restart is missed. Restarts of the leading task itself, and of
-forked tasks in a local run, are counted in files in the tasks' folders.
+The leading task probes the port of each other task every two seconds, or less often if there are
+more than 64. A restarted task loads TensorFlow first, so hardly any restart is missed. Restarts of
+the leading task, and of forked tasks in a local run, are counted in files in the tasks' folders.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ FILE = "restarts.json"
 # The pause between two rounds, in seconds (longer if there are many tasks), and the maximum number
 # of tasks to probe per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# Timeout of the probe at the end of an attempt, in seconds. The probe shows which task ended the
-# attempt.
+# Timeout of the last probe, in seconds. This probe shows which task has ended the attempt.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)
@@ -150,7 +149,7 @@ class TaskWatch:
 def _launcher() -> str:
     parent = os.getppid()
     with suppress(OSError, IndexError):
-        # proc(5): the name of the program, in parentheses, may contain spaces.
+        # According to proc(5), the name of the program is in parentheses and may contain spaces.
         fields = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return f"{parent} {fields[19]}"
     return str(parent)

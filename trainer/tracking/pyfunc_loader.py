@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-# With more classes, the probabilities are a single list column in the order of the classes.
+# Maximum number of classes whose probabilities have separate columns. With more, they are one list
+# column in class order.
 _MOST_NAMED = 1000
 _HALF = 0.5
 _WHOLE = 2.0**53

@@ -90,7 +90,7 @@ class Reader:
         if not is_due and event.global_step < event.steps:
             return
         self._last = event.global_step
-        # These are 0 if a user's program does not report them.
+        # These values are 0 if a user's program does not report them.
         known = ("loss", "learning_rate", "steps_per_second")
         values = {name: getattr(event, name) for name in known if getattr(event, name)}
         values |= event.metrics

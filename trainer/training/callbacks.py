@@ -36,7 +36,7 @@ _KERAS_PREFIX = "val_"
 class CallbackError(UserError, AttributeError):
     """A callback uses an attribute of the model that does not exist here.
 
-    It is an `AttributeError`, so that `hasattr` returns false.
+    This error is also an `AttributeError`, so that `hasattr` returns false.
     """
 
 

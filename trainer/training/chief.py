@@ -268,7 +268,7 @@ def _batches(
         streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
-        # Workers with the same examples shuffle them differently.
+        # Use another seed on each worker, because several workers may have the same examples.
         seed=seed + 7919 * worker_number(),
         taken=taken,
     )

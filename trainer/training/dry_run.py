@@ -110,8 +110,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
-        # Check a custom `train_step` first, because the error of this check asks for another
-        # strategy or another model.
+        # Check a custom `train_step` first: its error asks for another strategy or model.
         _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
@@ -247,7 +246,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
                     break
     refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # Labels that look like classes may be quantities; then the configuration may fit.
+        # Labels that look like classes may be quantities, with which the configuration may fit.
         found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused

@@ -68,8 +68,8 @@ class Hooks:
         make_problem: called once, with the global step at which the attempt begins.
         validate: measures the current variables of the strategy, at each boundary of
             `training.validate_every`; None if another task validates, or none does.
-        should_stop: called before each inner loop; true ends training with a last checkpoint. May
-            raise, for example if the lease of the checkpoints is lost.
+        should_stop: called before each inner loop; true ends training with a last checkpoint. It
+            may raise an error, for example if the lease of the checkpoints is lost.
         should_stop_early: called after each checkpoint; true if the validations of another task
             (the evaluator) no longer improve.
         judged_by: called after the model is built; returns the checkpoint fields that name the main
@@ -387,7 +387,7 @@ class _OuterLoop:
         if self._validations.is_due(before, step):
             row |= self._validate(step)
         self._note_validation(row)
-        # TensorFlow registers each new operation with all tasks, which may never answer.
+        # A new operation of TensorFlow would wait for all tasks, one of which may never answer.
         with self._hooks.watch_steps():
             self._journal.add(row)
         is_last = step >= self._training.steps

@@ -2,8 +2,8 @@
 
 `python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
 descriptors of two listening sockets. The server loads the modules AT_ONCE, and forks a second
-server that loads the modules LATER. Each server handles the requests for its own modules. Both exit
-when standard input ends.
+server that loads the modules LATER. Each server handles the requests for its own modules. Both
+servers exit when standard input ends.
 
 A copy has only the thread that forked it, so no other thread may hold a resource that the copy
 needs. A server has one thread, and those of libraries: OpenBLAS (of NumPy and SciPy) and Arrow's
@@ -35,8 +35,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Lowest number of the temporary copies of inherited descriptors. It is above the final numbers,
-# which `forked.high` chooses.
+# Lowest number for temporary copies of inherited descriptors, above their final numbers.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # See prctl(2).
@@ -65,8 +64,7 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # Seed NumPy's generator again, so that each process has its own random numbers. Python does
-        # this for its own generator.
+        # Each process needs its own random numbers, and Python reseeds only its own generator.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -157,7 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # Remove only this request: a forked copy must close the connections of all others.
+        # Remove only this request: a copy must close the connections of all other requests.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -236,7 +234,7 @@ class Server:
     def _kill_orphan(self, connection: socket.socket) -> None:
         """End a process whose client has closed the connection."""
         if connection not in self._processes:
-            # The process ended at the same time, and its end was reported.
+            # The process has ended in the meantime, and its end has been reported.
             return
         self._selector.unregister(connection)
         with suppress(OSError):
@@ -271,7 +269,7 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Loading modules creates no garbage, and a copy ignores the server's objects (`gc.freeze`).
+    # Loading creates hardly any garbage, and a copy ignores the server's objects (`gc.freeze`).
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
@@ -339,7 +337,7 @@ def show_command_line(words: Sequence[str]) -> None:
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    # Make room first, because the heap must not grow between the two calls below.
+    # Make room on the heap first, because it must not grow between the two calls below.
     libc.free(libc.malloc(1 << 16))
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):

@@ -56,7 +56,7 @@ class Forked:
         try:
             code, _ = fork_request.receive_number(self._connection)
         except OSError:
-            # If the server was killed, its process was killed, too.
+            # The connection fails only if the server was killed, which also kills the process.
             code = -signal.SIGKILL
         self._connection.close()
         self.returncode = code
@@ -75,7 +75,7 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         """See `Process`."""
-        # Use the descriptor, because the id may now belong to another process.
+        # Use the process descriptor, because the id may now belong to another process.
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, sig)
 

@@ -42,7 +42,7 @@ class Callee:
         layout: `saved_model` or `keras`.
         takes: its arguments by name; None if the model does not declare them.
         call: calls the model with tensors or symbolic tensors by argument, or by feature if it
-            declares no arguments. It returns the outputs by name.
+            declares no arguments. The result has the outputs by name.
     """
 
     layout: str

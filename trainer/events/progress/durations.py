@@ -31,7 +31,7 @@ def duration(seconds: object) -> str:
 def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
     """Return the start and end of each period in which a run was working.
 
-    A try consists of the name of a step, its begin and its end. If a step is tried again, the time
+    A try consists of the name of a step, its start and its end. If a step is tried again, the time
     before the new try is idle, because the run was waiting to be resumed.
     """
     joined: list[tuple[float, float]] = []

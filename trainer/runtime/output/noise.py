@@ -55,7 +55,7 @@ class _Quiet(logging.Filter):
         return not is_noise(record.getMessage())
 
 
-#: A single instance, because a logger or a handler adds the same filter only once.
+#: There is a single instance, because a logger or a handler adds the same filter only once.
 QUIET = _Quiet()
 
 

@@ -196,7 +196,7 @@ def _differs(ordered: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _shares(part: Doubles, whole: Doubles) -> Doubles:
-    # The highest scores may have weight 0.
+    # Avoid a division by zero, because the highest scores may have weight 0.
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
 
 
