@@ -57,7 +57,7 @@ EVALUATOR = Task(role="evaluator", index=0)
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
-TaskEvent = tuple[TaskProcess, End] | None  # A task and how it ended, or None to stop.
+TaskEvent = tuple[TaskProcess, End] | None  # A task and how it ended, or None for a stop request.
 TaskEvents = queue.SimpleQueue[TaskEvent]
 
 

@@ -23,7 +23,7 @@ from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSO
 # A numeric feature can identify examples if it has at least this many distinct values per distinct
 # example.
 _TELLS_APART = 0.9
-# Factor by which the values of a feature may be denser than if they were spread evenly.
+# Factor by which the values of a feature may be denser than evenly spread values.
 _DENSER = 4.0
 # If duplicates by chance are less probable than this, use the binomial test.
 _RARE = 0.005

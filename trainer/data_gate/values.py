@@ -176,8 +176,8 @@ def new_values(question: Question) -> Iterator[Finding]:
     for name, new, old in pairs:
         unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
         examples = sum(unseen.values())
-        # Good-Turing estimate: the share of values that occur once is the expected share of unseen
-        # ones.
+        # Good-Turing estimate: the share of examples whose value occurs only once is the expected
+        # share of unseen values.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
         if part - once <= question.limit("new_values"):

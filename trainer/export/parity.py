@@ -95,7 +95,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 
     Raises:
         UserError: a format cannot be written or loaded, or its predictions differ by more than the
-        tolerance.
+            tolerance.
     """
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
@@ -279,7 +279,7 @@ def answer_in_process(
 
     Raises:
         UserError: the process cannot load the model, or its predictions differ by more than the
-        tolerance.
+            tolerance.
     """
     inputs, _ = subject.first()
     few = {name: np.asarray(values)[:SMOKE_EXAMPLES] for name, values in inputs.items()}

@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
     """Return the configuration with the model that is chosen for a dataset.
 
-    An image model augments its images by default, except with `training.jit_compile`.
+    An image model chosen by `auto` augments its images, except with `training.jit_compile`.
     """
     model, data = named(config.model, dataset), config.data
     if model.name == _OF_ALL[IMAGE] and config.model.name == AUTO:

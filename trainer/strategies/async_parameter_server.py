@@ -157,8 +157,7 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Read the reports only after `extend`, because a worker that found no turn before has
-            # ended its closure.
+            # Read only now: a worker that found no turn before `extend` has ended its closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned

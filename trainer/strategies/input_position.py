@@ -85,8 +85,7 @@ class Stream:
     Attributes:
         examples: the number of examples in the split.
         seed: the seed for the order of every epoch.
-        held: a function that builds a dataset with a single element, which each worker keeps in
-        memory.
+        held: builds a dataset with a single element, which each worker keeps in memory.
         read: a function from that element and a vector of example numbers to a batch.
         run: the number of examples that stay adjacent in every order.
         position: where the attempt starts.

@@ -90,8 +90,7 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # Separate the seeds here and not in `build`, because restoring a checkpoint makes them
-            # equal again.
+            # Separate the seeds only now, because restoring a checkpoint makes them equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps

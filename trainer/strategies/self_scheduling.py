@@ -146,8 +146,7 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
-        # The number of closure runs started in total, and the number before the last call of
-        # `deal`.
+        # The number of closure runs started in total, and before the last call of `deal`.
         self._runs, self._before = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
