@@ -1,8 +1,8 @@
 """The history of a run: JSON rows, one per line, next to the checkpoints.
 
-The chief writes `history.jsonl`, one row per inner loop; a new attempt drops the rows after its
-checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; if a step has two rows,
-the later one counts.
+The chief writes `history.jsonl`, at most one row per inner loop; a new attempt drops the rows after
+its checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; if a step has two
+rows, the later one counts.
 
 In an object store, rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last
 segment is rewritten, so the number of written bytes grows linearly with the rows and not

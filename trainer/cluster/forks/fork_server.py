@@ -301,7 +301,7 @@ _FIELDS = {
     "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
-# Keeps the memory of the command line mapped as long as this process runs.
+# This list keeps the memory of the command line mapped as long as this process runs.
 _memory: list[mmap.mmap] = []
 
 
