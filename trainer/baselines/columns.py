@@ -22,7 +22,7 @@ from flotilla.trainer.tasks.base import Array, Floats
 # Maximum size of a tensor of rank 2 or more. Larger ones are left out: they may be images.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Tables with up to this many columns get 255 histogram bins, others 63: at most 160 MB each.
+# Tables with up to this many columns get 255 histogram bins, others 63. Both need up to 160 MB.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
