@@ -121,19 +121,14 @@ def test_help_of_a_command(flotilla, command):
     assert "--json" in out
 
 
-def test_the_console_script():
-    ended = subprocess.run([FLOTILLA, "--help"], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "Usage: flotilla" in ended.stdout
-
-
 def test_the_module_is_the_console_script():
     words = [sys.executable, "-m", "flotilla.pipelines.cli"]
     script, module = (
         subprocess.run(command, capture_output=True, text=True, check=False)
-        for command in ([FLOTILLA], words)
+        for command in ([FLOTILLA], [*words, "--help"])
     )
-    assert (module.returncode, module.stdout) == (script.returncode, script.stdout)
+    assert (script.returncode, script.stderr) == (module.returncode, module.stderr) == (0, "")
+    assert module.stdout == script.stdout
     assert "Usage: flotilla" in module.stdout
 
 

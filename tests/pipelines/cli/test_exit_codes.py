@@ -1,6 +1,7 @@
 """Tests that every command uses the documented exit codes and prints a JSON object."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,25 +220,34 @@ JUDGING = {
 COMMANDS = [name for name, _ in flat(typer.main.get_command(app.app).commands)]
 
 
-@pytest.fixture
-def called(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
-    Path("in.csv").write_text("a,b\n1,x\n2,y\n")
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """Return a folder with two runs and two models, which takes long to write."""
+    folder = tmp_path_factory.mktemp("known")
+    (folder / "in.csv").write_text("a,b\n1,x\n2,y\n")
+    runs = folder / "runs"
     for run in RUNS:
-        Path("runs", run).mkdir(parents=True)
-        Path("runs", run, "config.json").write_text(parse_config({}).model_dump_json())
-        Path("runs", run, "pipeline.log").write_text("")
-        write(Path("runs", run), judged("blessed"))
-    root = storage.uri_of(tmp_path / "runs")
+        (runs / run).mkdir(parents=True)
+        (runs / run / "config.json").write_text(parse_config({}).model_dump_json())
+        (runs / run / "pipeline.log").write_text("")
+        write(runs / run, judged("blessed"))
     for number in (1, 2):
-        source, uri = tmp_path / f"source-{number}", storage.uri_of(tmp_path / f"model-{number}")
+        source, uri = folder / f"source-{number}", storage.uri_of(folder / f"model-{number}")
         (source / "serving").mkdir(parents=True)
         (source / "serving" / "saved_model.pb").write_text(str(number))
         storage.publish(source, uri, kind="model", fields={"saved_model": "serving"})
-        registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
-        registry.promote(root, "digits", number, after=number - 1, by="run a")
+        registry.register(storage.uri_of(runs), "digits", uri, lineage={}, scratch=folder)
+        registry.promote(storage.uri_of(runs), "digits", number, after=number - 1, by="run a")
+    return folder
+
+
+@pytest.fixture
+def called(known, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copy(known / "in.csv", tmp_path)
+    shutil.copytree(known / "runs", tmp_path / "runs")
 
     def call(name, words):
         code = app.call([*name.split(), *words.split()])

@@ -43,6 +43,13 @@ def calling(instance, tmp_path):
         process.communicate()
 
 
+@pytest.fixture
+def submit(tmp_path):
+    """Return the words of a submission; with a program, no model is tried, which takes seconds."""
+    (tmp_path / "own.yaml").write_text("program: {command: [python3]}\n")
+    return "submit", "own.yaml", "--wait"
+
+
 def begun(instance):
     looked = threading.Event()
 
@@ -58,12 +65,11 @@ def begun(instance):
 
 
 @pytest.mark.usefixtures("uploaded")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_of_submit_that_waits(instance, calling, number):
+def test_of_submit_that_waits(instance, calling, submit):
     looked = begun(instance)
-    process = calling("submit", "--wait", "--json")
+    process = calling(*submit, "--json")
     assert looked.wait(SECONDS)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     [run_id] = instance.store.runs
@@ -87,7 +93,8 @@ def test_of_logs(instance, calling, remote):
     process = calling("logs", run_id, "-f")
     assert looked.wait(SECONDS)
     assert process.stdout.readline().split(None, 1) == ["train_model", "a line\n"]
-    process.send_signal(signal.SIGINT)
+    # All commands that wait handle both signals by the same handler.
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert f"the run {run_id} continues; cancel it with: flotilla cancel {run_id}" in err
@@ -95,11 +102,11 @@ def test_of_logs(instance, calling, remote):
 
 
 @pytest.mark.usefixtures("uploaded")
-def test_while_the_instance_hangs(instance, calling):
+def test_while_the_instance_hangs(instance, calling, submit):
     asked = threading.Event()
     instance.store.play = [lambda _workflow, _run: asked.set()]
     instance.faults.add("GET .*/runs/[^/]+$", -1, late=True)
-    process = calling("submit", "--wait")
+    process = calling(*submit)
     assert asked.wait(SECONDS)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON)
@@ -108,9 +115,9 @@ def test_while_the_instance_hangs(instance, calling):
 
 
 @pytest.mark.usefixtures("uploaded")
-def test_before_the_start_is_known(instance, calling):
+def test_before_the_start_is_known(instance, calling, submit):
     instance.faults.add("POST .*/runs$", -1, late=True)
-    process = calling("submit", "--wait")
+    process = calling(*submit)
     while not instance.asked("POST .*/runs$"):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
