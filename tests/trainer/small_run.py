@@ -1,8 +1,13 @@
 """A small published dataset and a checkpoint of a model for it, made with the real modules."""
 
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import keras
 import numpy as np
@@ -16,6 +21,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config, GateConfig
 from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.export import smoke_request
 from flotilla.trainer.export.export import Exported, export
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -175,7 +181,48 @@ def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") 
     return gate.check(config, evaluation, decision).uri
 
 
+class _Answering:
+    """Answers the request of an export in this process, with the program of the new process."""
+
+    returncode = 0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def communicate(self, saved_model: str, timeout: float) -> tuple[str, str]:
+        del timeout
+        arguments, given = ["smoke_request.py", str(self._folder)], io.StringIO(saved_model)
+        with (
+            patch.object(sys, "argv", arguments),
+            patch.object(sys, "stdin", given),
+            redirect_stdout(io.StringIO()) as out,
+        ):
+            smoke_request.main()
+        return out.getvalue(), ""
+
+
+@contextmanager
+def answering_inside() -> Iterator[None]:
+    """Let exports start no process, which would import TensorFlow for seconds.
+
+    Tests of the process itself are in `tests/trainer/export`.
+    """
+
+    @contextmanager
+    def answering(folder: Path) -> Iterator[_Answering]:
+        yield _Answering(folder)
+
+    with patch("flotilla.trainer.export.export.fresh_process", answering):
+        yield
+
+
 def export_model(run: SmallRun, decision: str, output: str, scratch: Path) -> Exported:
+    """Export without a new process."""
+    with answering_inside():
+        return export_as_in_production(run, decision, output, scratch)
+
+
+def export_as_in_production(run: SmallRun, decision: str, output: str, scratch: Path) -> Exported:
     scratch.mkdir(exist_ok=True)
     return export(run.config, run.dataset, run.checkpoint, decision, output, scratch)
 

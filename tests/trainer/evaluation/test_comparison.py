@@ -1,5 +1,7 @@
 """Tests that the metric decides how models are compared and in which direction a bound is worse."""
 
+from functools import cache
+
 import keras
 import numpy as np
 import pytest
@@ -39,12 +41,20 @@ def regressions(weights=None, **said):
     return Opponents(objective=objective, own=own, other=other)
 
 
-def measured(opponents, metric):
+def measured(opponents):
+    """Return the differences of all metrics."""
     own, other = (
-        predictions.measure_predictions(opponents.objective, each)["metrics"][metric]
+        predictions.measure_predictions(opponents.objective, each)["metrics"]
         for each in (opponents.own, opponents.other)
     )
-    return own - other
+    return {metric: value - other[metric] for metric, value in own.items()}
+
+
+@cache
+def shared(make):
+    """Return opponents without weights, and the differences of all metrics, which take seconds."""
+    opponents = make()
+    return opponents, measured(opponents)
 
 
 T_TEST = "t test of paired influences"
@@ -61,10 +71,10 @@ CASES = {
 @pytest.mark.parametrize("metric", CASES)
 def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
     make, method = CASES[metric]
-    opponents = make()
+    opponents, differences = shared(make)
     found = compare(opponents, ChampionRule(metric=metric))
     assert (found["metric"], found["examples"]) == (metric, COUNT)
-    assert found["difference"] == pytest.approx(measured(opponents, metric), rel=1e-3)
+    assert found["difference"] == pytest.approx(differences[metric], rel=1e-3)
     assert found["method"] == method or not method
     higher = found["better"] == "higher"
     assert higher == (metric not in {"loss", "root_mean_squared_error"})
@@ -74,7 +84,7 @@ def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
 
 
 def test_the_main_metric_is_compared_where_none_is_named():
-    found = compare(classifiers(), ChampionRule())
+    found = compare(shared(classifiers)[0], ChampionRule())
     assert found["metric"] == "accuracy"
     right = [np.argmax(noisy(SURE, much), axis=1) == CLASS for much in (0.5, 1.0)]
     assert found["pairs"] == {
@@ -89,19 +99,20 @@ def test_weighted_examples_are_no_pairs():
     opponents = classifiers(WEIGHTS)
     found = compare(opponents, ChampionRule())
     assert "pairs" not in found
-    assert found["difference"] == pytest.approx(measured(opponents, "accuracy"), rel=1e-3)
+    assert found["difference"] == pytest.approx(measured(opponents)["accuracy"], rel=1e-3)
 
 
 def test_a_metric_without_a_state_is_made_anew_without_each_group():
-    found = compare(classifiers(), ChampionRule(metric="weighted_f1"))
+    found = compare(shared(classifiers)[0], ChampionRule(metric="weighted_f1"))
     assert found["method"] == T_TEST
     assert 0 < found["bound"] < found["difference"] < 1
 
 
 def test_the_difference_is_that_of_all_examples_where_groups_are_made_of_some(monkeypatch):
-    whole = compare(classifiers(), ChampionRule(metric="weighted_f1"))
+    opponents, _ = shared(classifiers)
+    whole = compare(opponents, ChampionRule(metric="weighted_f1"))
     monkeypatch.setattr(estimates, "_MOST_EXAMPLES", COUNT // 2)
-    found = compare(classifiers(), ChampionRule(metric="weighted_f1"))
+    found = compare(opponents, ChampionRule(metric="weighted_f1"))
     assert found["difference"] == whole["difference"]
     widths = [each["difference"] - each["bound"] for each in (found, whole)]
     assert widths[0] == pytest.approx(widths[1], rel=0.5)

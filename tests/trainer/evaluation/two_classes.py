@@ -24,7 +24,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.objective import Objective
-from tests.trainer.small_run import publish_checkpoint
+from tests.trainer.small_run import answering_inside, publish_checkpoint
 
 ROWS = 600
 
@@ -96,7 +96,8 @@ class TwoClasses:
         evaluation, _ = self.evaluation(checkpoint)
         decision = gate.check(self.config, evaluation, f"{evaluation}-decision")
         uri = f"{evaluation}-model"
-        export(self.config, self.dataset, checkpoint, decision.uri, uri, self.root / "scratch")
+        with answering_inside():
+            export(self.config, self.dataset, checkpoint, decision.uri, uri, self.root / "scratch")
         return uri
 
     def model_of_before(self, weights: list[Any]) -> str:

@@ -36,7 +36,7 @@ def blessed(run):
 @pytest.fixture(scope="module")
 def exported(run, blessed):
     output = storage.uri_of(run.root / "model")
-    result = small_run.export_model(run, blessed, output, run.root / "scratch")
+    result = small_run.export_as_in_production(run, blessed, output, run.root / "scratch")
     return result, storage.local_path(output)
 
 
@@ -111,7 +111,8 @@ def test_the_keras_form_gives_logits(run, exported):
 
 @pytest.mark.slow
 def test_nothing_is_printed(run, blessed, tmp_path, capfd):
-    small_run.export_model(run, blessed, storage.uri_of(tmp_path / "model"), tmp_path / "scratch")
+    output = storage.uri_of(tmp_path / "model")
+    small_run.export_as_in_production(run, blessed, output, tmp_path / "scratch")
     assert capfd.readouterr().out == ""
 
 

@@ -157,7 +157,7 @@ def own_run(run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_own_class_leaves_as_a_saved_model(own_run, tmp_path):
     output = storage.uri_of(tmp_path / "model")
-    result = small_run.export_model(*own_run, output, tmp_path / "scratch")
+    result = small_run.export_as_in_production(*own_run, output, tmp_path / "scratch")
     assert result.parity["formats"]["saved_model"]["max_difference"] <= 1e-5
 
 

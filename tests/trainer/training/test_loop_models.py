@@ -99,20 +99,17 @@ def test_the_learning_rate_is_the_configurations_also_when_training_is_resumed(t
     assert strategy.global_step() == 20
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"optimizer": "lion"}, r"\(it has no optimizer/lion/"),
-        ({"model": partial(dense, name="wide")}, r"\(it has no model/"),
-    ],
-)
-def test_another_model_or_optimizer_is_refused(tmp_path, other, said):
+def test_another_model_or_optimizer_is_refused(tmp_path):
     run = Run(tmp_path)
     run.train(Plain(), steps=10, make_problem=problem_of())
-    with pytest.raises(UserError, match=said):
-        run.train(Plain(), steps=20, make_problem=problem_of(**other))
-    assert run.steps() == [0, 10]
-    assert run.rows() == [10]
+    for other, said in (
+        ({"optimizer": "lion"}, r"\(it has no optimizer/lion/"),
+        ({"model": partial(dense, name="wide")}, r"\(it has no model/"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run.train(Plain(), steps=20, make_problem=problem_of(**other))
+        assert run.steps() == [0, 10], other
+        assert run.rows() == [10], other
 
 
 MOMENTUM = 0.8
@@ -132,9 +129,16 @@ def handed_on(run, step, tmp_path):
     return {variable.path: variable.numpy() for variable in model.variables}
 
 
-def test_a_checkpoint_has_both_and_hands_the_average_on(tmp_path):
-    run = Run(tmp_path)
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory):
+    """Return a run of 20 steps with averages."""
+    run = Run(tmp_path_factory.mktemp("averaged"))
     train_with(run, 20, ema=MOMENTUM)
+    return run
+
+
+def test_a_checkpoint_has_both_and_hands_the_average_on(averaged, tmp_path):
+    run = averaged
     first, last = saved(run, 0), saved(run, 20)
     np.testing.assert_array_equal(first[f"average/{KERNEL}"], first[f"model/{KERNEL}"])
     assert not np.allclose(last[f"average/{KERNEL}"], last[f"model/{KERNEL}"], atol=1e-4)
@@ -145,12 +149,11 @@ def test_a_checkpoint_has_both_and_hands_the_average_on(tmp_path):
     np.testing.assert_array_equal(model[mean], last[f"model/{mean}"])
 
 
-def test_a_resumed_run_continues_both(tmp_path):
-    whole, parts = Run(tmp_path / "whole"), Run(tmp_path / "parts")
-    train_with(whole, 20, ema=MOMENTUM)
+def test_a_resumed_run_continues_both(averaged, tmp_path):
+    parts = Run(tmp_path)
     train_with(parts, 10, ema=MOMENTUM)
     train_with(parts, 20, ema=MOMENTUM)
-    expected, found = saved(whole, 20), saved(parts, 20)
+    expected, found = saved(averaged, 20), saved(parts, 20)
     assert set(found) == set(expected)
     for path, value in expected.items():
         np.testing.assert_allclose(found[path], value, atol=1e-5, err_msg=path)

@@ -44,15 +44,27 @@ def test_certainty_stays_finite():
     assert np.isfinite(taken(BinaryClassification(TWO), {"y": np.float32([0, 1])})[""][1]).all()
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1)])
-def test_a_probability_of_two_classes(shape):
-    values = np.float32([0.25, 0.75]).reshape(shape)
-    kind, logits = taken(BinaryClassification(TWO), {"y": values})[""]
-    assert kind == "probabilities"
-    np.testing.assert_allclose(logits[:, 0], [-np.log(3), np.log(3)], rtol=1e-6)
+SURE = np.float32([0.25, 0.75])
+BOTH = np.stack([1 - SURE, SURE], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"y": SURE}, "probabilities"),
+        ({"y": SURE[:, np.newaxis]}, "probabilities"),
+        ({"y": BOTH}, "probabilities"),
+        ({"y": np.log(BOTH) + 3}, "logits"),
+        ({"logit": np.log(SURE / (1 - SURE)), "probability": 0 * SURE}, "logits"),
+    ],
+)
+def test_two_classes_in_every_form(answers, expected):
+    kind, logits = taken(BinaryClassification(TWO), answers)[""]
+    assert kind == expected
+    np.testing.assert_allclose(logits, [[-np.log(3)], [np.log(3)]], rtol=1e-6)
     # If the positive class is class 0 in the records, the program's probability is for the other
     # class.
-    _, other = taken(BinaryClassification(TWO), {"y": values}, swapped=frozenset(["left"]))[""]
+    _, other = taken(BinaryClassification(TWO), answers, swapped=frozenset(["left"]))[""]
     np.testing.assert_array_equal(other, -logits)
 
 
