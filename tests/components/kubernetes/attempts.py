@@ -21,26 +21,33 @@ from tests.kubernetes.cluster import Cluster
 
 SECONDS = 180
 ROOT = Path(__file__).parents[3]
-LAUNCH = (
-    "import json, sys\n"
-    "from flotilla.components.launchers import launch\n"
-    "from tests.components.kubernetes.attempts import job_of\n"
-    "from flotilla.trainer.runtime.errors import UserError\n"
-    "try:\n"
-    "    launch(job_of(**json.loads(sys.argv[1])))\n"
-    "except UserError as error:\n"
-    "    sys.stderr.write(f'{error}\\n'); sys.exit(error.exit_code)\n"
-)
+# The process imports no test module: the simulated cluster takes as long as the launcher.
+LAUNCH = """
+import json, sys
+from pathlib import Path
+from flotilla.components.launchers import launch
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.runtime.errors import UserError
+config, given = json.loads(sys.argv[1])
+try:
+    launch(Job(config=parse_config(config), workdir=Path(), **given))
+except UserError as error:
+    sys.stderr.write(f"{error}\\n"); sys.exit(error.exit_code)
+"""
 
 
-def job_of(tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs://b/d") -> Job:
+def job_of(tree: dict[str, Any], *uris: str, **named: str) -> Job:
+    config, given = _described(tree, *uris, **named)
+    return Job(config=parse_config(config), workdir=Path(), **given)
+
+
+def _described(
+    tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs://b/d"
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the configuration of a job, and its URIs."""
     config = {**tree, "cluster": {"launcher": "tfjob", **tree.get("cluster", {})}}
-    return Job(
-        config=parse_config(config),
-        dataset=dataset,
-        checkpoints=f"{root}/checkpoints",
-        workdir=Path(),
-    )
+    return config, {"dataset": dataset, "checkpoints": f"{root}/checkpoints"}
 
 
 def settings(max_restarts: int = 3, **deadlines: int) -> dict[str, Any]:
@@ -131,7 +138,7 @@ def step(kube: Cluster, tree: dict[str, Any], **job: str) -> Iterator[Step]:
     """Start an attempt as a process, and kill it at the end of the block."""
     environment = {**os.environ, "KUBECONFIG": str(kube.kubeconfig), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, json.dumps({"tree": tree, **job})],
+        [sys.executable, "-c", LAUNCH, json.dumps(_described(tree, **job))],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
