@@ -20,7 +20,7 @@ FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
 # Maximum number of lines per folder. A decision that raises a number says what was removed in
 # return.
 BUDGETS = {
-    "components": 1785,
+    "components": 1786,
     "components/jobset": 300,
     "components/kubernetes": 5169,
     "components/records": 1350,
