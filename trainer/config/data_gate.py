@@ -16,56 +16,81 @@ ALL = "all"
 #: Each rule with its default action and meaning. The default is to refuse data from which no model
 #: can learn or that make a metric wrong, and to warn about findings that a person has to judge.
 RULES = {
-    "missing_feature": (REFUSE, "a feature of the schema or of the champion's dataset is missing"),
+    "missing_feature": (
+        REFUSE,
+        "a missing feature that the schema file requires or the champion's dataset has",
+    ),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),
-    "type": (REFUSE, "a feature has an unexpected type or shape"),
-    "schema": (REFUSE, "a value that the schema file does not allow"),
-    "empty": (REFUSE, "a split without examples, or a feature without values"),
-    "size": (WARN, "far fewer examples than the champion's dataset"),
-    "range": (WARN, "values outside the range of the champion's dataset"),
-    "unit": (REFUSE, "all values are in another unit than in the champion's dataset"),
+    "type": (
+        REFUSE,
+        "a feature with another type than in the schema file, or another type or shape than in "
+        "the champion's dataset",
+    ),
+    "schema": (
+        REFUSE,
+        "a value, or a share of missing values, that the schema file does not allow",
+    ),
+    "empty": (
+        REFUSE,
+        "a training or test split without examples, or a feature without values in one of them",
+    ),
+    "size": (WARN, "far fewer examples than in the champion's dataset"),
+    "range": (WARN, "numbers outside the range of the champion's dataset"),
+    "unit": (REFUSE, "numbers in another unit than in the champion's dataset"),
     "missing_values": (WARN, "more missing values than in the champion's dataset"),
-    "constant": (WARN, "a feature has the same value in all examples"),
+    "constant": (WARN, "a feature with the same value in all training examples"),
     "new_values": (WARN, "categories that the champion's dataset does not have"),
     "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
-    "class_gone": (REFUSE, "a class of a label without examples in a split that had some"),
-    "balance": (WARN, "the class shares of a label have changed"),
-    "imbalance": (WARN, "a class that is too rare for accuracy to measure"),
-    "duplicates": (WARN, "an example occurs several times in one split"),
-    "leakage": (REFUSE, "examples occur in two splits"),
+    "class_gone": (
+        REFUSE,
+        "a class of a label that is missing from a split, or is the only one in it",
+    ),
+    "balance": (WARN, "a label whose class shares differ from those in the champion's dataset"),
+    "imbalance": (WARN, "a class that is too rare to affect accuracy noticeably"),
+    "duplicates": (WARN, "more examples with the same inputs within a split than expected"),
+    "leakage": (REFUSE, "more examples that occur in two splits than expected by chance"),
     "label_leakage": (
         WARN,
-        "a feature that determines the label by its values, a threshold or an order",
+        "an input that alone determines a label",
     ),
     "association": (
         REFUSE,
-        "features predict the label far worse than before, or worse in test than in training",
+        "a label that depends far less on the inputs than in the champion's dataset, or far less "
+        "in the test split than in training",
     ),
-    "drift": (WARN, "the distribution of a feature has changed"),
-    "drift_together": (WARN, "the distributions of many features have changed a little"),
+    "drift": (WARN, "a feature with another distribution than in the champion's dataset"),
+    "drift_together": (
+        WARN,
+        "small drifts of many numeric features that chance does not explain",
+    ),
     "splits_differ": (
         WARN,
-        "the distribution of a feature differs between the test split and training",
+        "a feature with another distribution in the test split than in training",
     ),
 }
 #: Each limit with its default, minimum, maximum and meaning.
 LIMITS = {
-    "size": (0.5, 0.0, 1.0, "minimum number of examples, as a share of the champion's dataset"),
-    "missing_values": (0.05, 0.0, 1.0, "largest increase of the share of missing values"),
-    "range": (0.002, 0.0, 1.0, "largest share of values outside the champion's range"),
-    "new_values": (0.005, 0.0, 1.0, "largest share of examples with a new value"),
-    "balance": (0.05, 0.0, 1.0, "largest change of the class shares, as a share of the examples"),
-    "imbalance": (0.1, 0.0, 1.0, "smallest share of a class, relative to classes of equal size"),
-    "duplicates": (0.01, 0.0, 1.0, "largest share of duplicates within a split"),
-    "leakage": (0.005, 0.0, 1.0, "largest share of a split's examples that another split has"),
-    "label_leakage": (0.995, 0.5, 1.0, "smallest share of the examples (or of the label's "
-                      "variance) that a feature must predict to be reported"),
-    "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: Kolmogorov-Smirnov for "
-              "numbers, total variation for categories"),
-    "drift_together": (0.015, 0.0, 1.0, "largest root mean square of P(new > old) - 1/2 over the "
-                       "features"),
-    "significance": (0.0002, 1e-12, 0.1, "significance level by rule and dataset: a change that is "
-                     "less probable by chance is reported"),
+    "size": (0.5, 0.0, 1.0, "minimum number of examples, as a share of the number in the "
+    "champion's dataset"),
+    "missing_values": (0.05, 0.0, 1.0, "maximum increase in the share of missing values"),
+    "range": (0.002, 0.0, 1.0, "maximum share of values below the champion's range, or above it"),
+    "new_values": (0.005, 0.0, 1.0, "maximum share of examples with a new value, in excess of the "
+    "share expected by chance"),
+    "balance": (0.05, 0.0, 1.0, "maximum total variation distance between the class shares"),
+    "imbalance": (0.1, 0.0, 1.0, "minimum size of a class, relative to its size if all classes "
+    "were equally large"),
+    "duplicates": (0.01, 0.0, 1.0, "maximum share of duplicates within a split, in excess of the "
+    "expected share"),
+    "leakage": (0.005, 0.0, 1.0, "maximum share of a split's examples that are also in another "
+    "split, in excess of the share expected by chance"),
+    "label_leakage": (0.995, 0.5, 1.0, "minimum accuracy of predicting a class from the input, "
+    "with all classes weighted equally; for a number, 1 minus the maximum relative error"),
+    "drift": (0.1, 0.0, 1.0, "minimum distance between two distributions that is reported: "
+    "Kolmogorov-Smirnov for numbers, total variation for categories"),
+    "drift_together": (0.015, 0.0, 1.0, "minimum root mean square of P(new > old) - 1/2, over the "
+    "numeric features, that is reported"),
+    "significance": (0.0002, 1e-12, 0.1, "significance level of each rule for one dataset: a "
+    "difference is reported only if its p-value is smaller"),
 }  # fmt: skip
 
 
@@ -74,9 +99,10 @@ class DataGateConfig(Whole):
 
     rules: dict[str, Literal["refuse", "warn", "off"]] = key(
         {},
-        f"action of each rule: {{rule: refuse | warn | off}}; {ALL} for rules that are not named",
+        f"action of each rule: {{rule: refuse | warn | off}}; {ALL} sets every rule that is not "
+        "listed",
     )
-    limits: dict[str, float] = key({}, "limits by name that differ from the default")
+    limits: dict[str, float] = key({}, "limits to change, by name")
 
     @field_validator("rules", mode="before")
     @classmethod

@@ -99,7 +99,7 @@ def compare_splits(question: Question) -> Iterator[Finding]:
         says = (
             f"{name!r} is distributed differently in test than in train (distance "
             f"{size:.3f}{_describe_change(new, old)}): metrics of the test split do not represent "
-            "the training data; check how it was drawn (data.splits)"
+            "the training data; check how the test split was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 

@@ -156,8 +156,8 @@ def leakage(question: Question) -> Iterator[Finding]:
             names = (second, first) if asked is other else (first, second)
             says = (
                 f"{percent(found.share)} of the examples of {names[0]} are also in {names[1]} "
-                f"({percent(found.expected)} were expected), so its metrics are too good; split by "
-                "data.group, or remove the copies"
+                f"({percent(found.expected)} were expected), so the metrics of {names[0]} are too "
+                "good; split by data.group, or remove the copies"
             )
             yield Finding(
                 "leakage", says, split=names[0], value=found.share, limit=found.expected + limit

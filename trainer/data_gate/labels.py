@@ -36,10 +36,10 @@ def classes(question: Question) -> Iterator[Finding]:
                 )
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
-            before = dataset.count_classes(target, "train")
+            before, where = dataset.count_classes(target, "train"), "train"
             if known:
-                before = _count_old(question, target, split)
-            yield from _find_gone(question, target, split, before)
+                before, where = _count_old(question, target, split), "the champion's dataset"
+            yield from _find_gone(question, target, split, before, where)
             yield from _find_single(dataset, target, split)
 
 
@@ -65,7 +65,7 @@ def _list_present(dataset: DatasetProfile, target: str) -> set[str]:
 
 
 def _find_gone(
-    question: Question, target: str, split: str, before: dict[str, int]
+    question: Question, target: str, split: str, before: dict[str, int], where: str
 ) -> Iterator[Finding]:
     found = question.dataset.count_classes(target, split)
     examples, known = sum(found.values()), sum(before.values())
@@ -77,8 +77,8 @@ def _find_gone(
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
-                f"{target} has no example of {name!r} in {split}, but {count} of {known} were "
-                "expected: check whether a source or a folder is missing"
+                f"{target} is {name!r} in none of the {examples} examples of {split}, but in "
+                f"{count} of {known} in {where}: check whether a source or a folder is missing"
             )
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
@@ -88,8 +88,9 @@ def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[F
     if len(there) == 1 < len(_list_present(dataset, target)):
         ((name, count),) = there.items()
         says = (
-            f"all {count} examples of {split} are {name!r} of {target}, so nothing can be learned "
-            "or measured there; add examples to the split, or change its share"
+            f"{target} is {name!r} in all {count} examples of {split}, so nothing can be "
+            "learned or measured there; add examples of other classes to the split, or change its "
+            "share"
         )
         yield Finding("class_gone", says, target, split, 0)
 
@@ -113,8 +114,9 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
     value = share(there[name] * len(there), examples)
     if value < limit:
         says = (
-            f"{percent(share(there[name], examples))} of the examples are {name!r} of {target}, so "
-            "accuracy hardly measures them: require a recall, such as gate.min: "
+            f"{target} is {name!r} in only {percent(share(there[name], examples))} of the "
+            "examples, which hardly affect accuracy: require a recall for each class, such as "
+            "gate.min: "
             f"{{accuracy@{target}: 0.8}}, and consider training.class_weights: balanced"
         )
         yield Finding(
@@ -145,8 +147,8 @@ def _balance(
     if moved > limit and chance < question.significance:
         worst = max(range(len(names)), key=lambda n: abs(new[n] - old[n]))
         says = (
-            f"the classes of {target} have shifted by {percent(moved)} of the examples: "
-            f"{names[worst]!r} was {percent(old[worst])} and is {percent(new[worst])}; check "
+            f"the class shares of {target} have shifted by {percent(moved)}: {names[worst]!r} had "
+            f"{percent(old[worst])} of the examples and now has {percent(new[worst])}; check "
             "whether a source is missing or duplicated"
         )
         yield Finding("balance", says, target, "train", moved, limit)
@@ -197,9 +199,9 @@ def _find_lost(
         # Correct for the number of features: the strongest of many associations is biased upwards.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
-                f"in {words[1]}, no feature is as strongly associated with {target!r} as {name!r} "
-                f"was in {words[0]} (association {known[name]:.3f} before, {value:.3f} now): check "
-                "whether labels and rows have the same order"
+                f"{target!r} depends far less on the inputs in {words[1]} than in {words[0]} "
+                f"(strongest association {value:.3f} instead of {known[name]:.3f} with {name!r}): "
+                "check whether labels and rows have the same order"
             )
             yield Finding(
                 "association", says, target, words[1], value, _LEFT * known[name], known[name]

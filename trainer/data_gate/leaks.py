@@ -114,7 +114,7 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
         return ""
     x, y = x[there], y[there]
     if _residual(x, y) <= spread:
-        return "one is a multiple of the other"
+        return "one is a linear function of the other"
     x, y = stats.rankdata(x), stats.rankdata(y)
     return "both have the same order" if _residual(x, y) <= spread else ""
 

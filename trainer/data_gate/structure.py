@@ -58,7 +58,7 @@ def sizes(question: Question) -> Iterator[Finding]:
     """Find empty splits, and datasets that are far smaller than the champion's."""
     for split, each in question.dataset.splits.items():
         if not each.examples and split in ("train", "test"):
-            says = f"the split {split} has no example: check data.splits and the source"
+            says = f"the split {split} has no examples: check data.splits and the source"
             yield Finding("empty", says, split=split, value=0)
     if question.champion is None:
         return
@@ -69,8 +69,8 @@ def sizes(question: Question) -> Iterator[Finding]:
     )
     if share(found, known) < limit and known:
         says = (
-            f"{found} examples are {percent(share(found, known))} of the champion's {known}: "
-            "check whether files are missing"
+            f"the dataset has {found} examples, {percent(share(found, known))} of the {known} "
+            "in the champion's dataset: check whether files are missing"
         )
         yield Finding("size", says, value=found, limit=round(limit * known), champion=known)
 
@@ -117,7 +117,8 @@ def _check_feature(
     missing = share(found.missing, found.examples)
     if wanted.missing is not None and missing > wanted.missing:
         said = (
-            f"{percent(missing)} of {name!r} is missing in {split}, above {percent(wanted.missing)}"
+            f"{percent(missing)} of {name!r} is missing in {split}, above the allowed "
+            f"{percent(wanted.missing)}"
         )
         yield finding(missing, wanted.missing, said)
     if wanted.values and (other := sorted(set(found.counts) - set(wanted.values))):

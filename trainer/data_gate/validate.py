@@ -161,7 +161,7 @@ def _lines(findings: Sequence[Finding], action: str) -> list[str]:
         lines += [each.line(action) for each in first_ones]
         if many:
             rest = [each.feature or each.split for each in found[len(first_ones) :]]
-            lines.append(f"{rule}: likewise {some(rest)}; {PAGE} has all")
+            lines.append(f"{rule}: also {some(rest)}; {PAGE} lists all findings")
     return lines
 
 

@@ -47,8 +47,8 @@ def unit(question: Question) -> Iterator[Finding]:
         if found:
             change, words = found
             says = (
-                f"the values of {name!r} are those of the champion's dataset {change} ({words}): "
-                "convert it at its source, or set the rule unit to warn if this is intended"
+                f"the values of {name!r} are those of the champion's dataset {change} "
+                f"({words}): convert them at the source"
             )
             yield Finding(
                 "unit",
@@ -149,7 +149,7 @@ def constant(question: Question) -> Iterator[Finding]:
             continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
-                f"{name!r} has the same value in all examples, so a model learns nothing from it; "
+                f"{name!r} has the same value in all examples, so a model cannot learn from it; "
                 f"{advise_dropping(name)}, or check its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))

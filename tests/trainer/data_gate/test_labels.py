@@ -52,7 +52,7 @@ def test_a_split_of_one_class_is_refused_however_probable_it_is():
     found = [each for each in find_all(question(profile(split_of(columns)))) if
              each.rule == "class_gone"]  # fmt: skip
     assert {each.split for each in found} == {"validation", "test"}
-    assert "examples of test are 'no' of label" in found[-1].says
+    assert "label is 'no' in all 60 examples of test" in found[-1].says
 
 
 @pytest.mark.parametrize(("metric", "warns"), [("weighted_recall", True), ("macro_recall", False)])
