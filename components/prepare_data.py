@@ -56,7 +56,7 @@ def prepare_data(
     """Prepare the dataset and apply the data gate; return "ready", "unchanged" or "refused".
 
     `published` is the URI of an existing dataset to train on instead. "unchanged" means that an
-    earlier run has already done the same work; only a whole run returns it.
+    earlier run has already done the same work; only a run of the whole pipeline returns it.
     """
     from flotilla.components.prepare_data import work
     from flotilla.components.records.record import run

@@ -24,7 +24,9 @@ from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
 #: The run parameter that is not a configuration key.
-IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
+IMAGE_FIELD = Field(
+    name="image", key=(), type=str, description="container image of all steps and training tasks"
+)
 # The form field before which the image is listed.
 _BEFORE = "storage_root"
 

@@ -29,7 +29,7 @@ class ClusterConfig(Section):
         "how tasks are started: local processes, a TFJob or a JobSet; auto: the engine that the "
         "cluster serves",
     )
-    parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
+    parameter_servers: int = key(1, "number of parameter servers", ge=1, le=1000)
     workers: int = key(
         2,
         "number of workers; at most data.shards if data.partition is disjoint",
@@ -37,25 +37,31 @@ class ClusterConfig(Section):
         le=10_000,
     )
     evaluator: bool = key(False, "evaluate each checkpoint in a separate task")
-    gpus_per_worker: int = key(0, "GPUs per worker", ge=0, le=1000)
+    gpus_per_worker: int = key(
+        0, "number of GPUs of each worker, or of the chief if there are no workers", ge=0, le=1000
+    )
     gpu_memory_mb: int = key(
-        0, "fixed memory on each GPU; 0: memory grows on demand", ge=0, le=MOST
+        0, "memory to reserve on each GPU, in megabytes; 0: memory grows on demand", ge=0, le=MOST
     )
     gpu_memory_fraction: float = key(
-        0.0, "fixed share of the memory of each GPU; 0: memory grows on demand", ge=0, lt=1
+        0.0, "share of each GPU's memory to reserve; 0: memory grows on demand", ge=0, lt=1
     )
     communication: Literal["auto", "ring", "nccl"] = key(
-        "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
+        "auto", "how the workers of multi_worker_mirrored exchange gradients; nccl needs GPUs"
     )
     placement: dict[str, str] = key(
-        {}, 'parameter server by variable glob, such as {"hidden_0/*": "ps:0"}'
+        {}, 'parameter server for variables that match a glob, such as {"hidden_0/*": "ps:0"}'
     )
-    existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
-    in_process: bool = key(False, "run the servers as threads, for a debugger")
+    existing_servers: bool = key(
+        False, "connect to running servers that TF_CONFIG names, instead of starting them"
+    )
+    in_process: bool = key(
+        False, "run parameter servers and workers as threads of the chief, for a debugger"
+    )
     max_restarts: int = key(
         3,
-        "restarts allowed for all tasks except the evaluator; a checkpoint resets the count of "
-        "lost pods",
+        "number of restarts allowed for all tasks together, except the evaluator; on Kubernetes, "
+        "a newer checkpoint resets the count of lost pods",
         ge=0,
         le=MOST,
     )
@@ -65,7 +71,10 @@ class ClusterConfig(Section):
         "partial: the lost ones; full: all; auto: partial if training is asynchronous",
     )
     metrics_port: int = key(
-        0, "port at which the leading task serves Prometheus metrics; 0: none", ge=0, lt=2**16
+        0,
+        "port on which the leading task (the chief or worker 0) serves Prometheus metrics; 0: none",
+        ge=0,
+        lt=2**16,
     )
     kubernetes: KubernetesConfig = key(
         KubernetesConfig(), "settings of the Kubernetes job and its pods"

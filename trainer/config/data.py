@@ -88,7 +88,9 @@ class ImageConfig(Whole):
     size: tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...] = key(
         (), "[height, width] of each image", strict=False
     )
-    channels: Literal[1, 3, 4] = key(3, "1: grey, 3: colours, 4: colours and opacity")
+    channels: Literal[1, 3, 4] = key(
+        3, "number of channels: 1 for grayscale, 3 for RGB, 4 for RGBA"
+    )
 
     @field_validator("size")
     @classmethod
@@ -115,7 +117,9 @@ class SplitsConfig(Whole):
     train: str = key("", "files of the training split: a path below the source, or a URI")
     validation: str = key("", "files of the validation split")
     test: str | float = key(
-        0.0, "files of the test split, or its share below 1; 0: the size of data.validation"
+        0.0,
+        "files of the test split, or its share of the examples (below 1); 0: as large as "
+        "validation",
     )
     column: str = key("", "column with the split of each row: train, validation or test")
     group: str = key(
@@ -161,7 +165,8 @@ class RunnerConfig(Whole):
 
     name: Literal["processes", "beam"] = key(
         "processes",
-        "where the work runs: in processes on this machine, or with Apache Beam (the extra beam)",
+        "how data is prepared: in processes on this machine, or with Apache Beam (needs the extra "
+        "`beam`)",
     )
     processes: int = key(0, "number of processes; 0: one per core", ge=0, le=1024)
     options: tuple[str, ...] = key(
@@ -190,19 +195,21 @@ class DataConfig(Section):
         DEFAULT_DATASET, "TFDS name, or package.module:Builder; ignored if data.source is set"
     )
     source: str = key(
-        "", "files to read instead of a dataset: path or URI of a file, a folder or a pattern"
+        "", "files to read instead of a TFDS dataset: path, URI or pattern of files or a folder"
     )
     format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "npz", "images"] = key(
         "", "format of the files; empty: detected from their names"
     )
     builder_args: Free = key({}, "arguments of the TFDS builder")
-    version: str = key("", "dataset version; empty: the newest")
+    version: str = key("", "version of the TFDS dataset; empty: the newest")
     spans: str = key(
         NEWEST,
-        f"which spans of a source with {{SPAN}} or {{DATE}} are read: {NEWEST}, a number of "
-        f"the newest, {ALL}, or {SINCE_CHAMPION}",
+        f"spans to read of a source with {{SPAN}} or {{DATE}}: {NEWEST}, a number N for the "
+        f"newest N, {ALL}, or {SINCE_CHAMPION}",
     )
-    manual_dir: str = key("", "folder with the official files, for machines without a network")
+    manual_dir: str = key(
+        "", "folder with the original files of a TFDS dataset, for machines without network access"
+    )
     inputs: tuple[str, ...] = key(
         (), "input features of the model; empty: the inputs of the dataset", strict=False
     )
@@ -213,14 +220,16 @@ class DataConfig(Section):
     group: str = key("", "feature whose values group examples, such as the query in ranking")
     drop: tuple[str, ...] = key((), "columns of a source to ignore", strict=False)
     types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
-        {}, f"types of columns that differ from the inferred ones: {', '.join(TYPES)}"
+        {}, f"column types to use instead of the inferred ones: {', '.join(TYPES)}"
     )
     map: str = key("", "package.module:function that turns a row of a source into an example")
     shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
-        {}, "shape of a feature whose examples differ in shape; 0: pad to the longest of a batch"
+        {},
+        "shape of each feature whose examples differ in shape; a first size of 0 means: pad to "
+        "the longest of a batch",
     )
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
-        (), "boundaries of lengths: examples of similar length share a batch", strict=False
+        (), "length boundaries: examples between the same boundaries share a batch", strict=False
     )
     image: ImageConfig = key(ImageConfig(), "encoded images: {size: [height, width], channels}")
     bad_rows: float = key(
@@ -229,9 +238,11 @@ class DataConfig(Section):
     splits: SplitsConfig = key(
         SplitsConfig(), "splits of a source: {train, validation, test, column, group, time}"
     )
-    shards: int = key(8, "files of the training split", ge=1, le=100_000)
+    shards: int = key(8, "number of shards of the training split", ge=1, le=100_000)
     validation: float = key(
-        0.1, "examples taken from training: a share below 1, a count from 1, 0 for none", ge=0
+        0.1,
+        "training examples to use for validation: a share below 1, or a count from 1 on; 0: none",
+        ge=0,
     )
     partition: Literal["disjoint", "dynamic", "reshuffle"] = key(
         "disjoint",
@@ -252,7 +263,9 @@ class DataConfig(Section):
     gate: DataGateConfig = key(
         DataGateConfig(), "checks of a dataset before training: {rules, limits}"
     )
-    seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
+    seed: int = key(
+        0, "seed for drawing splits and for shuffling examples into shards", ge=0, lt=2**31
+    )
 
     @model_validator(mode="after")
     def _either(self) -> DataConfig:

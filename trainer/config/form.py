@@ -87,7 +87,10 @@ FIELDS = (
         "passes over the training examples, instead of steps; 0: use steps",
     ),
     _field(
-        "batch_size", "training.batch_size", int, "examples per worker in one gradient; 0: auto"
+        "batch_size",
+        "training.batch_size",
+        int,
+        "number of examples per replica in one gradient; 0: auto",
     ),
     _field(
         "learning_rate",
@@ -96,9 +99,14 @@ FIELDS = (
         "initial learning rate of the schedule; 0: auto",
     ),
     _field("strategy", "training.strategy", str, "how training is distributed", *STRATEGIES),
-    _field("workers", "cluster.workers", int, "workers of the training cluster"),
-    _field("servers", "cluster.parameter_servers", int, "parameter servers of the cluster"),
-    _field("gpus", "cluster.gpus_per_worker", int, "GPUs of each worker"),
+    _field("workers", "cluster.workers", int, "number of workers"),
+    _field("servers", "cluster.parameter_servers", int, "number of parameter servers"),
+    _field(
+        "gpus",
+        "cluster.gpus_per_worker",
+        int,
+        "number of GPUs of each worker, or of the chief if there are no workers",
+    ),
     _field(
         "storage_root",
         "storage.root",

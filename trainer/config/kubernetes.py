@@ -110,16 +110,19 @@ def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
 class ResourcesConfig(Section):
     """Resources of a pod by name: cpu, memory, ephemeral-storage and so on."""
 
-    requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
-    limits: dict[Key, Quantity] = key({}, "maximum that a pod may use")
+    requests: dict[Key, Quantity] = key({}, "resources that the scheduler reserves")
+    limits: dict[Key, Quantity] = key({}, "maximum resources that a pod may use")
 
 
 class VolumeConfig(Section):
-    """A volume of every pod of a role."""
+    """A volume that every pod of a role mounts."""
 
     name: Label = Field(description="name of the volume")
     mount_path: Folder = Field(description="folder in the container")
-    source: Free = Field(min_length=1, description="such as {persistentVolumeClaim: {...}}")
+    source: Free = Field(
+        min_length=1,
+        description="volume source in Kubernetes syntax, such as {persistentVolumeClaim: {...}}",
+    )
     read_only: bool = key(False, "mount read-only")
 
 
@@ -130,31 +133,35 @@ class PodConfig(Section):
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
         "", "when the image is pulled; empty: the default of Kubernetes"
     )
-    image_pull_secrets: tuple[Named, ...] = key((), "secrets of the image's registry")
+    image_pull_secrets: tuple[Named, ...] = key((), "secrets for pulling the image")
     command: tuple[str, ...] = key((), "command that replaces `python -m flotilla.trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
-    node_selector: dict[Key, LabelText] = key({}, "labels required of a node")
-    tolerations: tuple[Toleration, ...] = key((), "taints that the pods tolerate")
-    affinity: Free = key({}, "affinity in the form of Kubernetes")
+    node_selector: dict[Key, LabelText] = key({}, "labels that a node must have")
+    tolerations: tuple[Toleration, ...] = key((), "tolerations of the pods, in Kubernetes syntax")
+    affinity: Free = key({}, "affinity of the pods, in Kubernetes syntax")
     priority_class: Name = key("", "priority class of the pods")
-    scheduler: Name = key("", "scheduler of the pods")
+    scheduler: Name = key("", "name of the scheduler of the pods")
     labels: dict[Key, LabelText] = key({}, "labels of the pods")
     annotations: dict[Key, str] = key({}, "annotations of the pods")
     service_account: Name = key(
         "", "service account of the pods; empty: the account of the step, in its namespace"
     )
-    volumes: tuple[VolumeConfig, ...] = key((), "further volumes")
+    volumes: tuple[VolumeConfig, ...] = key((), "additional volumes")
     shared_memory: Size = key("", "size of /dev/shm; empty: the default of the container runtime")
     scratch: Size = key("", "size limit of the working folder; empty: no limit")
     working_folder: str = key(
         "", f"working folder of a task; empty: {WORKING_FOLDER}", pattern=r"^(/[^:\s]+)?$"
     )
-    env: dict[Variable, str] = key({}, "environment variables; no secrets: the job shows them")
+    env: dict[Variable, str] = key(
+        {}, "environment variables; they must not be secrets, because the job shows them"
+    )
     env_from_secrets: tuple[Named, ...] = key((), "secrets whose keys become environment variables")
     env_from_config_maps: tuple[Named, ...] = key(
         (), "config maps whose keys become environment variables"
     )
-    secret_env: dict[Variable, SecretKey] = key({}, "secret/key of each variable")
+    secret_env: dict[Variable, SecretKey] = key(
+        {}, "environment variables from secrets: secret/key by variable"
+    )
     security: Literal["", "restricted", "writable", "image"] = key(
         "",
         "restricted (the default): the Pod Security Standard of this name and a read-only "
@@ -167,10 +174,12 @@ class PodConfig(Section):
         "{fsGroup: 2000}",
     )
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
-        "", "empty: ExitCode, and OnFailure for the evaluator"
+        "",
+        "restart policy of the pods; empty: ExitCode, or OnFailure for the evaluator; jobset "
+        "supports only these",
     )
     grace_seconds: Seconds = key(
-        0, "grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
+        0, "seconds from SIGTERM to SIGKILL, in which a last checkpoint is saved; 0: 120"
     )
 
     _variables_of_the_user = field_validator("env", "secret_env")(_refuse_reserved_variables)
@@ -189,10 +198,10 @@ class PodConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Gang scheduling: all pods of the job start together, or none starts."""
+    """Gang scheduling with `tfjob`: all pods of the job start together, or none starts."""
 
     gang: bool = key(False, "schedule all pods together")
-    min_available: int = key(0, "pods needed to start; 0: all", ge=0, lt=2**31)
+    min_available: int = key(0, "number of pods that must be able to start; 0: all", ge=0, lt=2**31)
     queue: Name = key("", "queue of the gang scheduler")
     priority_class: Name = key("", "priority class of the group of pods")
     timeout_seconds: Seconds = key(0, "time limit for scheduling the group; 0: none")
@@ -202,17 +211,20 @@ class JobConfig(Section):
     """Settings of the whole job, and its Kueue queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = key(
-        "Running", "pods that are deleted when the job has ended"
+        "Running", "pods that are deleted when the job has ended; jobset supports only Running"
     )
-    ttl_seconds: Seconds = key(86_400, "time after which an ended job is deleted")
+    ttl_seconds: Seconds = key(86_400, "seconds after which an ended job is deleted")
     active_deadline_seconds: Seconds = key(
-        604_800, "time limit of the job, after which the operator ends it", ge=1
+        604_800, "seconds after which the operator ends the job", ge=1
     )
     backoff_limit: int | None = key(
-        None, "restarts that the operator allows; null: no limit", ge=0, lt=2**31
+        None,
+        "restarts that the operator allows; null: no limit for tfjob, 1000 for jobset",
+        ge=0,
+        lt=2**31,
     )
-    queue_name: LabelOrNone = key("", "local queue of Kueue")
-    suspend: bool = key(False, "start suspended until Kueue admits the job")
+    queue_name: LabelOrNone = key("", "name of the Kueue local queue")
+    suspend: bool = key(False, "create the job suspended, until Kueue admits it")
     labels: dict[Key, LabelText] = key({}, "labels of the job")
     annotations: dict[Key, str] = key({}, "annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
@@ -221,22 +233,24 @@ class JobConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Times in seconds after which the launcher ends the job; 0 means no limit."""
+    """Time limits in seconds, after which the job is ended; 0 means no limit."""
 
-    operator: Seconds = key(60, "time until the controller of the job must react")
-    queueing: Seconds = key(3600, "time until every pod must have a node")
-    starting: Seconds = key(900, "after that, time until every task must run")
+    operator: Seconds = key(60, "time in which the controller of the job must react")
+    queueing: Seconds = key(3600, "time in which every pod must get a node")
+    starting: Seconds = key(900, "time in which all tasks must run, once every pod has a node")
     container: Seconds = key(120, "time for which an image or a container may fail to start")
-    running: Seconds = key(0, "after that, time until the job must end")
-    stalling: Seconds = key(1800, "time without progress reported by the chief")
+    running: Seconds = key(0, "time in which the job must end, once all tasks run")
+    stalling: Seconds = key(1800, "time without progress of training, once all tasks run")
     unreachable: Seconds = key(900, "time without a response from the Kubernetes API")
     heartbeat: Seconds = key(
-        300, "time without a heartbeat of the launcher before the chief ends the job", ge=1
+        300,
+        "time without a heartbeat of the launcher, after which the leading task ends the job",
+        ge=1,
     )
 
 
 class KubernetesConfig(Whole):
-    """Settings of the Kubernetes launcher, passed as one run parameter in JSON."""
+    """Settings of the Kubernetes job and its pods."""
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
@@ -244,10 +258,10 @@ class KubernetesConfig(Whole):
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
     pod: PodConfig = key(PodConfig(), "settings for the pods of every role")
-    chief: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
-    ps: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
-    worker: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
-    evaluator: PodConfig = key(PodConfig(), "settings as in pod; they override pod for this role")
+    chief: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
+    ps: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
+    worker: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
+    evaluator: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:

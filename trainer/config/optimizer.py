@@ -60,25 +60,30 @@ class ConstantArgs(Section):
 
 
 class CosineArgs(Section):
-    """Half a cosine, from the learning rate to `alpha` times it at the end of training."""
+    """A half cosine that falls from the learning rate to `alpha` times that rate by the end."""
 
-    alpha: float = key(0.0, "share of the learning rate at the end", ge=0, le=1)
+    alpha: float = key(0.0, "final learning rate, as a share of the initial one", ge=0, le=1)
 
 
 class ExponentialArgs(Section):
     """The learning rate, multiplied by `decay_rate` every `decay_steps`."""
 
-    decay_steps: int = Field(ge=1, description="global steps between two decays")
-    decay_rate: float = Field(gt=0, le=1, description="factor of one decay")
+    decay_steps: int = Field(ge=1, description="number of global steps between two decays")
+    decay_rate: float = Field(
+        gt=0, le=1, description="factor by which each decay multiplies the learning rate"
+    )
     staircase: bool = key(False, "decay in steps instead of continuously")
 
 
 class PiecewiseArgs(Section):
-    """The learning rate times one of `factors`, which changes after each of `boundaries`."""
+    """The learning rate times one of `factors`: the next one after each of `boundaries`."""
 
-    boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
+    boundaries: tuple[int, ...] = Field(
+        min_length=1, description="global steps, in ascending order"
+    )
     factors: tuple[float, ...] = Field(
-        min_length=2, description="factors of the learning rate, one more than there are boundaries"
+        min_length=2,
+        description="factors of the learning rate; one more than the number of boundaries",
     )
 
     @model_validator(mode="after")
@@ -107,7 +112,7 @@ class ScheduleConfig(Section):
         "constant", "learning rate schedule"
     )
     warmup_steps: Annotated[int, Field(ge=0), OR_AUTO, AS_WRITTEN] = key(
-        0, "global steps of linear warm-up"
+        0, "number of global steps of linear warm-up"
     )
     args: Free = key({}, "further arguments of the schedule")
 

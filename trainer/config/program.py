@@ -89,7 +89,7 @@ Tasks = Annotated[int, Field(ge=1, le=10_000)]
 
 
 class ProgramConfig(Whole):
-    """A training program of the user's own, which trains its own model."""
+    """A user's training program, which trains its own model."""
 
     command: tuple[Template, ...] = key(
         (), "command of the program, such as [python, train.py]; empty: Flotilla's own trainer"
@@ -104,10 +104,14 @@ class ProgramConfig(Whole):
     )
     env: dict[str, Template] = key({}, "environment variables of the program")
     data: Literal["files", "uri"] = key(
-        "files", "files: each task gets its part of the dataset as files; uri: only its URI"
+        "files",
+        "files: each task gets its part of the dataset as files; uri: each task gets only the "
+        "dataset's URI",
     )
     checkpoint_marker: str = key(
-        "", "file that the program writes last into a checkpoint's folder; empty: known layouts"
+        "",
+        "file that the program writes last into a checkpoint's folder; empty: checkpoints are "
+        "recognized by their layout",
     )
     stall_timeout: float = key(
         0, "seconds without a step or output before the program is restarted; 0: never", ge=0,
@@ -119,10 +123,12 @@ class ProgramConfig(Whole):
         "Python 3.8 or later in the image, which starts the program; empty: the image has none",
     )
     after_training: Literal["stop", "evaluate"] = key(
-        "stop", "evaluate: the program's model is evaluated, exported and registered"
+        "stop",
+        "stop: the run ends after training; evaluate: the program's model is evaluated, exported "
+        "and registered",
     )
     outputs: Literal["auto", "probabilities", "logits"] = key(
-        "auto", "what the model of a classifier returns; auto: detected from its values"
+        "auto", "what a classifier returns; auto: detected from its outputs"
     )
 
     def topology(self) -> Topology | None:

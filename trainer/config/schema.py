@@ -101,7 +101,7 @@ class OutputConfig(Section):
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
-    metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
+    metrics: tuple[str, ...] = key((), "additional Keras metrics by name, or package.module:name")
     weight: float = key(1.0, "weight of this loss in the sum", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
     positive: Label = key("", "as in task.positive")
@@ -115,17 +115,19 @@ class TaskConfig(Section):
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
-    metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
+    metrics: tuple[str, ...] = key((), "additional Keras metrics by name, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
         {},
         "tasks of several labels: {label: {name, loss, metrics, weight, class_weights, "
         "positive, args}}",
     )
     positive: Label = key(
-        "", "the positive class of binary_classification; empty: the rarer one in training"
+        "",
+        "positive class of a label with two classes; empty: the champion's, or else the rarer one "
+        "in training (for ranking, the second one)",
     )
     main_metric: str = key(
-        "", "metric to select and compare models by; empty: chosen by task and data"
+        "", "metric for selecting and comparing models; empty: chosen by task and data"
     )
     args: Free = key({}, "arguments of the task's class")
 
@@ -145,25 +147,34 @@ class TrainingConfig(Section):
         "async_parameter_server", f"{', '.join(STRATEGIES)}, or package.module:Class"
     )
     steps: Steps = key(
-        1500, "global steps (updates applied); auto: by training.epochs, else by validation"
+        1500,
+        "number of global steps (applied updates); auto: derived from training.epochs, or ended "
+        "by validation",
     )
     epochs: float = key(
         0.0, "passes over the training examples, instead of steps; 0: use steps", ge=0, le=MOST
     )
-    batch_size: Batch = key(64, "examples of one replica in one gradient")
+    batch_size: Batch = key(64, "number of examples per replica in one gradient")
     accumulate: int = key(
         1, "number of gradients of a replica that are averaged into one update", ge=1, le=10_000
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
     pull_every: int = key(
-        1, "local steps between a pull and a push under async_parameter_server", ge=1, lt=2**31
+        1,
+        "number of local steps between a pull and a push with async_parameter_server",
+        ge=1,
+        lt=2**31,
     )
     replicas_to_aggregate: int = key(
-        0, "gradients in one update of sync_parameter_server; 0: one from each worker", ge=0
+        0,
+        "number of gradients in one update of sync_parameter_server; 0: one from each worker",
+        ge=0,
     )
     checkpoint_every: Steps = key(500, "global steps between checkpoints")
-    checkpoint_seconds: float = key(0, "seconds between checkpoints; 0: none", ge=0)
+    checkpoint_seconds: float = key(
+        0, "seconds after which a checkpoint is saved even before checkpoint_every; 0: never", ge=0
+    )
     checkpoint_parts_mb: int = key(
         64,
         "size of the variables, in megabytes, above which each parameter server writes its own "
@@ -171,7 +182,9 @@ class TrainingConfig(Section):
         ge=0,
         le=MOST,
     )
-    keep: int = key(3, "newest checkpoints to keep, in addition to the best", ge=1, le=MOST)
+    keep: int = key(
+        3, "number of newest checkpoints to keep, in addition to the best", ge=1, le=MOST
+    )
     keep_every_hours: float = key(
         0,
         "interval in hours at which a checkpoint is kept permanently; 0: never",
@@ -179,7 +192,9 @@ class TrainingConfig(Section):
         le=100_000,
     )
     validate_every: Count = key(500, "global steps between validations; 0: none")
-    patience: Count = key(0, "validations without improvement before an early stop; 0: never")
+    patience: Count = key(
+        0, "number of validations without improvement after which training stops; 0: never"
+    )
     stall_timeout: float = key(
         120, "seconds without progress before a task is restarted", ge=1, le=MOST
     )
@@ -193,7 +208,10 @@ class TrainingConfig(Section):
         "exclude}",
     )
     ema: float = key(
-        0.0, "momentum of a moving average of the weights, which is exported; 0: none", ge=0, lt=1
+        0.0,
+        "momentum of the moving average of the weights that is evaluated and exported; 0: none",
+        ge=0,
+        lt=1,
     )
     freeze: tuple[str, ...] = key(
         (), "globs of variable paths that are not trained, such as hidden_0/*"
@@ -203,7 +221,9 @@ class TrainingConfig(Section):
     )
     class_weights: ClassWeights = key("", _OF_CLASSES)
     when_unchanged: Literal["stop", "train"] = key(
-        "stop", "what to do when a run of the same data and configuration has already finished"
+        "stop",
+        "whether a run of data.source stops if an earlier run with the same files and "
+        "configuration has finished",
     )
     profile: tuple[int, ...] = key(
         (), "first and last global step that TensorFlow's profiler traces, such as [100, 110]"
@@ -240,7 +260,7 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """The evaluation on the test split."""
 
-    batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
+    batch_size: int = key(1000, "number of examples per evaluation batch", ge=1, lt=2**31)
     slices: tuple[str, ...] = key((), "features to slice metrics by, in addition to the label")
     baseline: Literal["auto", "none"] = key(
         "auto", "baseline models evaluated on the same examples; auto: the ones that suit the task"
@@ -289,7 +309,10 @@ class RegistryConfig(Section):
 
     max_megabytes: float = key(0, "maximum size of all files, in megabytes; 0: no limit", ge=0)
     max_milliseconds: float = key(
-        0, "maximum time for one example in a new process, in milliseconds; 0: no limit", ge=0
+        0,
+        "maximum time to predict one example, measured in a new process, in milliseconds; 0: no "
+        "limit",
+        ge=0,
     )
     hub: str = key("", "address of a Kubeflow Model Registry to report promotions to; empty: none")
 
@@ -304,7 +327,9 @@ class RegistryConfig(Section):
 class StorageConfig(Section):
     """The root of published directories."""
 
-    root: str = key("", "URI below which a run publishes; empty: the workdir, or the pipeline root")
+    root: str = key(
+        "", "URI below which a run publishes; empty: the workdir, or on KFP the pipeline root"
+    )
 
     @field_validator("root")
     @classmethod
@@ -327,7 +352,9 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig())
     training: TrainingConfig = Field(TrainingConfig())
     cluster: ClusterConfig = Field(ClusterConfig())
-    program: ProgramConfig = key(ProgramConfig(), "a training program of your own")
+    program: ProgramConfig = key(
+        ProgramConfig(), "your own training program, used instead of Flotilla's trainer"
+    )
     evaluation: EvaluationConfig = Field(EvaluationConfig())
     gate: GateConfig = Field(GateConfig())
     export: ExportConfig = Field(ExportConfig())
@@ -513,6 +540,6 @@ class Config(Section):
         if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(
                 f"training.replicas_to_aggregate: {workers} workers cannot send {wanted} "
-                f"gradients; set it to {workers} or less (0: one of each worker)"
+                f"gradients; set it to {workers} or less (0: one from each worker)"
             )
         return self

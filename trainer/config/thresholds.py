@@ -77,10 +77,11 @@ class ChampionRule(Section):
     class_margin: float | str = key(
         "50%",
         "largest drop in the recall of a class, as a number or as a share of the champion's "
-        "recall; 100%: any",
+        "recall; 100%: no limit",
     )
     better: Literal["", "higher", "lower"] = key(
-        "", "direction of a custom metric; empty: the direction that the task declares"
+        "",
+        "whether higher or lower values of a custom metric are better; empty: as the task declares",
     )
 
     @field_validator("margin", "class_margin", mode="before")
@@ -130,11 +131,12 @@ class GateConfig(Section):
     (`accuracy@label`), or to one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = key({}, "lowest allowed value, by metric of the task or the model")
-    max: dict[str, float] = key({}, "highest allowed value, by metric as in min")
+    min: dict[str, float] = key({}, "minimum value by metric, such as {accuracy: 0.9}")
+    max: dict[str, float] = key({}, "maximum value by metric, such as {loss: 0.5}")
     constant: Literal["required", "reported"] = key(
         "required",
-        "whether a model that does not beat the best constant is refused or only reported",
+        "whether a model that is not better than the best constant prediction is refused or only "
+        "reported",
     )
     champion: ChampionRule = Field(ChampionRule())
 

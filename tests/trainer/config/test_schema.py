@@ -225,7 +225,7 @@ def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggrega
     wanted = "training.replicas_to_aggregate=3"
     assert refused("training.strategy=sync_parameter_server", wanted) == (
         "training.replicas_to_aggregate: 2 workers cannot send 3 gradients; "
-        "set it to 2 or less (0: one of each worker)"
+        "set it to 2 or less (0: one from each worker)"
     )
     assert load_config(None, [wanted]).training.replicas_to_aggregate == 3
     enough = load_config(
