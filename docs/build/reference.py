@@ -82,19 +82,20 @@ _NEVER_REACHED = 10_000
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
 
-A run is one YAML file and any number of `--set section.key=value` that override it. An unknown key,
-and a value of the wrong type or out of bounds, is refused by name before anything starts (exit code
-2). A key without a default is empty. `configs/digits.yaml` shows every key in one file;
-[run parameters](parameters.md) are the fields of KFP's form.
+A run is configured by one YAML file, which any number of `--set section.key=value` override. An
+unknown key or an invalid value is rejected before anything starts (exit code 2), with a message
+that names the key. A key for which this page gives no default is empty by default.
+`configs/digits.yaml` shows every key in one file; [run parameters](parameters.md) are the fields of
+KFP's form.
 
 When the dataset is prepared, `auto` is replaced by a number that depends on the number of training
 examples. If `data.source` is set and `training.steps` is not, every omitted key that allows
 `auto` is `auto`, and validation decides when training ends.
 
 Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
-*variable* are strings as Kubernetes defines them. A key of one role overrides that of
-`cluster.kubernetes.pod`: mappings are merged key by key, and any other value that is not empty
-replaces it.
+*variable* are strings as Kubernetes defines them. A key that is set for one role overrides the same
+key of `cluster.kubernetes.pod`: mappings are merged key by key, and any other value that is not
+empty replaces the value in `pod`.
 """
 
 
@@ -319,8 +320,8 @@ _COMMANDS_HEAD = f"""{NOTICE}
 # Command line
 
 `--help` after a command prints its part of this page. Logs and progress go to standard error,
-tables and documents to standard output. Each user error is one line that says what is
-wrong, where, and what to do.
+tables and documents to standard output. Each user error is reported in one line that
+says what is wrong, where, and what to do.
 
 On a terminal, a table omits the columns that do not fit. In a file or a pipe, it has all columns
 and one line per row, with at least two spaces between columns and `-` for unknown values.
@@ -329,21 +330,22 @@ is a number of seconds.
 """
 _JSON = """## `--json`
 
-Every command takes it. Standard output is then one JSON object on one line and nothing else, also
-when the command fails or is interrupted; tables and documents go to standard error with the rest.
-A number that is not finite is `null`. These keys are always present; a command lists what it adds.
+Every command accepts `--json`. It then writes exactly one JSON object, on one line, to standard
+output, even if it fails or is interrupted; tables and documents go to standard error. A number that
+is not finite is `null`. These keys are always present; the section of a command lists the keys that
+it adds.
 
 """
 # An option that at least this many commands have, with the same help text, is described once.
 _SHARED = 3
 _KEYS = {
-    "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; of a run "
-    "elsewhere also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
-    "run_id": "the run, or an empty text",
-    "metrics": "metrics of the test split by name, where a model was evaluated",
-    "artifacts": f"URI by name: {codes(each.output for each in STAGES if each.output)}, as far as "
-    "they were made; of `compile` the files",
-    "message": "why it failed or was refused, in one line, or an empty text",
+    "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; for a run "
+    "on a KFP instance also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
+    "run_id": "id of the run, or an empty string",
+    "metrics": "metrics of the test split by name, if a model was evaluated",
+    "artifacts": f"URI by name: {codes(each.output for each in STAGES if each.output)}, if they "
+    "were published; for other commands, the files or pages that they made",
+    "message": "reason for a failure or a refusal in one line, or an empty string",
 }
 
 

@@ -120,8 +120,8 @@ def _argument_with_credentials(arguments: list[str]) -> str:
             option = name if equals and "://" not in name else before
             where = f"{option}: " if option and "://" not in option else ""
             return (
-                f"{where}{why}: every user of this machine can read a command line; leave it out, "
-                "and pass credentials in a file or in the environment"
+                f"{where}{why}: every user of this machine can read a command line; pass "
+                "credentials in a file or in the environment instead"
             )
     return ""
 

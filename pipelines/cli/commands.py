@@ -61,7 +61,7 @@ _ENDED = (
 )
 _COLLECTED = (
     "--json adds `removed`, the removed URIs. With --keep-runs or --keep-versions it also adds "
-    "`planned` (a list of objects), their `bytes`, and `kept` (why other items were kept)."
+    "`planned` (a list of objects), their `bytes`, and `kept` (why some old items are kept)."
 )
 _UPLOADED = (
     "--json adds `version`; its field `newest` tells whether `submit` uses this version if none "

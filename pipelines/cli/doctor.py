@@ -99,7 +99,7 @@ def doctor(
     service_account: _ServiceAccount = "",
     image: Image = "",
 ) -> Answer:
-    """Check the machine or the cluster before a run, without changing anything."""
+    """Check the machine or the cluster before a run, without starting one."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
     from flotilla.pipelines.doctor.permissions import check_name
     from flotilla.pipelines.runs.kfp_access import check_namespace, find_namespace

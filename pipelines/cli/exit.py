@@ -26,7 +26,10 @@ from flotilla.trainer.runtime.masking import printable, remove_credentials
 from flotilla.trainer.runtime.output.streams import discard, say
 from flotilla.trainer.runtime.signals import handle_interrupts
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object, and nothing else, to standard output."),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

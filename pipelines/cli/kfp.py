@@ -51,7 +51,8 @@ def upload(
         str | None,
         typer.Argument(
             metavar="CONFIG|SOURCE|FILE",
-            help="A compiled pipeline, or the YAML file or the training data to compile one from.",
+            help="A compiled pipeline, or the YAML file of a run or the training data, from which "
+            "a pipeline is compiled.",
         ),
     ] = None,
     label: Label = None,
@@ -77,8 +78,8 @@ def upload(
     is_newest = newest.version_id == version.version_id
     if not is_newest:
         say(
-            f"it is not the newest: `submit` and `schedule` use {newest.name}, or this version "
-            f"with --version {version.name}"
+            f"this version is not the newest: `submit` and `schedule` use {newest.name}; to use "
+            f"this version, add --version {version.name}"
         )
     if newest.remark:
         warn(newest.remark)
@@ -134,7 +135,8 @@ def submit(
         bool, typer.Option("--wait", help="Wait for the run to end and show its progress.")
     ] = False,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Run this compiled pipeline.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Run this compiled pipeline instead of an uploaded one."),
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the run. Default: a generated name.")] = "",
     code: Code = None,
@@ -227,7 +229,7 @@ def schedule(
     at_once: AtOnce = 1,
     code: Code = None,
 ) -> Answer:
-    """Schedule recurring runs on a KFP instance, or change the schedule of that name."""
+    """Create or replace a schedule of recurring runs on a KFP instance."""
     from flotilla.pipelines.runs import schedule as scheduling
     from flotilla.pipelines.runs.local import configuration
     from flotilla.pipelines.runs.submission import Submission
@@ -278,7 +280,9 @@ def reschedule(
     image: Annotated[
         str,
         typer.Option(
-            metavar="IMAGE", help="The image of all steps. Default: the image of the pipeline."
+            metavar="IMAGE",
+            help="The container image of all steps and training tasks. Default: the image of the "
+            "pipeline.",
         ),
     ] = "",
 ) -> Answer:
@@ -296,7 +300,8 @@ def unschedule(
     cancel: Annotated[
         bool,
         typer.Option(
-            "--cancel", help="Cancel the active runs of the schedule without waiting for them."
+            "--cancel",
+            help="Cancel the active runs of the schedule, so that they end soon.",
         ),
     ] = False,
     now: Annotated[
@@ -311,7 +316,8 @@ def unschedule(
 
     if cancel and now:
         raise ConfigError(
-            "--now and --cancel contradict each other: --now does not wait for runs; leave one out"
+            "--now and --cancel contradict each other: --cancel waits until the runs have ended, "
+            "--now does not; leave one out"
         )
 
     def detached() -> tuple[str, str]:

@@ -38,7 +38,7 @@ VersionOrChampion = Annotated[
     typer.Argument(
         metavar="VERSION",
         min=0,
-        help="The version number. Default: the champion.",
+        help="The version number. Default: the champion's.",
         autocompletion=complete_versions,
     ),
 ]
@@ -154,7 +154,7 @@ def promote_model(
         typer.Argument(
             metavar="VERSION",
             min=1,
-            help="The number of the version.",
+            help="The version number.",
             autocompletion=complete_versions,
         ),
     ],
@@ -189,7 +189,7 @@ def show_checkpoint(
         str,
         typer.Argument(
             metavar="URI|RUN",
-            help="The URI of a checkpoint, the URI of a folder of checkpoints, or the id of a run.",
+            help="The URI of a checkpoint or of a folder of checkpoints, or the id of a run.",
             autocompletion=complete_runs,
         ),
     ],
@@ -266,12 +266,18 @@ Inputs = Annotated[
 Output = Annotated[
     str,
     typer.Option(
-        "-o", "--output", metavar="FILE", help="The file to write: .csv, .jsonl or .parquet."
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="The file to write: .csv, .jsonl or .parquet, or - for standard output.",
     ),
 ]
 To = Annotated[
     Literal["csv", "jsonl", "parquet"] | None,
-    typer.Option(help="The format of the output. Default: taken from the name of the file."),
+    typer.Option(
+        help="The format of the output. Default: taken from the name of the file, or jsonl for "
+        "standard output."
+    ),
 ]
 From = Annotated[
     Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
@@ -283,7 +289,8 @@ Split = Annotated[
     str,
     typer.Option(
         metavar="SPLIT",
-        help="The split of a dataset. Without INPUT, it is a split of the model's dataset.",
+        help="The split of the dataset to predict. Without INPUT, this is the dataset that the "
+        "model was trained on.",
     ),
 ]
 Columns = Annotated[
@@ -295,7 +302,7 @@ Columns = Annotated[
 BatchSize = Annotated[
     int,
     typer.Option(
-        min=0, help="The number of examples in a batch. 0: the batch size of the evaluation."
+        min=0, help="The number of examples per batch. 0: the value of evaluation.batch_size."
     ),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be read.")]

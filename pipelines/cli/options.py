@@ -73,7 +73,8 @@ Workdir = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder for output. If storage.root is set, results are published there.",
+        help="The folder for output. If storage.root is set, results are published at that URI "
+        "instead.",
     ),
 ]
 Code = Annotated[
@@ -81,7 +82,7 @@ Code = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder of your own modules, which is uploaded with the run.",
+        help="The folder of your own Python modules, such as the module that model.name names.",
     ),
 ]
 Resume = Annotated[
@@ -116,16 +117,16 @@ Every = Annotated[
 Timezone = Annotated[str, typer.Option(metavar="ZONE", help="The time zone of --cron.")]
 Latest = Annotated[
     bool,
-    typer.Option(
-        "--latest", help="Use the newest version of the pipeline at the start of each run."
-    ),
+    typer.Option("--latest", help="Start each run with the newest version of the pipeline."),
 ]
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs as soon as possible.")]
-AtOnce = Annotated[int, typer.Option(help="The maximum number of runs at a time.", min=1, max=10)]
+AtOnce = Annotated[int, typer.Option(help="The maximum number of concurrent runs.", min=1, max=10)]
 Image = Annotated[
     str,
     typer.Option(
-        metavar="IMAGE", help="The image of all steps. Default: the image of this version."
+        metavar="IMAGE",
+        help="The container image of all steps and training tasks. Default: the image of this "
+        "Flotilla version.",
     ),
 ]
 
@@ -168,40 +169,55 @@ _INSTANCE = {
 _TARGET = {
     "pipeline": _text("NAME", "The name of the uploaded pipeline."),
     "version": _text(None, "The name or id of the uploaded version. Default: the newest."),
-    "experiment": _text("NAME", "The group of runs. It is created if it does not exist."),
+    "experiment": _text(
+        "NAME", "The KFP experiment that the run belongs to. It is created if it does not exist."
+    ),
     "pipeline_root": _text(
-        "URI", "The place where KFP keeps artifacts. Default: the pipeline root of the instance."
+        "URI", "The URI where KFP stores artifacts. Default: the pipeline root of the instance."
     ),
     "service_account": _text(
         "NAME", "The service account of the pods. Default: the account that the instance uses."
     ),
     "image": _text(
-        "IMAGE", "The image of all steps and tasks. Default: the image of the pipeline."
+        "IMAGE",
+        "The container image of all steps and training tasks. Default: the image of the pipeline.",
     ),
 }
 _PODS = {
-    "cpu": _text("CPUS", "The CPUs of each working step, such as 500m or 4. Default: 1."),
-    "memory": _text("SIZE", "The memory of each working step, such as 16Gi. Default: 4Gi."),
-    "gpus": _text("N", "The GPUs of evaluate-model and export-model. Default: none."),
+    "cpu": _text(
+        "CPUS", "The CPUs of each step that handles data or a model, such as 500m or 4. Default: 1."
+    ),
+    "memory": _text(
+        "SIZE", "The memory of each step that handles data or a model, such as 16Gi. Default: 4Gi."
+    ),
+    "gpus": _text("N", "The number of GPUs of evaluate-model and of export-model. Default: 0."),
     "node_selector": _texts(
-        "--node-selector", "KEY=VALUE", "A label that the nodes of the working steps have."
+        "--node-selector",
+        "KEY=VALUE",
+        "A node label for the steps that handle data or a model.",
     ),
     "tolerations": _texts(
-        "--toleration", "YAML", "A taint that the working steps tolerate, as Kubernetes writes it."
+        "--toleration",
+        "YAML",
+        "A Kubernetes toleration, as YAML, for the steps that handle data or a model.",
     ),
     "store_secret": _text(
         "NAME",
         "The secret with the keys of the object store. Default: mlpipeline-minio-artifact.",
     ),
-    "pull_secrets": _texts("--pull-secret", "NAME", "A secret of the image's registry."),
+    "pull_secrets": _texts("--pull-secret", "NAME", "An image pull secret of the steps."),
     "mounts": _texts(
-        "--mount", "CLAIM:FOLDER", "A volume claim of prepare-data, for data.manual_dir."
+        "--mount",
+        "CLAIM:FOLDER",
+        "A persistent volume claim, and where prepare-data mounts it, for data.manual_dir.",
     ),
-    "scratch": _text("SIZE", "The limit of /tmp of each working step, such as 50Gi."),
+    "scratch": _text(
+        "SIZE", "The size limit of /tmp in each step that handles data or a model, such as 50Gi."
+    ),
     "labels": _texts(
         "--pod-label",
         "KEY=VALUE",
-        "A label of the steps' pods, such as the label that names a Kueue queue.",
+        "A label of the steps' pods, such as Kueue's queue label.",
     ),
     "variables": _texts(
         "--env", "NAME=VALUE", "An environment variable of the steps. It must not be a secret."

@@ -31,24 +31,30 @@ def gc(
         str,
         typer.Option(
             metavar="TIME",
-            help="Keep runs that were active within this time, such as 30d. Remove older runs, and "
-            "the datasets, checkpoints and code that are no longer needed.",
+            help="Keep runs that were active within this time, such as 30d. Remove older runs, "
+            "datasets, checkpoints and code, unless a kept run or version needs them.",
         ),
     ] = "",
     keep_versions: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Keep this many versions of each model and remove older ones."
+            metavar="N",
+            help="Keep the newest N versions of each model, the champion, and the versions that a "
+            "rollback or the gate needs. Remove the others.",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="List what --keep-runs and --keep-versions would remove, and remove nothing.",
+        ),
     ] = False,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove without asking for confirmation.")
     ] = False,
 ) -> Answer:
-    """Remove files left below the storage root by interrupted writes, and old runs and versions."""
+    """Remove files left by interrupted writes and, on request, old runs and versions."""
     from flotilla.pipelines.retention.plan import policy
     from flotilla.pipelines.retention.removal import collect, require_clock
     from flotilla.pipelines.runs.local import configuration, find_root

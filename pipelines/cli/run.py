@@ -262,7 +262,7 @@ def replay(
     for name in {**before, **here}:
         say(f"flotilla: {name} on record: {_describe_result(before.get(name))}")
         say(f"flotilla: {name} here: {_describe_result(here.get(name))}")
-    say(f"flotilla: its output is in {folder}; remove it when you are done")
+    say(f"flotilla: the output is in {folder}; remove this folder when you are done")
     return Answer(
         status=now.status if now else "failed",
         code=now.exit_code if now else FAILED,

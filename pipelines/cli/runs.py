@@ -34,7 +34,7 @@ _LABEL = max(len(stage.name) for stage in STAGES)
 def list_runs(
     instance: Instance,
     experiment: Annotated[
-        str, typer.Option(metavar="NAME", help="List only the runs of this group.")
+        str, typer.Option(metavar="NAME", help="List only the runs of this KFP experiment.")
     ] = "",
     limit: Annotated[int, typer.Option(help="The maximum number of runs to list.", min=1)] = 20,
     workdir: RunsDir = RUNS,

@@ -35,18 +35,26 @@ Searched = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="The values to try: a,b,c, or with --random and --tpe a range, low..high "
-        "or low..high:log. A single value applies to all trials. May be repeated.",
+        help="The values to try: a,b,c; with --random, --tpe or --auto also a range: low..high or "
+        "low..high:log. A single value applies to all trials. May be repeated.",
         autocompletion=complete_assignments,
     ),
 ]
 Random = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Draw N trials at random. Default: all trials of the grid."),
+    typer.Option(
+        metavar="N",
+        help="Draw N trials at random. Without --random, --tpe and --auto, the sweep runs the "
+        "whole grid.",
+    ),
 ]
 Tpe = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Run N trials that TPE chooses based on the results so far."),
+    typer.Option(
+        metavar="N",
+        help="Run N trials that TPE chooses based on earlier results. Default with --auto: 20, or "
+        "at most 200 with --minutes.",
+    ),
 ]
 Seed = Annotated[
     int | None, typer.Option(help="The seed for --random, --tpe and --auto. Default: 0.")
@@ -61,13 +69,13 @@ Auto = Annotated[
     bool,
     typer.Option(
         "--auto",
-        help="Search a predefined space for the model with TPE, and stop weak trials early.",
+        help="Search a predefined space for the model with --tpe and, if possible, --asha.",
     ),
 ]
 Minutes = Annotated[
     float | None,
     typer.Option(
-        metavar="N", help="Stop all trials after N minutes, and promote the best one so far."
+        metavar="N", help="Stop all trials after N minutes, and continue with the best one so far."
     ),
 ]
 Metric = Annotated[
@@ -80,10 +88,14 @@ Metric = Annotated[
 ]
 Better = Annotated[
     str,
-    typer.Option(metavar="WORD", help="Whether a higher or a lower --metric is better."),
+    typer.Option(
+        metavar="WORD",
+        help="higher or lower: which values of --metric are better. Default: inferred from the "
+        "metric's name.",
+    ),
 ]
 Parallel = Annotated[
-    int, typer.Option(metavar="N", help="The number of trials that run at the same time.")
+    int, typer.Option(metavar="N", help="The maximum number of trials that run at the same time.")
 ]
 ResumeSweep = Annotated[
     str | None,
@@ -131,7 +143,7 @@ def sweep(
     output_file: Output = None,
     image: Image = "",
 ) -> Answer:
-    """Train trials with different settings, choose the best by validation, and promote it."""
+    """Train trials with different settings, and evaluate, export and register the best one."""
     from flotilla.pipelines.step_settings import NO_SETTINGS
     from flotilla.pipelines.sweeps.plan import SweepOptions
 

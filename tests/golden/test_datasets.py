@@ -23,9 +23,9 @@ MOST_STEPS = 3
 HEAD = """<!-- Generated from the code by `make golden`. -->
 # Datasets of TFDS
 
-{total} well-known supervised datasets of tensorflow-datasets {version}. {taken} are taken as they
-are. {one} need one key of `data`, and {asked} need two; the brackets show such keys (sizes and
-labels are examples). {refused} is refused. The last word is the task that `task.name: auto`
+{total} well-known supervised datasets of tensorflow-datasets {version}. {taken} work without
+settings. {one} need one key of `data`, and {asked} need two, which are shown in parentheses (sizes
+and labels are examples). {refused} is rejected. The last word is the task that `task.name: auto`
 chooses. [Your own dataset](../how-to/own-dataset.md#roles) explains the keys. The values of a
 dataset are checked when it is prepared.
 

@@ -166,5 +166,5 @@ def test_an_option_of_several_commands_is_described_once():
     page = command_line(GROUP)
     common = entries(page, "Options of several commands")
     assert "`--json`" in {name for name, *_ in common}
-    assert page.count("Print one JSON object, and nothing else.") == 1
+    assert page.count("Print one JSON object, and nothing else, to standard output.") == 1
     assert "(#options-of-several-commands): `--" in page
