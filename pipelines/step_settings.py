@@ -108,7 +108,10 @@ def _variable(pair: tuple[str, str]) -> None:
     if not _VARIABLE.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a variable")
     if name in SECRET_KEYS:
-        raise ValueError(f"{name} is a secret, which the pipeline would expose: see store_secret")
+        raise ValueError(
+            f"{name} is a secret, which the pipeline would expose: put it in a secret, and name "
+            "that with --store-secret"
+        )
     if name.startswith(_OWN_VARIABLES):
         raise ValueError(f"{name} is set by Flotilla or by KFP")
     if "{{" in value or "\0" in value:

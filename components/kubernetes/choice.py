@@ -49,7 +49,8 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
         return each.name
     kinds = " nor ".join(f"{each.kind.kind}s" for each in engines)
     raise UserError(
-        f"cluster.launcher auto: this cluster serves neither {kinds}; {engines[0].kind.remedy}"
+        f"cluster.launcher auto: this cluster serves neither {kinds}; `flotilla doctor "
+        "--kubernetes` shows how to install an engine"
     )
 
 

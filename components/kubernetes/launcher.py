@@ -355,7 +355,7 @@ class _Launch:
         if not deleted:
             return RunInterruptedError(
                 f"interrupted; the job {self._name} was not deleted after "
-                f"{self._deletion_seconds} s, the last published checkpoint is intact"
+                f"{self._deletion_seconds} s; the last published checkpoint is intact"
             )
         logs.drain(DRAIN_SECONDS, leading(self._job.config))
         self._message = supervisor.termination_message() or self._message

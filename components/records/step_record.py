@@ -43,8 +43,9 @@ OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
-    "it started but recorded no end: it was stopped with the run, its pod was killed (memory, a "
-    "lost node), or its record could not be written; `flotilla status` shows more"
+    "it started but recorded no end: it was stopped with the run, its pod was killed (out of "
+    "memory, or its node was lost), or its record could not be written; `flotilla status` shows "
+    "more"
 )
 
 

@@ -169,9 +169,7 @@ def _answers(ask: Callable[[], str]) -> Finding:
 
 def _storage(config: Config, workdir: Path) -> Check:
     if clusters.is_on_kubernetes(config) and not config.storage.root:
-        message = Finding(
-            "skipped", "storage.root is empty: it is the pipeline root of each KFP run"
-        )
+        message = Finding("skipped", "storage.root is empty: each KFP run uses its pipeline root")
         return Check(name="storage", look=lambda: message)
     root = find_root(config, workdir)
     try:
@@ -316,7 +314,9 @@ def instance_answers(instance: Instance) -> Finding:
     access = instance.access()
     found = health(access)
     if found.is_shared and not access.namespace:
-        message = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
+        message = (
+            f"{access.endpoint} is a multi-user instance: give --namespace, or set {NAMESPACE[0]}"
+        )
         return Finding("fail", message, "flotilla doctor --namespace NAMESPACE")
     if not found.version:
         message = f"{access.endpoint} responds, but does not report its version"

@@ -278,7 +278,9 @@ _HERE = (
     "a run started here trains on this machine, because this is not a pod and KUBECONFIG is not set"
 )
 IS_HERE = Finding(
-    "ok", f"{_HERE}; in the pods of a KFP instance, auto selects its engine: --kubernetes"
+    "ok",
+    f"{_HERE}; on a KFP instance, auto selects an engine of its cluster; check that with "
+    "--kubernetes",
 )
 
 

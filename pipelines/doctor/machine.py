@@ -68,7 +68,7 @@ def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
         return Finding("fail", message, "ip link set lo up")
     if not closes():
         return Finding("warn", ports.WARNING, "less docs/security.md")
-    return Finding("ok", "ports of 127.0.0.1 can be opened and reached, only from this machine")
+    return Finding("ok", "ports of 127.0.0.1 can be opened, and only this machine can reach them")
 
 
 def gpus(config: Config) -> Finding:

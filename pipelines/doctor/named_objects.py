@@ -173,9 +173,8 @@ def judge_images(images: Iterable[str]) -> Finding:
     names = sorted(images)
     if "" in names:
         message = (
-            "no image is given, and the image of the upload is unknown here: pass it with "
-            f"--image; without an upload, {IMAGE} is used, which is not in a registry, unless "
-            "cluster.kubernetes.pod.image names another"
+            "the image is unknown here: give the image of the uploaded pipeline with --image, or "
+            f"set cluster.kubernetes.pod.image; the default, {IMAGE}, is not in a registry"
         )
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]

@@ -37,14 +37,15 @@ from flotilla.trainer.runtime.errors import UserError
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
-    400: "fix what the message names; an instance for several users needs --namespace",
+    400: "fix what the message names; a multi-user instance needs --namespace",
     401: f"it does not accept the credentials: {_RENEW}",
     403: "it accepts the credentials but denies the request: give --namespace, or ask its owner",
     404: "check the name or id and --endpoint, which must be the root of the instance",
     405: "check --endpoint: this is not a KFP API",
-    409: "it already exists, or another client just changed it: check it, and try again",
-    413: "it is too large for the instance or the proxy in front of it",
-    429: "it gets too many requests: try again later",
+    409: "the object already exists, or another client has just changed it: check it, and try "
+    "again",
+    413: "the request is too large for the instance or the proxy in front of it",
+    429: "the instance gets too many requests: try again later",
 }
 _REDIRECTED = 3
 _SERVER = 500

@@ -65,7 +65,7 @@ class _Published:
 
 WORKFLOW_GONE = (
     "its Workflow was deleted with its pods, so the instance will never report that it has ended: "
-    "archive and delete the run in the user interface, and start it again by `flotilla submit`"
+    "archive and delete the run in the user interface, and start it again with `flotilla submit`"
 )
 
 
@@ -404,7 +404,7 @@ CAUSES = (
     ),
     Cause(
         r"Usage of EmptyDir volume .* exceeds the limit",
-        "its temporary files exceeded its limit: upload with a higher --scratch",
+        "its temporary files exceeded the size limit: upload with a larger --scratch",
     ),
     Cause(
         r"^Unschedulable",
@@ -419,7 +419,7 @@ CAUSES = (
         "ask for a larger quota of the namespace, or upload with less --cpu and --memory",
     ),
     Cause(r"is forbidden", "ask the owner of the namespace for the permission"),
-    Cause(r"OOMKilled", "its memory was not enough: upload with more --memory"),
+    Cause(r"OOMKilled", "it ran out of memory: upload with more --memory"),
     Cause(
         r"longer than (the )?specified deadline|exceeded its deadline",
         "it took longer than the deadline of the step",

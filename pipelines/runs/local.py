@@ -96,7 +96,9 @@ class RunOptions:
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is not one of {', '.join(_PIPELINES)}")
         if self.dataset and self.pipeline != "train":
-            raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
+            raise ConfigError(
+                f"dataset {self.dataset!r}: only the pipeline `train` accepts a dataset"
+            )
         if self.dataset:
             require_uri("dataset", self.dataset)
 

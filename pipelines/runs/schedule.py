@@ -284,9 +284,8 @@ def unschedule(
     if now:
         for run in _active_runs(client, named):
             on_note(
-                f"run {run.run_id} is active. An instance before KFP 2.16 deletes it with its "
-                "schedule: there is no last checkpoint or report, and its state never changes "
-                "again"
+                f"run {run.run_id} is active: an instance before KFP 2.16 deletes it with its "
+                "schedule, without a last checkpoint or a report, and never updates its state again"
             )
     else:
         _wait_for_runs(client, named, on_note, cancel=cancel)

@@ -73,7 +73,7 @@ class SweepOptions:
     def __post_init__(self) -> None:
         """Reject contradictory options. Raises `ConfigError`."""
         if not 1 <= self.parallel <= MOST_PARALLEL:
-            raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
+            raise ConfigError(f"--parallel {self.parallel} is not between 1 and {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
             raise ConfigError("--random and --tpe both choose the trials: use one of them")
         if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
@@ -84,7 +84,7 @@ class SweepOptions:
             raise ConfigError(f"--seed {self.seed} is not between 0 and {MOST_SEED - 1}")
         for name, count in (("--random", self.random), ("--tpe", self.tpe)):
             if count is not None and not 1 <= count <= MOST_TRIALS:
-                raise ConfigError(f"{name} {count}: draw from 1 to {MOST_TRIALS} trials")
+                raise ConfigError(f"{name} {count} is not between 1 and {MOST_TRIALS}")
         if self.minutes is not None and not 0 < self.minutes < MOST_MINUTES:
             raise ConfigError(f"--minutes {self.minutes:g} is not between 0 and {MOST_MINUTES}")
         if self.auto and self.random is not None:
@@ -103,7 +103,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
         raise ConfigError(
-            "the search space has only one trial: give more values of a key, or use `flotilla run`"
+            "the search space has only one trial: give more values for a key, or use `flotilla run`"
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name

@@ -93,7 +93,7 @@ def test_nothing_heavy_is_loaded():
         (lambda: run(resume=""), "no run '' below runs"),
         (lambda: run(resume="digits-1"), "no run 'digits-1' below runs"),
         (lambda: RunOptions(pipeline="tune"), "pipeline 'tune' is not one of run, prepare, train"),
-        (lambda: RunOptions(dataset="file:///d"), "dataset 'file:///d': only `train`"),
+        (lambda: RunOptions(dataset="file:///d"), "dataset 'file:///d': only the pipeline `train`"),
         (lambda: submit(file="p.yaml", version="v"), "leave one out"),
         (lambda: follow("x", instance=Instance(endpoint="ftp://x")), "endpoint 'ftp://x' is not"),
     ],

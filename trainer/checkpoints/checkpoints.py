@@ -128,7 +128,7 @@ class Checkpoints:
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
-                    f"{uri} was trained on other data than the data of this run: restore the data "
+                    f"{uri} was trained on other data than this run: restore the data "
                     "section and the dataset, or start a new run"
                 )
             found = RestoredCheckpoint(

@@ -110,7 +110,7 @@ def _is_module(path: str) -> bool:
 def _shadow(name: str) -> str:
     top = name.removesuffix(".py")
     if hidden := user_code.hidden(top):
-        return f"--code: a run does not find {name}: {hidden}"
+        return f"--code: a run cannot import {name}: {hidden}"
     installed = [sysconfig.get_path(each) for each in ("purelib", "platlib")]
     try:
         spec = PathFinder.find_spec(top, installed)

@@ -36,13 +36,13 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
     while head := file.read(_HEAD.size):
         number += 1
         if len(head) < _HEAD.size:
-            raise _make_error(number, "it is cut off")
+            raise _make_error(number, "it is truncated")
         length, crc = _HEAD.unpack(head)
         if _mask_crc(head[:8]) != crc or length > _LARGEST:
             raise _make_error(number, "its length is damaged, or the file is not a TFRecord")
         data, foot = file.read(length), file.read(_FOOT.size)
         if len(data) < length or len(foot) < _FOOT.size:
-            raise _make_error(number, "it is cut off")
+            raise _make_error(number, "it is truncated")
         if _mask_crc(data) != _FOOT.unpack(foot)[0]:
             raise _make_error(number, "its checksum differs")
         yield data

@@ -331,7 +331,7 @@ class EmbeddingTable(keras.layers.Layer):
         self.capacity = size * self.shards
         self._is_sorted = True
         if not any(map(len, live)):
-            why = "it was frozen, or training never looked it up"
+            why = "it was frozen, or training never looked up an id in it"
             if self.min_count > 1:
                 why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
             _log.warning(

@@ -72,7 +72,8 @@ def require(config: Config, model: keras.Model) -> None:
         if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
                 "the table %s gives a row to another id after %d steps without use, but with %d "
-                "workers a gradient may be that old: set its min_age to several times that number",
+                "workers a gradient may be that old: set its min_age to several times the number "
+                "of workers",
                 table.name,
                 table.min_age,
                 workers,

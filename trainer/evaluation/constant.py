@@ -178,7 +178,10 @@ def _measure(objective: Objective, examples: Examples) -> dict[str, float | None
             if _is_built_in(objective):
                 raise
             # A user's task may not support equal outputs for all examples.
-            _log.warning("of a constant: %s", user_code.format_error(error))
+            _log.warning(
+                "some metrics of a constant prediction are unknown: %s",
+                user_code.format_error(error),
+            )
     return found
 
 

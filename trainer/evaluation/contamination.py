@@ -90,8 +90,9 @@ class Judges:
         remarks = []
         if found := self._find_trained([there, *before]):
             remarks.append(
-                f"{found} were in the champion's training split: its metrics are too good and "
-                "harder to reach; keep data.seed and data.splits, or give this model another name"
+                f"{found} were in the champion's training split, so its metrics are too good and "
+                "the comparison is unfair; keep data.seed and data.splits, or give this model "
+                "another name"
             )
         if self._are_others(there):
             remarks.append(self._compare_test_sets(own, metric, metrics.get(metric)))

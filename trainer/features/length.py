@@ -183,7 +183,7 @@ def describe_choices(asked: Config, known: Config, splits: Splits) -> str:
     if training.optimizer.name != OF_MODEL:
         parts.append(f"learning rate {training.optimizer.learning_rate:g}")
     if training.patience:
-        parts.append(f"ends after {training.patience} validations without gain")
+        parts.append(f"ends after {training.patience} validations without improvement")
     return ", ".join(parts)
 
 

@@ -203,16 +203,16 @@ def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
         vocabulary = spec.vocabulary(name)
         if len(vocabulary.values) < _NEARLY * known.distinct:
             raise ConfigError(
-                f"{name!r} has about {known.distinct} values, but data.vocabulary keeps "
-                f"{len(vocabulary.values)} of them: set data.vocabulary to that number, or use "
-                "tables"
+                f"{name!r} has about {known.distinct} values, but data.vocabulary keeps only "
+                f"{len(vocabulary.values)} of them: set data.vocabulary to {known.distinct} or "
+                "more, or use tables"
             )
         return vocabulary(ids), vocabulary.size
     most = int(known.most or 0)
     if most >= max(_MOST_ROWS, _SPARSE * known.distinct):
         raise ConfigError(
-            f"{name!r} has ids up to {most}, and about {known.distinct} of them: set data.types: "
-            f"{{{name}: text}}, or tables"
+            f"{name!r} has ids up to {most}, but only about {known.distinct} different ones: set "
+            f"data.types: {{{name}: text}}, or tables"
         )
     is_known = keras.ops.logical_and(ids >= 0, ids <= most)
     return keras.ops.where(is_known, ids, keras.ops.full_like(ids, most + 1)), most + 2

@@ -216,11 +216,12 @@ class FileExamples(Examples):
             return
         first = self._broken.first(self._files.place)
         if broken >= total:
-            raise UserError(f"no row of {named} can be read, first {first[0]}")
+            raise UserError(f"no row of {named} can be read; first error: {first[0]}")
         if broken > self._allowed * total:
             raise UserError(
                 f"{broken} of {total} rows of {named} are broken, more than the data.bad_rows "
-                f"({self._allowed:g}) of the model allows, first {first[0]}; correct them, or "
+                f"({self._allowed:g}) of the model allows; first error: {first[0]}; correct them, "
+                "or "
                 "skip them with --skip-bad"
             )
         say(f"{broken} rows were skipped, because they cannot be read: {'; '.join(first)}")

@@ -143,7 +143,10 @@ def _after_refusal(
         "flotilla", "sweep", *where, *config, "--auto", "--minutes", "10",
     ]  # fmt: skip
     if name and (facts.get("evaluation") or {}).get("champion"):
-        yield "Show the champion that it has to match", ["flotilla", "models", "show", *where, name]
+        yield (
+            "Show the champion that the model has to match",
+            ["flotilla", "models", "show", *where, name],
+        )
 
 
 def use(facts: Facts) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def because(rule: Facts) -> str:
     if key == CONSTANT:
         return "it does not beat a constant"
     if key == CLASS_MARGIN:
-        return f"it may find fewer examples of the class {shorten_name(found.get('label'))}"
+        return (
+            f"it may find fewer examples of the class {shorten_name(found.get('label'))} than the "
+            "champion"
+        )
     if opponent := _opponent(rule):
         asked = number(rule.get("threshold")) or 0.0
         is_gain = asked > 0 if rule.get("bound") == "min" else asked < 0

@@ -28,7 +28,8 @@ EXIT_CODES = {
     FAILED: "failed",
     USAGE: "wrong usage, configuration or input",
     REFUSED: "finished, but the data or the model was refused",
-    INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
+    INTERRUPTED: "interrupted; a run on this machine has stopped, and training has published a "
+    "last checkpoint; a run on a KFP instance continues",
 }
 # TensorFlow's message when it cannot allocate a tensor.
 _NO_MEMORY = re.compile(
@@ -96,13 +97,17 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
     return (
         f"{task} ({device}) has too little memory for {what} of type {kind} and shape "
         f"[{shape.replace(',', ', ')}]: make tables smaller (capacity, dimension), use more "
-        "cluster.parameter_servers or a smaller training.batch_size, or give it more memory"
+        "cluster.parameter_servers or a smaller training.batch_size, or give the task more memory"
     )
 
 
 def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
     """Return the message for diverged training. Set `at_once` if it diverged in the first steps."""
-    zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
+    zero = (
+        "look for a logarithm or a root of zero, or a division by zero; otherwise "
+        if at_once
+        else ""
+    )
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (
         f"training diverged: {what} at global step {step}; {zero}lower "

@@ -173,7 +173,7 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
     if not signed.is_file() or signed.read_text(encoding="utf-8") != _text(fields):
         raise UnsignedError(
             f"{where}: its manifest is not signed, although the signature of the files is "
-            f"valid for the key of {PUBLIC_KEY}; do not use this model, export it again"
+            f"valid for the key of {PUBLIC_KEY}; do not use this model, but export it again"
         )
     return True
 
@@ -206,7 +206,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         )
         raise UnsignedError(
             f"{where}: the signature is not valid for the key of {PUBLIC_KEY}: {why}; do not use "
-            "this model, export it again"
+            "this model, but export it again"
         ) from None
 
 

@@ -201,8 +201,8 @@ class BinaryClassification(Sigmoid):
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(
-                    f"the label {self.target.name!r} has {len(counts)} values in the dataset, "
-                    "starting at 0; set task.name to classification"
+                    f"the label {self.target.name!r} has {len(counts)} classes in the dataset, "
+                    f"but {self.name} needs two; set task.name to classification"
                 )
             missing = [name for name, count in zip(self.labels, counts, strict=False) if not count]
             if sum(counts) and (missing or len(counts) < TWO):

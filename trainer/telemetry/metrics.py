@@ -56,7 +56,7 @@ _GAUGES = {
     "epoch": "Passes over the training examples so far",
     "progress_timestamp_seconds": "Time of the last update",
     "attempt_examples": "Examples that the workers read in this attempt",
-    "strategy_metric": "Further metrics of the strategy by name",
+    "strategy_metric": "Additional metrics of the strategy by name",
     "validation_metric": "Metrics of the last validation",
     "validation_global_step": "Global step of the last validation",
     "checkpoint_global_step": "Global step of the newest published checkpoint",

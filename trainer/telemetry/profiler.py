@@ -73,7 +73,7 @@ class Profiler:
 
     def _trace_others(self, folder: Path, milliseconds: int) -> None:
         self._try(
-            "taken of the other tasks",
+            "taken on the other tasks",
             lambda: tf.profiler.experimental.client.trace(
                 ",".join(self._servers), str(folder), milliseconds, num_tracing_attempts=1
             ),

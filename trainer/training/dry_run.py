@@ -515,7 +515,7 @@ def _why_not_finite(training: TrainingConfig, batch: Any) -> str:
     for name, each in inputs.items():
         if each.dtype.is_floating and np.isnan(each.numpy()).any():
             return f"{name} is missing (NaN) in one of them; fill it, as the model tabular does"
-    why = "look for a logarithm, a root, a norm or a division of zero"
+    why = "look for a logarithm, a root or a norm of zero, or a division by zero"
     if training.mixed_precision == "float16":
         why += f", or for a value beyond {np.finfo(np.float16).max:.0f}, the largest float16"
     return why

@@ -198,5 +198,5 @@ def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
         elif away := table["turned_away"]:
             why = f"training turned ids away {away} times: lower min_count, or train longer"
         else:
-            why = "it was frozen, or training never looked it up"
+            why = "it was frozen, or training never looked up an id in it"
         events.emit(events.TableEmpty(table=name, why=why))

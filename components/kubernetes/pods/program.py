@@ -64,7 +64,8 @@ def check(config: Config) -> None:
     for role in ROLES:
         if config.cluster.kubernetes.of(role).command:
             raise ConfigError(
-                f"cluster.kubernetes.{role}.command: the command is program.command; leave this out"
+                f"cluster.kubernetes.{role}.command: program.command sets the command; leave this "
+                "key out"
             )
     if not config.program.python:
         if config.program.after_training == EVALUATE:

@@ -129,5 +129,5 @@ def _instead(client: Client, run: RemoteRun, step: Step) -> str:
     if run.has_ended:
         records = storage.join(run.at, STEPS) if run.at else ""
         where = f"the step's records are below {records}" if records else "see `flotilla status`"
-        return f"KFP removes pods with their logs an hour after the end; {where}"
+        return f"KFP removes the pods of a run and their logs some time after its end; {where}"
     return f"read it with `kubectl logs -n {namespace} {step.pod or '-'} -c main`"

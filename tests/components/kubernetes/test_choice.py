@@ -67,7 +67,7 @@ def test_the_exit_step_ends_what_it_may_and_says_what_it_may_not(kube, job):
 
 def test_where_neither_is_served_the_remedy_is_named(kube, job):
     kube.server.control.kinds.clear()
-    with pytest.raises(UserError, match="neither JobSets nor TFJobs; this cluster does not serve"):
+    with pytest.raises(UserError, match="neither JobSets nor TFJobs; `flotilla doctor"):
         launchers.choose(job)
 
 

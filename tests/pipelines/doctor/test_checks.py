@@ -334,7 +334,7 @@ def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monke
     report = doctor(options=("--endpoint", instance.url))
     assert report.failed() == ["KFP instance"]
     assert of(report)["message"] == (
-        f"{instance.url} has several users: give --namespace, or set KFP_NAMESPACE"
+        f"{instance.url} is a multi-user instance: give --namespace, or set KFP_NAMESPACE"
     )
     assert of(report)["remedy"] == "flotilla doctor --namespace NAMESPACE"
     assert not [path for path in instance.paths if path.startswith(EXPERIMENTS)]

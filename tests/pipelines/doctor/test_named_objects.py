@@ -223,9 +223,8 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
     found = report["image"]
     assert (report.failed(), found["state"]) == ([], "warn")
     assert found["message"] == (
-        "no image is given, and the image of the upload is unknown here: pass it with --image; "
-        f"without an upload, {IMAGE} is used, which is not in a registry, unless "
-        "cluster.kubernetes.pod.image names another"
+        "the image is unknown here: give the image of the uploaded pipeline with --image, or set "
+        f"cluster.kubernetes.pod.image; the default, {IMAGE}, is not in a registry"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
 

@@ -207,8 +207,8 @@ def test_without_an_archive_it_is_one_line_where_the_record_is(instance, remote,
     assert (answer.code, answer.out) == (1, "")
     records = f"{workflow.root}/{started}/steps"
     assert answer.err.splitlines()[-1] == (
-        f"flotilla: {instance.url} returns no log of the run {started}; KFP removes pods with "
-        f"their logs an hour after the end; the step's records are below {records}"
+        f"flotilla: {instance.url} returns no log of the run {started}; KFP removes the pods of a "
+        f"run and their logs some time after its end; the step's records are below {records}"
     )
 
 

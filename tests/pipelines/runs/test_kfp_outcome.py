@@ -162,7 +162,7 @@ def test_killed_is_1_with_what_kfp_said(waited):
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
         "train_model: its pod failed (main: OOMKilled (exit code 137)): "
-        "its memory was not enough: upload with more --memory"
+        "it ran out of memory: upload with more --memory"
     )
 
 
@@ -442,7 +442,7 @@ def pod(message, state="FAILED", **more):
         ),
         (
             'Usage of EmptyDir volume "scratch" exceeds the limit "50Gi".',
-            "upload with a higher --scratch",
+            "upload with a larger --scratch",
             False,
         ),
         ("is forbidden: exceeded quota: compute", "a larger quota", False),

@@ -164,8 +164,8 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, False)
     [line] = [line for line in answer.err.splitlines() if "newest" in line]
     assert line == (
-        f"it is not the newest: `submit` and `schedule` use {newer}, or this version "
-        f"with --version {older}"
+        f"this version is not the newest: `submit` and `schedule` use {newer}; to use this "
+        f"version, add --version {older}"
     )
     # The submitted version must be the one in the printed line.
     remote("submit")

@@ -104,8 +104,8 @@ def test_names_that_come_second_are_remarked(folder, root):
         "!NAME to"
     )
     assert len(named) == 3
-    assert "a run does not find flotilla: flotilla is a module of Flotilla itself" in named[0]
-    assert "a run does not find json.py: json is a module of Python itself" in named[1]
+    assert "a run cannot import flotilla: flotilla is a module of Flotilla itself" in named[0]
+    assert "a run cannot import json.py: json is a module of Python itself" in named[1]
     assert "yaml.py has the name of an installed package" in named[2]
 
 

@@ -217,7 +217,7 @@ def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
 
 def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
     write(tmp_path, "a,label\n")
-    with pytest.raises(UserError, match=r"has no row in any file; give files that have"):
+    with pytest.raises(UserError, match=r"has no rows; give files that have"):
         opened(tmp_path)
 
 
@@ -334,7 +334,7 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.tfrecord, record 151 cannot be read: its checksum"):
         opened(tmp_path)
     path.write_bytes(data[: size * 120 - 3])
-    with pytest.raises(UserError, match=r"a\.tfrecord, record 120 cannot be read: it is cut off"):
+    with pytest.raises(UserError, match=r"a\.tfrecord, record 120 cannot be read: it is truncated"):
         opened(tmp_path)
 
 

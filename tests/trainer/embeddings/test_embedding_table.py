@@ -320,7 +320,7 @@ def test_a_file_with_another_form_of_the_sieve_is_read():
     ("min_count", "why"),
     [
         (9, "training saw no id 9 times: lower min_count, or train longer"),
-        (1, "it was frozen, or training never looked it up"),
+        (1, "it was frozen, or training never looked up an id in it"),
     ],
 )
 def test_a_table_without_a_row_is_exported_with_a_warning(caplog, min_count, why):

@@ -26,7 +26,7 @@ def test_a_table_without_a_length_ends_by_validation():
     assert 0 < training.schedule.warmup_steps <= 100
     assert describe_choices(asked, known, splits) == (
         "4,000 examples: batches of 64, at most 100 epochs (6,250 steps), learning rate 0.002, "
-        "ends after 16 validations without gain"
+        "ends after 16 validations without improvement"
     )
 
 

@@ -141,7 +141,7 @@ def test_whatever_a_rule_holds_it_is_a_sentence(
         ({"metric": "auc_over_constant", "key": CONSTANT}, "it does not beat a constant"),
         ({"metric": "comparable"}, "the champion cannot be compared with this model"),
         ({"metric": "recall", "key": CLASS_MARGIN, "found": {"label": "a"}},
-         "it may find fewer examples of the class a"),
+         "it may find fewer examples of the class a than the champion"),
     ],
 )  # fmt: skip
 def test_a_refusal_has_a_short_reason(rule: dict[str, Any], text: str) -> None:

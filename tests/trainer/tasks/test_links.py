@@ -182,7 +182,7 @@ def test_answers_give_the_outputs_back(case, link, columns):
         ({"train": [3, 4], "test": [2, 0]}, "the split 'test' has no example whose 'y' is 'yes'"),
         ({"train": [0, 4]}, "the split 'train' has no example whose 'y' is 'no'"),
         ({"train": [3]}, "the split 'train' has no example whose 'y' is 'yes'"),
-        ({"train": [1, 1, 1]}, "the label 'y' has 3 values in the dataset"),
+        ({"train": [1, 1, 1]}, "the label 'y' has 3 classes in the dataset"),
     ],
 )
 def test_a_split_with_one_of_both_is_refused_before_training(counts, words):

@@ -306,7 +306,7 @@ def test_examples_have_the_form_of_the_dataset(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("logs", "its loss on a few examples is nan: look for a logarithm, a root, a "),
+        ("logs", "its loss on a few examples is nan: look for a logarithm, a root or a norm "),
         ("roots", "the gradient of dense/kernel on a few examples is not finite, though "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
         ("silent", "its train_step returns d_loss, but no loss"),

@@ -69,7 +69,9 @@ def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch
             table="seldom",
             why="training turned ids away 30 times: lower min_count, or train longer",
         ),
-        events.TableEmpty(table="frozen", why="it was frozen, or training never looked it up"),
+        events.TableEmpty(
+            table="frozen", why="it was frozen, or training never looked up an id in it"
+        ),
         events.TableEmpty(table="old", why="all of its rows were evicted by age: raise max_age"),
     ]
 

@@ -52,7 +52,10 @@ def test_a_loss_that_is_none(run, loss, said):
 
 def test_a_loss_that_never_was_finite_is_one_of_the_model(run):
     message = refused(run, Counting(lambda _: math.nan))
-    assert "; look for a logarithm, a root or a division of zero, or lower training." in message
+    assert (
+        "; look for a logarithm or a root of zero, or a division by zero; otherwise lower "
+        "training." in message
+    )
 
 
 @pytest.mark.parametrize("loss", [-1.0, 0.0, MOST * 0.99])

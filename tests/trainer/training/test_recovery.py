@@ -172,7 +172,7 @@ def test_where_it_is_not_possible_all_go_back(begin, given, why):
 
 def test_near_the_end_all_go_back_so_that_no_server_ends_behind(begin):
     near = {"reached": 1000}
-    assert "more steps than remain" in begin(**near).why
+    assert "fewer steps remain than" in begin(**near).why
     assert begin({"cluster": {"recovery": "partial"}}, **near).why == ""
     assert begin(**near, lost=()).why == ""
 

@@ -227,7 +227,7 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
     best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(
-            f"data.types: the values of {name!r} are not of type {said}, such as "
+            f"data.types: {name!r} has values that are not of type {said}, such as "
             f"{scan.texts[0][2]!r}; set data.types: {{{name}: {best}}}"
         )
 
@@ -237,8 +237,8 @@ def _unit(name: str, scan: ColumnScan) -> str:
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
-            f"data.types: {name!r} has numbers with and without a per cent sign; write all of them "
-            "with it or without it, in the files or with data.map"
+            f"data.types: {name!r} has numbers with and without a per cent sign; write either all "
+            "or none of them with it, in the files or with data.map"
         )
     if len(units) > 1:
         raise UserError(

@@ -70,7 +70,7 @@ class FileSource(Source):
         scan = self._scan = self._scan or self._scan_files()
         roles = self._roles = self._files.roles(self._config, scan.names, scan.index)
         if not scan.broken.rows:
-            raise UserError(f"{self.name} has no row in any file; give files that have rows")
+            raise UserError(f"{self.name} has no rows; give files that have rows")
         self._check_families(roles, scan)
         self._columns = {
             name: decide(

@@ -172,7 +172,8 @@ def test_without_python_the_program_is_the_command_itself(engine):
                 "program": {"command": ["a"]},
                 "cluster": {"kubernetes": {"worker": {"command": ["b"]}}},
             },
-            "cluster.kubernetes.worker.command: the command is program.command; leave this out",
+            "cluster.kubernetes.worker.command: program.command sets the command; leave this key "
+            "out",
         ),
     ],
 )
