@@ -340,7 +340,8 @@ it adds.
 _SHARED = 3
 _KEYS = {
     "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; for a run "
-    "on a KFP instance also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
+    "that the command did not start itself also `running`, `canceling`, `canceled`, `ended` "
+    "or `unknown`; `submitted` by `submit`",
     "run_id": "id of the run, or an empty string",
     "metrics": "metrics of the test split by name, if a model was evaluated",
     "artifacts": f"URI by name: {codes(each.output for each in STAGES if each.output)}, if they "
