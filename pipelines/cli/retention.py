@@ -20,6 +20,30 @@ if TYPE_CHECKING:
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
+KeepRuns = Annotated[
+    str,
+    typer.Option(
+        metavar="TIME",
+        help="Keep runs that were active within this time, such as 30d. Remove older runs, "
+        "datasets, checkpoints and code, unless a kept run or version needs them.",
+    ),
+]
+KeepVersions = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Keep the newest N versions of each model, the champion, and the versions that a "
+        "rollback or the gate needs. Remove the others.",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="List what --keep-runs and --keep-versions would remove, and remove nothing.",
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="Remove without asking for confirmation.")]
 
 
 @answers
@@ -27,32 +51,10 @@ def gc(
     config: Config = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
-    keep_runs: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Keep runs that were active within this time, such as 30d. Remove older runs, "
-            "datasets, checkpoints and code, unless a kept run or version needs them.",
-        ),
-    ] = "",
-    keep_versions: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Keep the newest N versions of each model, the champion, and the versions that a "
-            "rollback or the gate needs. Remove the others.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="List what --keep-runs and --keep-versions would remove, and remove nothing.",
-        ),
-    ] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Remove without asking for confirmation.")
-    ] = False,
+    keep_runs: KeepRuns = "",
+    keep_versions: KeepVersions = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
 ) -> Answer:
     """Remove files left by interrupted writes and, on request, old runs and versions."""
     from flotilla.pipelines.retention.plan import policy

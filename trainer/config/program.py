@@ -99,7 +99,7 @@ class ProgramConfig(Whole):
     )
     working_dir: str = key(
         "",
-        "working folder of the program; empty: on this machine the folder of the run, in a pod "
+        "working folder of the program; empty: on this machine the current folder, in a pod "
         "the default of the image",
     )
     env: dict[str, Template] = key({}, "environment variables of the program")
