@@ -40,7 +40,7 @@ BUDGETS = {
     "trainer/code": 451,
     "trainer/config": 3570,
     "trainer/data": 11635,
-    "trainer/data_gate": 2001,
+    "trainer/data_gate": 2002,
     "trainer/embeddings": 2075,
     "trainer/evaluation": 3162,
     "trainer/events": 1160,
