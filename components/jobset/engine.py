@@ -173,8 +173,7 @@ class JobSets(Engine):
         if job.scheduling != type(job.scheduling)():
             raise ConfigError(
                 "cluster.kubernetes.job.scheduling: not supported with cluster.launcher jobset; "
-                "name a Kueue queue in cluster.kubernetes.job.queue_name, which admits all pods "
-                "or none"
+                "to admit all pods or none, set cluster.kubernetes.job.queue_name to a Kueue queue"
             )
         if job.clean_pod_policy != "Running":
             raise ConfigError(

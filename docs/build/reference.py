@@ -384,7 +384,11 @@ def _command(name: str, command: Any, shared: Container[str]) -> str:
         for each in command.params
         if _option(each) in shared
     ]
-    also = f"- [also](#options-of-several-commands): {codes(common)}\n" if common else ""
+    also = (
+        f"- [Options of several commands](#options-of-several-commands): {codes(common)}\n"
+        if common
+        else ""
+    )
     epilog = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
     # For a command without arguments, the title already shows the usage.
     usage = f"```text\n{usage}\n```\n\n" if arguments else ""

@@ -81,7 +81,7 @@ def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a valid label key, such as pool or example.com/pool")
         if not isinstance(value, str):
-            raise ValueError(f'{key}: {value!r} is not a text: write it in quotes, as "{value}"')
+            raise ValueError(f'{key}: {value!r} is not a string: write it in quotes, as "{value}"')
         if not _VALUE.fullmatch(value):
             raise ValueError(
                 f"{key}: {value!r} is not a valid label value: use up to 63 letters, digits, -, _ "
@@ -99,7 +99,7 @@ def toleration(tree: Any) -> Any:
             hint = nearest(str(key), _TOLERATION) or f" (there is {', '.join(_TOLERATION)})"
             raise ValueError(f"{key!r} is not a field of a toleration{hint}")
         if key != "tolerationSeconds" and not isinstance(value, str):
-            raise ValueError(f"{key}: {value!r} is not a text: write it in quotes")
+            raise ValueError(f"{key}: {value!r} is not a string: write it in quotes")
     _check_choice("operator", tree.get("operator", ""), _OPERATORS)
     _check_choice("effect", tree.get("effect", ""), _EFFECTS)
     exists = tree.get("operator") == "Exists"

@@ -160,7 +160,9 @@ class ProgramConfig(Whole):
             if role in ("chief", "evaluator") and count > 1:
                 raise ValueError(f"{count} tasks of the role {role}; at most one is allowed")
         if value and not {"chief", "worker"} & value.keys():
-            raise ValueError("a chief or a worker is required to lead")
+            raise ValueError(
+                "a chief or a worker is required, because one of them is the leading task"
+            )
         return value
 
     @field_validator("env")

@@ -100,7 +100,8 @@ class Worst:
 
 
 def _is_image(feature: FeatureSpec) -> bool:
-    # A row of pixels, or a table with a few columns, is not an image.
+    # An image has at least two rows and two columns of pixels. Without an axis for 1, 3 or 4
+    # channels, only uint8 values are an image, because other types may be a table.
     match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1

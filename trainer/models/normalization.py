@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-# Maximum difference from the mean. Real data are closer, and this value does not overflow.
+# Integers are clipped to this distance from the mean, so that the difference fits into int64. Real
+# data are closer to the mean.
 _FAR = 2**62
 
 

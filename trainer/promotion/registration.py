@@ -80,7 +80,7 @@ def register(request: Request, scratch: Path) -> Registration:
         except registry.PromotionLostError as lost:
             # Another run has been promoted first, so try again. The loop ends when no other run is
             # promoted in the meantime.
-            _log.info("%s: comparing with the new champion", lost)
+            _log.info("%s; now comparing the model with the new champion", lost)
 
 
 def _register(request: Request, scratch: Path) -> Registration:

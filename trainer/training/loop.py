@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 # Duration of an inner loop: long enough to hide the work between two inner loops, even if workers
 # wait for each other; short enough to show progress and to react to a request to stop.
 INNER_LOOP_SECONDS = 1.0
-# Unless it ends at a boundary, an inner loop has a multiple of this number of steps, so that it
-# consists of whole turns of the strategies.
+# The number of steps of an inner loop is a multiple of this number, unless the loop ends at a
+# boundary. Strategies unroll up to 20 steps in a graph, so that no unrolled part is cut short.
 STEP_MULTIPLE = 20
 # Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss.
 # The limit is needed because weights that Adam has moved far away give finite losses but never

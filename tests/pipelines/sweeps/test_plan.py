@@ -14,7 +14,7 @@ def test_each_trial_has_a_run_of_its_own():
     assert len({each.run_id for each in sweep.trials}) == 3
     assert sweep.keys == ("training.batch_size",)
     assert sweep.fixed == ("training.steps=90",)
-    # With any other value, the run of the best trial would be skipped as a repetition.
+    # With "stop", the run of the best trial would end, because a trial had the same configuration.
     assert sweep.base.training.when_unchanged == "train"
 
 

@@ -309,7 +309,7 @@ def holders_by_name(uri):
 
 @EVERY
 def test_no_number_comes_twice(uri, clock):
-    """A late write of the first holder replaces no file, and does not restore its lease."""
+    """If the first holder writes late, it does not replace another holder's file."""
     first = clock.acquire("digits-1")
     at = storage.join(uri, ".lock", "000001.json")
     late = storage.read_bytes(at)

@@ -67,8 +67,8 @@ def test_labels_of_a_node():
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"pool": 1}, 'pool: 1 is not a text: write it in quotes, as "1"'),
-        ({"pool": True}, "pool: True is not a text"),
+        ({"pool": 1}, 'pool: 1 is not a string: write it in quotes, as "1"'),
+        ({"pool": True}, "pool: True is not a string"),
         ({"pool": "a b"}, "pool: 'a b' is not a valid label value"),
         ({"a b": "x"}, "'a b' is not a valid label key"),
         ({"": "x"}, "'' is not a valid label key"),
@@ -105,7 +105,7 @@ def test_a_toleration(tree):
         ({"key": "a", "effect": "Never"}, "effect: 'Never' is unknown to Kubernetes"),
         ({"key": "a", "operator": "Exists", "value": "b"}, "has no value: leave it out"),
         ({"value": "b"}, "without a key needs the operator Exists"),
-        ({"key": "a", "value": True}, "value: True is not a text"),
+        ({"key": "a", "value": True}, "value: True is not a string"),
         ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not a valid taint key"),
         ({"key": "a", "value": "b c"}, "value: 'b c' is not a valid taint value"),
         ({"key": "a", "effect": "NoExecute", "tolerationSeconds": 1.5}, "is not a whole number"),
