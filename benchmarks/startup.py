@@ -22,7 +22,7 @@ _STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
 _BODIES = {
     "prepare_data": (
         "flotilla.trainer.data.prepare",
-        "flotilla.trainer.data.embedded.scikit",
+        "flotilla.trainer.data.builders.embedded",
         "flotilla.trainer.data_gate.validate",
     ),
     "evaluate_model": ("flotilla.trainer.evaluation.evaluate",),

@@ -23,7 +23,7 @@ from flotilla.trainer.config.data import DataConfig
 
 # Import these first, because the imports take seconds that are not part of the measurement.
 from flotilla.trainer.data.files import file_source  # noqa: F401
-from flotilla.trainer.data.preparation import assembly  # noqa: F401
+from flotilla.trainer.data.preparation import shards  # noqa: F401
 from flotilla.trainer.data.prepare import prepare
 
 ROUNDS, ROWS = 3, 1_000_000

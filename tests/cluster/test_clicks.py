@@ -11,7 +11,7 @@ from clicks_large import Clickstream
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.config.load import load_config
-from flotilla.trainer.data.embedded import generated as clicks
+from flotilla.trainer.data.builders import embedded as clicks
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.events import WarmStart
@@ -61,7 +61,7 @@ def test_every_form_gives_the_same_answers(exported):
 def test_the_saved_model_takes_both_ids_by_name(exported):
     folder, _, _ = exported
     serve = tf.saved_model.load(next(folder.glob("serving/clicks/*"))).signatures["serving_default"]
-    users, items, labels = (column[clicks.TRAINING :] for column in clicks.draw())
+    users, items, labels = (column[clicks.TRAINING :] for column in clicks.draw_clicks())
     answers = serve(user=tf.constant(users), item=tf.constant(items))
     found = answers["probability"].numpy() > 0.5
     assert (found == labels).mean() >= CONFIG.gate.min["accuracy"]

@@ -13,7 +13,7 @@ from flotilla.components.records import run_store
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.schema import Config, EvaluationConfig
-from flotilla.trainer.data.embedded.scikit import Digits
+from flotilla.trainer.data.builders.embedded import Digits
 from flotilla.trainer.events import NewestVersion, StepEnd
 from flotilla.trainer.promotion import registry
 from tests.components.called_steps import (

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer import storage
+from flotilla.trainer.data import blocks
 from flotilla.trainer.data.read import complete_features, read_rows
-from flotilla.trainer.data.shards import windows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
@@ -126,15 +126,15 @@ def batches(
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     marks = tf.constant(drawn)
 
-    def draw(rows: windows.Rows, before: tf.Tensor) -> windows.Rows:
-        mine = marks[before : before + windows.count_rows(rows)]
-        return windows.gather_rows(rows, tf.where(mine)[:, 0])
+    def draw(rows: blocks.Rows, before: tf.Tensor) -> blocks.Rows:
+        mine = marks[before : before + blocks.count_rows(rows)]
+        return blocks.gather_rows(rows, tf.where(mine)[:, 0])
 
-    read = windows.number_windows(read_rows(spec, files, roles)).map(draw)
+    read = blocks.number_windows(read_rows(spec, files, roles)).map(draw)
     size = sum(path.stat().st_size for path in files) // len(drawn)
     at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
 
-    def complete(rows: windows.Rows) -> dict[str, tf.Tensor]:
+    def complete(rows: blocks.Rows) -> dict[str, tf.Tensor]:
         found = complete_features(spec, roles, rows)
         return {
             name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each

@@ -6,13 +6,14 @@ Tensors, and sequences of numbers, are stored as a single value: the concatenate
 The number of rows is a separate entry, and so are the lengths of each sequence.
 
 A block is written from Arrow columns and parsed by a few ops, without per-row work. It has only one
-row if examples are large.
+row if examples are large. A window maps each feature to the rows of consecutive blocks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,19 @@ from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
+# Number of blocks whose rows are permuted together. A larger window mixes better, and windows of 8
+# to 256 blocks take the same time.
+MIXED = 128
+# Number of blocks that are parsed together when files are read in order.
+IN_ORDER = 32
+Rows = Mapping[str, Any]
 #: Approximate size of a block in bytes; larger blocks are not faster to read.
 BYTES = 128 << 10
 # Maximum size of a block in bytes, even if all its rows are as large as the largest row.
 _LARGEST_BYTES = 64 << 20
 _COUNT = "\0rows"
+# Types of stored scalars; everything else is stored as strings.
+_SCALARS = {"int": tf.int64, "float": tf.float32}
 # `decode_raw` does not support these types, so the signed type of the same size is decoded.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
@@ -48,11 +57,8 @@ def choose_rows(rows: int, size: int, largest: int) -> int:
 def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
-    """Yield blocks of `size` rows of a table from `columns.make_table`.
-
-    The last block may have fewer rows. Equal rows give equal bytes.
-    """
-    # Sort the features, because the order of entries in a protobuf map is arbitrary.
+    """Yield blocks of `size` rows of a table from `columns.make_table`; the last may have fewer."""
+    # Sort the features: entries of a protobuf map have no order, but equal rows give equal bytes.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
     for first in range(0, table.num_rows, size):
         last = min(first + size, table.num_rows)
@@ -211,15 +217,14 @@ def _is_one_value(feature: FeatureSpec) -> bool:
 def _wire(feature: FeatureSpec) -> Any:
     if _is_one_value(feature):
         return tf.io.FixedLenFeature((), tf.string)
-    kinds = {"int": tf.int64, "float": tf.float32}
-    return tf.io.RaggedFeature(kinds.get(feature.stored, tf.string), row_splits_dtype=tf.int64)
+    return tf.io.RaggedFeature(_SCALARS.get(feature.stored, tf.string), row_splits_dtype=tf.int64)
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
     """Return the rows of a column; `count` is the number of rows, or the lengths of sequences."""
     if not _is_one_value(feature):
         values = column.values
-        if feature.stored in ("int", "float"):
+        if feature.stored in _SCALARS:
             return tf.cast(values, feature.dtype)
         if feature.stored == "image":
             return values
@@ -235,12 +240,11 @@ def _row_wire(feature: FeatureSpec) -> Any:
     if _is_sequence(feature) and feature.dtype == "string":
         return tf.io.RaggedFeature(tf.string, row_splits_dtype=tf.int64)
     shape = feature.shape if feature.stored == "bytes" else ()
-    kinds = {"int": tf.int64, "float": tf.float32}
-    return tf.io.FixedLenFeature(shape, kinds.get(feature.stored, tf.string))
+    return tf.io.FixedLenFeature(shape, _SCALARS.get(feature.stored, tf.string))
 
 
 def _unpack_rows(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    if feature.stored in ("int", "float"):
+    if feature.stored in _SCALARS:
         return tf.cast(column, feature.dtype)
     if not _is_sequence(feature):
         return _unpack(feature, column, count) if feature.stored == "raw" else column
@@ -268,3 +272,59 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
     padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))
     return tf.ensure_shape(padded, (None, *feature.shape))
+
+
+def parse_windows(
+    features: Mapping[str, FeatureSpec], blocks: tf.data.Dataset, count: int
+) -> tf.data.Dataset:
+    """Return windows of `count` blocks, in the order of the blocks."""
+    return blocks.batch(count).map(partial(parse_blocks, features))
+
+
+def permute_windows(
+    features: Mapping[str, FeatureSpec], windows: tf.data.Dataset, seed: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Parse windows of blocks, and shuffle the rows of each window in a different order."""
+
+    def permute(blocks: tf.Tensor, number: tf.Tensor) -> Rows:
+        rows = parse_blocks(features, blocks)
+        order = tf.range(count_rows(rows))
+        order = tf.random.experimental.stateless_shuffle(order, (seed, number))
+        return gather_rows(rows, order)
+
+    return tf.data.Dataset.zip((windows, tf.data.Dataset.counter())).map(permute)
+
+
+def number_windows(windows: tf.data.Dataset) -> tf.data.Dataset:
+    """Return pairs of a window and the index of its first row."""
+
+    def number(before: tf.Tensor, rows: Rows) -> tuple[tf.Tensor, tuple[Rows, tf.Tensor]]:
+        return before + count_rows(rows), (rows, before)
+
+    return windows.scan(tf.constant(0, tf.int64), number)
+
+
+def slice_windows(
+    windows: tf.data.Dataset, skip: int | tf.Tensor, take: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Return `take` rows after the first `skip` ones, without reading further."""
+    end = skip + take
+
+    def cut(rows: Rows, before: tf.Tensor) -> Rows:
+        first, last = (tf.clip_by_value(at - before, 0, count_rows(rows)) for at in (skip, end))
+        return {name: values[first:last] for name, values in rows.items()}
+
+    return number_windows(windows).take_while(lambda _, before: before < end).map(cut)
+
+
+def count_rows(rows: Rows) -> tf.Tensor:
+    """Return the number of rows, as int64."""
+    values = next(iter(rows.values()))
+    if isinstance(values, tf.RaggedTensor):
+        return values.nrows(tf.int64)
+    return tf.shape(values, tf.int64)[0]
+
+
+def gather_rows(rows: Rows, order: tf.Tensor) -> Rows:
+    """Return rows by their indices."""
+    return {name: tf.gather(values, order) for name, values in rows.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ class Selection(Roles):
     """
 
     specs: Mapping[str, FeatureSpec]
-    connectors: Mapping[str, Any]
-    fits: Mapping[str, Fit]
+    connectors: Mapping[str, Any] = field(default_factory=dict)
+    fits: Mapping[str, Fit] = field(default_factory=dict)
 
     @property
     def example_bytes(self) -> int:
@@ -44,11 +44,8 @@ class Selection(Roles):
 def select(config: DataConfig, info: Any) -> Selection:
     """Select features of a dataset from its `tfds.core.DatasetInfo`, before any download.
 
-    A feature without a role is kept if its shape is fixed, or set in the configuration.
-
-    Raises:
-        ConfigError: a key of the data section is wrong or missing; the message suggests a fix.
-        UserError: the dataset cannot be used.
+    A feature without a role is kept if its shape is fixed, or set in the configuration. Raises
+    `ConfigError` for a wrong or missing key, and `UserError` if the dataset cannot be used.
     """
     name = config.dataset
     if not isinstance(info.features, tfds.features.FeaturesDict):
@@ -72,18 +69,13 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
             for name, leaf in kept.items()
         },
         connectors={name: leaf.connector for name, leaf in kept.items()},
-        fits={},
     )
 
 
 def choose(
     config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
 ) -> Selection:
-    """Select features of a dataset; `keys` are its TFDS supervised keys.
-
-    Raises:
-        ConfigError: see `select`.
-    """
+    """Select features of a dataset, as `select` does; `keys` are its TFDS supervised keys."""
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = make_length_features(name, leaves, varies)
     roles = _roles(config, name, keys, leaves, of_lengths)
@@ -109,10 +101,7 @@ def choose(
     for feature, fit in made.items():
         _log.info("%s: %s is stored as %s by %s", name, feature, list(fit.shape), fit.method)
     return Selection(
-        inputs=roles.inputs,
-        targets=roles.targets,
-        weight=roles.weight,
-        group=roles.group,
+        **vars(roles),
         specs={
             each: _spec(leaf, one.shape, one.dtype)
             for each, leaf in kept.items()
@@ -202,7 +191,6 @@ def _choose_by_keys(keys: Any, leaves: list[str]) -> Roles:
 
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
-    """Raise `ConfigError` if roles contradict each other, or a feature cannot have its role."""
     for key, feature in (("weight", roles.weight), ("group", roles.group)):
         leaf = leaves[feature] if feature else None
         is_text = leaf and leaf.dtype == "string" and key == "weight"
@@ -255,13 +243,9 @@ def image_spec(image: ImageConfig) -> FeatureSpec:
 def _encode_images(
     config: DataConfig, roles: Roles, leaves: Mapping[str, Leaf]
 ) -> dict[str, FeatureSpec]:
-    """Return the specs of images that are stored encoded; empty unless `data.image` has a size.
-
-    Features in `data.shapes` are excluded, and so are labels, because resizing would blend their
-    values.
-    """
     if not config.image.size:
         return {}
+    # Exclude labels, because resizing would blend their values.
     found = {
         name: image_spec(config.image)
         for name, leaf in leaves.items()

@@ -44,14 +44,12 @@ class UndecodableError(ValueError):
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
-    """Open an encoded image; any failure in the block becomes an `UndecodableError`.
-
-    An image with more pixels than Pillow's safety limit is rejected.
-    """
+    """Open an encoded image; any failure in the block becomes an `UndecodableError`."""
     if not data:
         raise UndecodableError("it is empty")
     try:
         with warnings.catch_warnings():
+            # Reject images with more pixels than Pillow's safety limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             # Other warnings are about oddities of a file that Pillow can decode anyway.
             warnings.simplefilter("ignore", UserWarning)
@@ -67,17 +65,16 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image in its stored form; it is unchanged if `decode` reads it correctly.
-
-    Raises:
-        UndecodableError: the image cannot be decoded.
-    """
+    """Return an encoded image in its stored form; raises `UndecodableError`."""
     with open_image(data) as image:
-        if not _is_plain(image, channels):
+        modes = _ALIKE.get(image.format or "", {}).get(channels, ())
+        if image.mode not in modes or image.getexif().get(ORIENTATION) not in _UPRIGHT:
             return _encode_again(image, channels)
-        if not _decodes(data, channels):
+        try:
+            tf.io.decode_image(data, channels, expand_animations=False)
+        except tf.errors.OpError:
             image.load()
-            raise UndecodableError("its data is damaged")
+            raise UndecodableError("its data is damaged") from None
         return data
 
 
@@ -106,20 +103,6 @@ def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
     return tf.cast(blended, pixels.dtype)
 
 
-def _is_plain(image: Image.Image, channels: int) -> bool:
-    modes = _ALIKE.get(image.format or "", {}).get(channels, ())
-    upright = image.getexif().get(ORIENTATION) in _UPRIGHT
-    return image.mode in modes and upright
-
-
-def _decodes(data: bytes, channels: int) -> bool:
-    try:
-        tf.io.decode_image(data, channels, expand_animations=False)
-    except tf.errors.OpError:
-        return False
-    return True
-
-
 def normalize_image(image: Image.Image, channels: int) -> Image.Image:
     """Rotate an image upright and convert it to 8 bits per channel; raises `UndecodableError`.
 
@@ -139,13 +122,11 @@ def normalize_image(image: Image.Image, channels: int) -> Image.Image:
 
 
 def _encode_again(image: Image.Image, channels: int) -> bytes:
-    lossy = image.format == "JPEG" and channels != len("RGBA")
-    return _save(normalize_image(image, channels), "JPEG" if lossy else "PNG")
-
-
-def _save(image: Image.Image, form: str) -> bytes:
-    out = io.BytesIO()
+    out, found = io.BytesIO(), normalize_image(image, channels)
     # Drop metadata such as the orientation, which has already been applied to the pixels.
-    image.info = {}
-    image.save(out, form, **({"quality": _QUALITY, "subsampling": 0} if form == "JPEG" else {}))
+    found.info = {}
+    if image.format == "JPEG" and channels != len("RGBA"):
+        found.save(out, "JPEG", quality=_QUALITY, subsampling=0)
+    else:
+        found.save(out, "PNG")
     return out.getvalue()

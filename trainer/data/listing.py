@@ -36,7 +36,6 @@ from flotilla.trainer.storage import patterns
 from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.patterns import Pattern
 from flotilla.trainer.storage.publishing import choose_store
-from flotilla.trainer.storage.uri import local_path
 
 SCHEMA = 1
 KIND = "listing"
@@ -49,12 +48,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of a source.
+    """A file of a source; its size is in bytes.
 
     Attributes:
-        root: URI of the folder below which it was found.
-        path: path below the root.
-        size: size in bytes.
+        root: URI of the folder below which it was found; `path` is the path below it.
         tag: a value that changes with the content.
         span: span of the file, such as 17 or 2026-11-23; empty if it has none.
         split: split whose pattern in `data.splits` matches; empty if none does.
@@ -75,10 +72,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, ordered by span and path.
-
-    `hidden` has the number of hidden files by suffix.
-    """
+    """The files of a source, by span and path, and the number of hidden files by suffix."""
 
     root: str
     files: tuple[SourceFile, ...]
@@ -148,12 +142,7 @@ def span_order(span: str) -> tuple[int, str]:
 
 
 def list_source(config: DataConfig) -> Listing:
-    """Return all files of `data.source`, before `data.spans` selects among them.
-
-    Raises:
-        ConfigError: the source or a pattern of `data.splits` is invalid.
-        UserError: no file matches, or the location cannot be listed.
-    """
+    """Return all files of `data.source`, whatever `data.spans` is; raises `UserError`."""
     named = [split for split in SPLITS if config.splits.is_named(split)]
     wanted = {
         split: patterns.below(config.source, str(getattr(config.splits, split)), split)
@@ -172,11 +161,8 @@ def list_source(config: DataConfig) -> Listing:
 def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
     """Return the files that `data.spans` selects, and all files without a span.
 
-    Args:
-        listing: all files of the source.
-        spans: value of `data.spans`.
-        seen: digests of the spans that the champion and its predecessors were trained on. Any other
-            span is new, even if it is an old one that arrived late or was rewritten.
+    `seen` has the digests of the spans that the champion and its predecessors were trained on. Any
+    other span is new, even if it is an old one that arrived late or was rewritten.
     """
     there = list(listing.spans)
     if not there and spans != NEWEST:
@@ -194,7 +180,6 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
 
 def require_listed(file: Any, size: int, tag: str) -> None:
     """Raise `UserError` if the size or tag of a file has changed since it was listed."""
-    named = local_path(file.uri) or file.uri.partition("?")[0]
     if size != file.size:
         what = f"has {size} bytes, but had {file.size} when it was listed"
     elif file.tag and tag != file.tag:
@@ -202,7 +187,8 @@ def require_listed(file: Any, size: int, tag: str) -> None:
     else:
         return
     raise UserError(
-        f"data.source: {named} {what}; run again when nothing writes to it, without data.version"
+        f"data.source: {_format_location(file.uri)} {what}; run again when nothing writes to it, "
+        "without data.version"
     )
 
 

@@ -1,7 +1,8 @@
 """Download a dataset, split it, and publish it as shards, once for each configuration.
 
 A dataset is published at `<root>/datasets/<key>`. The key is derived from everything that
-determines its content, so that an equal configuration finds the dataset again.
+determines its content, so that an equal configuration finds the dataset again. TensorFlow, which
+takes seconds to load, is imported only if a dataset has to be prepared.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.errors import report_errors
 
 if TYPE_CHECKING:
-    from flotilla.trainer.data.preparation.assembly import Written
+    from flotilla.trainer.data.preparation.shards import Written
 
 # Keys for where data is stored and how it is read; they do not change its content.
 _NOT_CONTENT = {
@@ -68,13 +69,8 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     """Return the published dataset of a configuration; prepare it if there is none.
 
     A complete dataset is reused, and a corrupted one is prepared again. Finished parts of an
-    earlier attempt are reused.
-
-    Args:
-        config: the data section.
-        root: `storage.root`; the dataset is published below it.
-        scratch: local folder for downloads and temporary files, which are deleted at the end. If
-            `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
+    earlier attempt are reused. Downloads and temporary files are stored in `scratch` and deleted at
+    the end. If `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
 
     Raises:
         ConfigError: the dataset, version or folder does not exist.
@@ -125,11 +121,7 @@ def mistakes_of_data() -> Iterator[None]:
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:
-    """Make the dataset of a source and publish it below `root`; `folder` is for temporary files.
-
-    Raises:
-        UserError: the dataset cannot be made.
-    """
+    """Make the dataset of a source and publish it below `root`; `folder` is for temporary files."""
     uri = _place(config, source.identity, root)
     selection = source.select()
     source.fetch()
@@ -152,15 +144,11 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
     """Return the source of a configuration's dataset; it downloads files to `folder`.
 
-    `root` is `storage.root`, where the listing of `data.version` is stored; it may be empty.
-
-    Raises:
-        ConfigError: the dataset does not exist.
-        UserError: the files cannot be listed.
+    `root` is `storage.root`, where the listing of `data.version` is stored; it may be empty. Raises
+    `ConfigError` if the dataset does not exist, and `UserError` if the files cannot be listed.
     """
     if not config.map:
         return _make_source(config, root, folder)
-    # Import here, because it loads TensorFlow, which takes seconds.
     from flotilla.trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
 
     return MappedSource(_make_source(source_config(config), root, folder), config)
@@ -168,7 +156,6 @@ def open_source(config: DataConfig, root: str, folder: Path) -> Source:
 
 def _make_source(config: DataConfig, root: str, folder: Path) -> Source:
     if config.source:
-        # Import here, because it loads TensorFlow, which takes seconds.
         from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
         version = config.version if root else ""
@@ -178,22 +165,13 @@ def _make_source(config: DataConfig, root: str, folder: Path) -> Source:
 
 
 def newest_version(config: DataConfig, scratch: Path) -> str:
-    """Return the version of the builder of `config.dataset`, without a download.
-
-    Raises:
-        ConfigError: the dataset does not exist.
-    """
+    """Return the version of the builder of `config.dataset`; downloads nothing."""
     with _folder(scratch) as folder:
         return str(datasets.builder(config, _tfds_dir(folder)).version)
 
 
 def select_features(config: DataConfig, scratch: Path) -> Selection:
-    """Return the features of a dataset. Nothing is downloaded, unless files or `data.map` are used.
-
-    Raises:
-        ConfigError: the dataset does not exist.
-        UserError: the dataset cannot be used.
-    """
+    """Return the features of a dataset. Only files and `data.map` need a download."""
     with _folder(scratch) as folder:
         return open_source(config, "", folder).select()
 
@@ -235,7 +213,6 @@ def _whole(uri: str) -> Manifest | None:
 
 
 def _require_same(uri: str, written: Written) -> None:
-    """Raise `UserError` if the examples differ from the corrupted dataset at `uri`."""
     try:
         there = storage.read_manifest(uri).fields.get("fingerprint")
     except storage.Corrupt:
@@ -250,14 +227,13 @@ def _require_same(uri: str, written: Written) -> None:
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
     """Write the shards to `folder`; finished parts are stored below the URI `finished`."""
-    # Import here: TensorFlow takes seconds to load, and a reused dataset does not need it.
-    from flotilla.trainer.data.preparation.assembly import assemble  # noqa: PLC0415
     from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
+    from flotilla.trainer.data.preparation.shards import assemble  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"
     by_beam = config.runner.name == "beam"
     keeps = by_beam or len(parts) >= _LONG
-    taken = {name for name, _ in _fetch_finished(finished, places)} if keeps else set()
+    taken = _fetch_finished(finished, places) if keeps else set()
     left = [part for part in parts if part.folder not in taken]
 
     def keep(place: Path) -> None:
@@ -277,23 +253,24 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
     return assemble(source, folders, folder, config)
 
 
-def _fetch_finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Fetch the finished parts of an earlier attempt; yield their names and folders."""
+def _fetch_finished(uri: str, folder: Path) -> set[str]:
+    found = set()
     for part, _ in storage.list_published(uri, "part"):
-        place = folder / storage.name_of(part)
+        name = storage.name_of(part)
         try:
-            storage.fetch(part, place)
+            storage.fetch(part, folder / name)
+            found.add(name)
         except (storage.NotPublished, storage.Corrupt) as error:
             _log.warning("%s; it is prepared again", error)
             storage.delete(part)
-            continue
-        yield place.name, place
+    return found
 
 
 def _fields(
     config: DataConfig, source: Source, selection: Selection, written: Written
 ) -> dict[str, Any]:
     targets = written.sums.targets
+    moments = {name: written.sums.accumulators["train"].moments(name) for name in targets}
     return {
         "dataset_schema": SCHEMA,
         "dataset": config.name,
@@ -310,7 +287,12 @@ def _fields(
         "weight": selection.weight,
         "group": selection.group,
         "target_counts": {name: each.counts() for name, each in targets.items()},
-        "target_moments": {name: each.moments() for name, each in targets.items()},
+        "target_moments": {
+            name: {"mean": each.mean, "std": each.std, "min": each.least, "max": each.most}
+            if each.count
+            else {}
+            for name, each in moments.items()
+        },
         "fingerprint": written.fingerprint,
         "notes": [*source.notes(), *(line for each in targets.values() for line in each.notes())],
         **source.facts(),

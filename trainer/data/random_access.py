@@ -15,10 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from flotilla.trainer.data.blocks import parse_blocks
+from flotilla.trainer.data.blocks import Rows, gather_rows, parse_blocks
 from flotilla.trainer.data.read import fits_in_memory, read_whole_split, to_keras_batch
-from flotilla.trainer.data.shards.block_index import INDEX_FILE, OFFSET, read_blocks, read_index
-from flotilla.trainer.data.shards.windows import Rows, gather_rows
+from flotilla.trainer.data.shards.block_index import INDEX_FILE, OFFSET, decode_index, read_blocks
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Minimum number of consecutive examples per read, if the split is not held in memory.
@@ -30,12 +29,10 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumber:
-    """Graphs with which a worker reads examples by number.
+    """Graphs with which a worker reads examples by number, best `run` consecutive ones together.
 
-    Attributes:
-        held: returns a dataset of one element, which is the worker's state.
-        read: maps this element and a vector of example numbers to a batch.
-        run: number of consecutive examples that are best read together.
+    `held` returns a dataset of one element, which is the worker's state. `read` maps this element
+    and a vector of example numbers to a batch.
     """
 
     held: Callable[[], tf.data.Dataset]
@@ -52,7 +49,8 @@ def make_random_access(
         return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
 
     def held() -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensors(f"{folder}/{INDEX_FILE}").map(read_index)
+        path = tf.data.Dataset.from_tensors(f"{folder}/{INDEX_FILE}")
+        return path.map(lambda path: decode_index(tf.io.read_file(path)))
 
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
         return to_keras_batch(spec, _read_rows(spec, files, index, numbers))
@@ -68,7 +66,6 @@ def _gather(examples: Any, numbers: tf.Tensor) -> Any:
 def _read_rows(
     spec: DatasetSpec, files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor
 ) -> Rows:
-    """Return rows by their numbers; each block is read once."""
     shards, size = spec.shards["train"], spec.block_rows
     ends = tf.constant([*accumulate(shards, initial=0)], tf.int64)
     block_ends = tf.constant(

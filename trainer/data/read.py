@@ -17,27 +17,8 @@ import tensorflow as tf
 from flotilla.trainer import storage
 from flotilla.trainer.data import blocks
 from flotilla.trainer.data.examples import lengths
-from flotilla.trainer.data.shards.block_index import (
-    INDEX_FILE,
-    decode_index,
-    find_blocks,
-    read_index,
-    shuffle_blocks,
-)
-from flotilla.trainer.data.shards.fed_blocks import (
-    allow_tensor_seed,
-    epoch_of_blocks,
-    evaluation_rows,
-    use_private_threads,
-)
+from flotilla.trainer.data.shards import block_index, fed_blocks
 from flotilla.trainer.data.shards.shard_store import Streaming
-from flotilla.trainer.data.shards.windows import (
-    IN_ORDER,
-    MIXED,
-    Rows,
-    parse_windows,
-    permute_windows,
-)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
@@ -58,10 +39,8 @@ Files = str | Sequence[str | Path]
 def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int = 1) -> list[Path]:
     """Fetch and verify the shards `index`, `index + of`, ... of a split; return their paths.
 
-    Other shards in `directory` are deleted, because a reader may read every file there.
-
-    Raises:
-        UserError: the split does not exist, or there are more readers than shards.
+    Other shards in `directory` are deleted, because a reader may read every file there. Raises
+    `UserError` if the split does not exist, or there are more readers than shards.
     """
     names = DatasetSpec.from_manifest(storage.read_manifest(uri)).files(split)
     if of > len(names):
@@ -101,7 +80,7 @@ def training_batches(  # noqa: PLR0913
     If the whole split fits in memory, it is read and parsed once, and every order is equally
     likely. Otherwise, runs of blocks are read in random order into a buffer of `shuffle_buffer`
     examples, by default 256 MiB. Blocks are drawn from the buffer at random, and the rows of
-    `windows.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
+    `blocks.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
     the blocks (`block_index.write_index`).
 
     Features of variable length are padded to the longest of the batch. With `buckets`, a batch has
@@ -118,7 +97,7 @@ def training_batches(  # noqa: PLR0913
         make = partial(to_keras_batch, spec)
         batches = _batch(spec, windows, make, batch_size, drop_remainder=True)
     batches = batches.prefetch(2)
-    return use_private_threads(batches) if isinstance(files, Streaming) else batches
+    return fed_blocks.use_private_threads(batches) if isinstance(files, Streaming) else batches
 
 
 @tf.autograph.experimental.do_not_convert
@@ -139,8 +118,10 @@ def evaluation_batches(
     if isinstance(files, Streaming):
         parse = partial(_parse, spec, spec.roles)
         shards = spec.shards["validation"]
-        rows = evaluation_rows(files, shards, parse, batch_size=batch_size, part=part, of=of)
-        return use_private_threads(_batch(spec, rows, make, batch_size).prefetch(2))
+        rows = fed_blocks.evaluation_rows(
+            files, shards, parse, batch_size=batch_size, part=part, of=of
+        )
+        return fed_blocks.use_private_threads(_batch(spec, rows, make, batch_size).prefetch(2))
     rows = read_rows(spec, files, spec.roles)
     return _batch(spec, rows, make, batch_size, part=part, of=of).prefetch(2)
 
@@ -167,7 +148,7 @@ def labelled_columns(
         windows = read_rows(spec, files, lengths.length_names(spec))
         spec = lengths.fix_lengths(spec, lengths.longest(spec, windows))
 
-    def make(rows: Rows) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
+    def make(rows: blocks.Rows) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
         return to_keras_batch(spec, rows), complete_features(spec, columns, rows)
 
     rows = read_rows(spec, files, [*dict.fromkeys([*spec.roles, *columns])])
@@ -205,11 +186,6 @@ def _has_images(spec: DatasetSpec) -> bool:
     return any(spec.features[name].stored == "image" for name in spec.roles)
 
 
-def _parallel(spec: DatasetSpec) -> int | None:
-    """Return the parallelism of parsing: AUTOTUNE with images, which take 100 times as long."""
-    return tf.data.AUTOTUNE if _has_images(spec) else None
-
-
 def _batch_from_memory(
     spec: DatasetSpec, files: Files | Streaming, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
@@ -222,7 +198,7 @@ def _batch_from_memory(
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
     if isinstance(files, Streaming):
-        rows = _parse(spec, spec.roles, epoch_of_blocks(files, seed))
+        rows = _parse(spec, spec.roles, fed_blocks.epoch_of_blocks(files, seed))
     else:
         rows = read_rows(spec, files, spec.roles)
     whole = _make_whole(spec, rows).cache().repeat()
@@ -255,21 +231,26 @@ def _shuffle(
     def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         own = tf.cast(seed, tf.int64) + 104_729 * epoch
         if isinstance(files, Streaming):
-            read = epoch_of_blocks(files, seed, epoch)
+            read = fed_blocks.epoch_of_blocks(files, seed, epoch)
         else:
-            read = shuffle_blocks(paths, index, (seed, epoch))
-        with allow_tensor_seed():
-            return read.shuffle(_count_held(spec, held), seed=own).batch(_count_blocks(spec, MIXED))
+            read = block_index.shuffle_blocks(paths, index, (seed, epoch))
+        with fed_blocks.allow_tensor_seed():
+            return read.shuffle(_count_held(spec, held), seed=own).batch(
+                _count_blocks(spec, blocks.MIXED)
+            )
 
     windows = tf.data.Dataset.counter().flat_map(shuffle_epoch)
     # Prepare the next window while this one is in use.
-    return permute_windows(_select(spec, names), windows, seed).prefetch(1)
+    features = {name: spec.features[name] for name in names}
+    return blocks.permute_windows(features, windows, seed).prefetch(1)
 
 
 def _index(files: Files) -> tf.Tensor:
     if isinstance(files, str):
-        return read_index(str(PurePath(files).with_name(INDEX_FILE)))
-    return decode_index(find_blocks([Path(path) for path in files]))
+        return block_index.decode_index(
+            tf.io.read_file(str(PurePath(files).with_name(block_index.INDEX_FILE)))
+        )
+    return block_index.decode_index(block_index.find_blocks([Path(path) for path in files]))
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
@@ -284,18 +265,15 @@ def _count_blocks(spec: DatasetSpec, most: int) -> int:
     return most if spec.block_rows > 1 else 1
 
 
-def _select(spec: DatasetSpec, names: Sequence[str]) -> dict[str, Any]:
-    return {name: spec.features[name] for name in names}
-
-
 def _parse(spec: DatasetSpec, names: Sequence[str], records: tf.data.Dataset) -> tf.data.Dataset:
-    return parse_windows(_select(spec, names), records, _count_blocks(spec, IN_ORDER))
+    features = {name: spec.features[name] for name in names}
+    return blocks.parse_windows(features, records, _count_blocks(spec, blocks.IN_ORDER))
 
 
 def _batch(  # noqa: PLR0913
     spec: DatasetSpec,
     windows: tf.data.Dataset,
-    make: Callable[[Rows], Any],
+    make: Callable[[blocks.Rows], Any],
     size: int,
     *,
     part: int | tf.Tensor = 0,
@@ -309,10 +287,12 @@ def _batch(  # noqa: PLR0913
     batches = batches.rebatch(size, drop_remainder=drop_remainder)
     if of > 1:
         batches = batches.shard(of, tf.cast(part, tf.int64))
-    return batches.map(make, num_parallel_calls=_parallel(spec)) if late else batches
+    # Decode images in parallel, because they take 100 times as long as other features.
+    parallel = tf.data.AUTOTUNE if _has_images(spec) else None
+    return batches.map(make, num_parallel_calls=parallel) if late else batches
 
 
-def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
+def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
     """Return a Keras batch: inputs, labels, and weights if there are any.
 
     Several inputs or labels are mappings by feature name. Weights are float32.
@@ -324,7 +304,9 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
-def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
+def complete_features(
+    spec: DatasetSpec, names: Sequence[str], rows: blocks.Rows
+) -> dict[str, tf.Tensor]:
     """Return features of a batch of rows; the two classes of targets in `swapped` are exchanged."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}

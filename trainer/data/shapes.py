@@ -1,7 +1,6 @@
 """Fixed shapes for features whose examples differ in shape: images are resized, others padded.
 
-This module only makes plans, without TensorFlow. `flotilla.trainer.data.builders.batches` executes
-them.
+This module only makes plans, without TensorFlow; `builders.batches` executes them.
 """
 
 from __future__ import annotations
@@ -109,12 +108,7 @@ def fits(
 ) -> dict[str, Fit]:
     """Return how to fit features whose shape varies or must change; raises `ConfigError`.
 
-    Args:
-        name: name of the dataset, for messages.
-        leaves: all features.
-        shapes: `data.shapes`.
-        needed: features that must have a fixed shape.
-        targets: features that are labels.
+    `shapes` is `data.shapes`, and the features in `needed` must have a fixed shape.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)
@@ -149,13 +143,7 @@ def make_length_features(
 ) -> dict[str, Leaf]:
     """Return the length features of the features that keep their variable length.
 
-    Args:
-        name: name of the dataset, for messages.
-        leaves: all features.
-        shapes: the entries of `data.shapes` that contain a 0.
-
-    Raises:
-        ConfigError: a size other than the first varies, or the name of a length feature is taken.
+    `shapes` are the entries of `data.shapes` that contain a 0; raises `ConfigError`.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)

@@ -20,13 +20,7 @@ from flotilla.trainer.data.features import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A range of a source that one process reads.
-
-    Attributes:
-        number: number of the part; examples are ordered by it.
-        origin: split of the source; empty if the source has no splits.
-        where: position of the part, as JSON that the source interprets.
-    """
+    """A range of a split (`origin`) of a source, with JSON for the source; read by one process."""
 
     number: int
     origin: str
@@ -50,12 +44,10 @@ class Batch:
 
 
 class Source(ABC):
-    """A source of examples.
+    """A source of examples; `name` is the configured name, for messages.
 
-    Attributes:
-        name: the configured name, for messages.
-        identity: what identifies its content, such as the version or the digest of a listing. It is
-            part of the dataset's key and of its manifest.
+    `identity` identifies its content, for example by a version or the digest of a listing. It is
+    part of the dataset's key and of its manifest.
     """
 
     name: str
@@ -69,9 +61,8 @@ class Source(ABC):
         to the result of the function. Unknown features in `data.types` are then allowed.
         """
 
-    @abstractmethod
-    def fetch(self) -> None:
-        """Prepare the source for reading; raises `UserError`."""
+    def fetch(self) -> None:  # noqa: B027
+        """Download what has to be complete before any part is read; raises `UserError`."""
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
@@ -84,21 +75,14 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part.
-
-        Raises:
-            UserError: the part cannot be read, or has an invalid row.
-        """
+        """Yield the examples of a part; raises `UserError` if it has an invalid row."""
 
     def place(self, part: Part, number: int) -> str:
         """Return the position of an example of a part, counted from 0, for messages."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:
-        """Return notes for the user on how the source was read; called after all parts were read.
-
-        Each note is one line. It names the column or file, and the key that changes how it is read.
-        """
+        """Return one-line notes on how the source was read; called after all parts were read."""
         return ()
 
     def facts(self) -> Mapping[str, Any]:

@@ -22,12 +22,9 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
-    """Return the number of shards of each split; empty splits are left out.
+    """Return the number of shards of each split that is not empty; raises `UserError`.
 
     `shards` is the number for the training split; shards of other splits have about the same size.
-
-    Raises:
-        UserError: there are no training examples, or fewer than shards.
     """
     if not examples["train"]:
         raise UserError(
@@ -54,16 +51,9 @@ def plan(
     test split, and validation examples are drawn from the training split. If it has neither, test
     examples are drawn too.
 
-    For each split of the source, return the target split of each example as an index into `SPLITS`.
-
-    Args:
-        name: name of the dataset, for errors.
-        sizes: number of examples of each split of the source.
-        validation: a share of the training split if below 1, otherwise a count; 0 for none.
-        seed: seed of the draw.
-
-    Raises:
-        UserError: the source is too small, or has no training split.
+    `sizes` are the numbers of examples of the source's splits. `validation` is a share of the
+    training split if below 1, otherwise a count. For each split of the source, return the target
+    split of each example as an index into `SPLITS`; raises `UserError`.
     """
     source = {split: size for split, size in sizes.items() if size}
     if "train" not in source:
@@ -74,19 +64,14 @@ def plan(
         )
     test_source = next((split for split in ("test", "validation") if split in source), None)
     own = test_source == "test" and "validation" in source and validation > 0
-    held = 0 if own else _count_validation(source["train"], validation)
+    share = max(1, round(validation * source["train"])) if validation else 0
+    held = 0 if own else int(validation) if validation >= 1 else share
     targets = {"train": _draw(name, source["train"], held, test_source is None, seed)}
     if own:
         targets["validation"] = np.full(source["validation"], VALIDATION, np.int8)
     if test_source:
         targets[test_source] = np.full(source[test_source], TEST, np.int8)
     return targets
-
-
-def _count_validation(examples: int, validation: float) -> int:
-    if validation >= 1:
-        return int(validation)
-    return max(1, round(validation * examples)) if validation else 0
 
 
 def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> NDArray[np.int8]:
@@ -151,11 +136,7 @@ def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[
 
 
 def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
-    """Return the shares to draw for validation and test; 0 for a split that has its own files.
-
-    Raises:
-        ConfigError: there would be no test split.
-    """
+    """Return the shares to draw for validation and test; 0 for a split that has its own files."""
     validation = config.validation
     if validation >= 1:
         validation = min(1.0, validation / max(1, examples))
@@ -174,11 +155,7 @@ def find_bounds(
 ) -> tuple[float, float]:
     """Return the times at which validation and test begin; equal times stay together.
 
-    Args:
-        times: distinct times, in ascending order.
-        counts: number of examples at each time.
-        validation: share of validation.
-        test: share of test.
+    `times` are distinct and in ascending order, and `counts` are the examples at each time.
     """
     total = int(counts.sum())
     left = np.concatenate([counts[::-1].cumsum()[::-1], [0]])

@@ -1,7 +1,7 @@
-"""Statistics of the targets of a dataset: examples per class, or moments of a number.
+"""Number of examples of each class of a target, and checks of labels and weights.
 
-They are part of the manifest, so that a task can be checked, and its classes balanced, without
-reading an example.
+The counts are part of the manifest, so that a task can be checked, and its classes balanced,
+without reading an example.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.data.columns import Column
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics.one_pass import Moments
 from flotilla.trainer.runtime.errors import UserError
 
 # An integer at or above this limit is a quantity, not a class.
@@ -24,16 +23,15 @@ _NAMED = 3
 
 
 class Target:
-    """Statistics of one target, by split."""
+    """Counts of the classes of one target, by split."""
 
     def __init__(self, name: str, spec: FeatureSpec) -> None:
-        """Create empty statistics."""
+        """Create empty counts."""
         self.name = name
         self._spec = spec
         self._counts: dict[str, NDArray[np.int64]] = {}
         self._of_classes = np.dtype(spec.dtype).kind in "iub"
         self._multi_hot = spec.dtype == "bool" and spec.shape == (spec.num_classes,)
-        self._moments = Moments()
 
     def refuse(self, dataset: str, split: str, given: Column) -> None:
         """Raise `UserError` if an example has no class, or a number is not finite."""
@@ -49,11 +47,9 @@ class Target:
 
     def add(self, split: str, given: Column) -> None:
         """Add the values of examples of a split."""
-        values = _flatten(given)
-        if split == "train" and values.size:
-            self._moments.add(values.ravel())
         if not self._of_classes:
             return
+        values = _flatten(given)
         if self._multi_hot:
             found = values.sum(axis=0, dtype=np.int64)
         else:
@@ -75,18 +71,16 @@ class Target:
         self._of_classes = self._of_classes and other._of_classes
         for split, found in other._counts.items():
             self._count(split, found)
-        self._moments.merge(other._moments)
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON values."""
         counts = {split: each.tolist() for split, each in self._counts.items()}
-        return {"of_classes": self._of_classes, "counts": counts, "moments": self._moments.state()}
+        return {"of_classes": self._of_classes, "counts": counts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state from `state()`."""
         self._of_classes = state["of_classes"]
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
-        self._moments = Moments(*state["moments"])
 
     def counts(self) -> dict[str, list[int]]:
         """Return the number of examples of each class by split; empty unless the target is a class.
@@ -97,16 +91,6 @@ class Target:
             return {}
         length = max(self._spec.num_classes, *(len(each) for each in self._counts.values()))
         return {split: _pad(each, length).tolist() for split, each in self._counts.items()}
-
-    def moments(self) -> Mapping[str, float]:
-        """Return mean, standard deviation, minimum and maximum of the training split.
-
-        They cover all numbers of all examples; the mapping is empty if there are none.
-        """
-        found = self._moments
-        if not found.count:
-            return {}
-        return {"mean": found.mean, "std": found.std, "min": found.least, "max": found.most}
 
     def notes(self) -> Iterator[str]:
         """Yield notes on classes without training examples, or with a single example."""
@@ -162,7 +146,6 @@ def _pad(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 
 def _flatten(values: Column) -> NDArray[Any]:
-    """Return the values of sequences in one axis, and other values unchanged."""
     if isinstance(values, np.ndarray):
         return values
     return values.flatten().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

@@ -16,7 +16,6 @@ import google_crc32c
 _HEAD = struct.Struct("<QI")
 _FOOT = struct.Struct("<I")
 _MASK = 0xA282EAD8
-_WORD = 0xFFFFFFFF
 _LARGEST = 1 << 30
 
 
@@ -35,16 +34,17 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
     number = 0
     while head := file.read(_HEAD.size):
         number += 1
+        bad = f"record {number} cannot be read:"
         if len(head) < _HEAD.size:
-            raise _make_error(number, "it is truncated")
+            raise DamagedError(f"{bad} it is truncated")
         length, crc = _HEAD.unpack(head)
         if _mask_crc(head[:8]) != crc or length > _LARGEST:
-            raise _make_error(number, "its length is damaged, or the file is not a TFRecord")
+            raise DamagedError(f"{bad} its length is damaged, or the file is not a TFRecord")
         data, foot = file.read(length), file.read(_FOOT.size)
         if len(data) < length or len(foot) < _FOOT.size:
-            raise _make_error(number, "it is truncated")
+            raise DamagedError(f"{bad} it is truncated")
         if _mask_crc(data) != _FOOT.unpack(foot)[0]:
-            raise _make_error(number, "its checksum differs")
+            raise DamagedError(f"{bad} its checksum differs")
         yield data
 
 
@@ -59,8 +59,4 @@ def places(file: Any) -> list[int]:
 
 def _mask_crc(data: bytes) -> int:
     crc = google_crc32c.value(data)
-    return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
-
-
-def _make_error(number: int, why: str) -> DamagedError:
-    return DamagedError(f"record {number} cannot be read: {why}")
+    return int(((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)

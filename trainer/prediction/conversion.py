@@ -19,7 +19,7 @@ from flotilla.trainer.data.files.column_scan import EXACT, is_list
 from flotilla.trainer.data.files.conversion import Values, convert_rows, pad_values
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.recorded_columns import RecordedInput
-from flotilla.trainer.data.files.written_lists import parse_numbers
+from flotilla.trainer.data.files.text_values import parse_numbers
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
 

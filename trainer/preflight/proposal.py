@@ -40,7 +40,7 @@ _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
-# Names of columns that are labels by default; see `flotilla.trainer.data.files.column_roles`.
+# Names of columns that are labels by default; see `flotilla.trainer.data.roles`.
 _BY_NAME = ("label", "target")
 _OTHERS = "async_parameter_server: a cluster"
 

@@ -19,12 +19,13 @@ from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data import listing, prepare
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.builders.builder_source import BuilderSource
+from flotilla.trainer.data.columns import Columns
 from flotilla.trainer.data.examples.mapped import MappedSource, source_config
-from flotilla.trainer.data.files.column_roles import ColumnRoles
 from flotilla.trainer.data.files.file_source import FileSource
 from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
 from flotilla.trainer.data.files.scan import Scan
 from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.data.roles import ColumnRoles
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION
 from flotilla.trainer.features.dataset_spec import SPLITS
@@ -189,11 +190,11 @@ class _FirstRows(FileSource):
             raise
 
     def _splits(
-        self, origin: str, columns: Mapping[str, NDArray[Any]], count: int
+        self, origin: str, columns: Columns, piece: Piece, numbers: NDArray[np.int64]
     ) -> NDArray[np.int8]:
         if self.is_whole or origin in SPLITS[1:]:
-            return super()._splits(origin, columns, count)
-        drawn = np.full(count, TRAIN, np.int8)
+            return super()._splits(origin, columns, piece, numbers)
+        drawn = np.full(len(numbers), TRAIN, np.int8)
         drawn[::_TENTH], drawn[1::_TENTH] = TEST, VALIDATION
         return drawn
 

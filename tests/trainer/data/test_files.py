@@ -18,9 +18,9 @@ import tensorflow as tf
 from PIL import Image
 
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.files.column_roles import assign
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import END, Piece
+from flotilla.trainer.data.roles import assign
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, read, sizes, source
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flotilla.trainer.data.blocks import MIXED
 from flotilla.trainer.data.read import training_batches
 from flotilla.trainer.data.shards.block_index import TOGETHER
-from flotilla.trainer.data.shards.windows import MIXED
 
 ROWS, BATCH = 4, 32
 # There are 16 windows, as in a split with a few million rows, but the blocks are shorter.

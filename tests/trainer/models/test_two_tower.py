@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import ModelConfig
-from flotilla.trainer.data.embedded import generated as clicks
+from flotilla.trainer.data.builders import embedded as clicks
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import (
     FeatureStatistics,
@@ -164,7 +164,7 @@ def test_wrong_arguments_are_named(args, message):
 
 @pytest.mark.slow
 def test_it_learns_tastes_that_popularity_does_not_show():
-    users, items, labels = clicks.draw()
+    users, items, labels = clicks.draw_clicks()
     model = build(rows={"user": clicks.USERS, "item": clicks.ITEMS}, dimension=8)
     training = parse_config(
         {"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}

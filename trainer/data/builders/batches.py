@@ -14,6 +14,7 @@ from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.images import UndecodableError, resize, stored_image
 from flotilla.trainer.data.shapes import Fit
+from flotilla.trainer.data.source import Part
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.errors import UserError
@@ -25,20 +26,11 @@ BATCH_BYTES = 64 << 20
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
 
-def batches(  # noqa: PLR0913, PLR0917
-    name: str,
-    source: tfds.core.DatasetBuilder,
-    selection: Selection,
-    split: str,
-    first: int,
-    end: int,
+def batches(
+    name: str, source: tfds.core.DatasetBuilder, selection: Selection, part: Part
 ) -> Iterator[dict[str, Any]]:
-    """Yield the selected features of the examples in a range of a split, by feature name.
-
-    Raises:
-        UserError: a file is missing or corrupted, an image cannot be decoded, or the number of
-        examples differs from the declared one.
-    """
+    """Yield the selected features of the examples of a part; raises `UserError`."""
+    split, first, end = part.origin, part.where["first"], part.where["end"]
     left = end - first
     whole = end == source.info.splits[split].num_examples
     try:
@@ -132,8 +124,10 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     """Convert a feature of one example to its fixed shape and type."""
     if fit.method == "multi_hot":
         return tf.reduce_any(tf.one_hot(value, *fit.shape, on_value=True, off_value=False), 0)
-    if fit.method in {"resize", "nearest"}:
-        value = _resize(fit, value)
+    if fit.method == "nearest":
+        value = tf.image.resize(value, fit.shape[-3:-1], method="nearest")
+    if fit.method == "resize":
+        value = resize(value, *fit.shape[-3:-1])
     if isinstance(value, tf.RaggedTensor):
         value = tf.cast(value, fit.dtype) if value.dtype != fit.dtype else value
         return value.to_tensor(fit.fill, shape=fit.shape)
@@ -143,13 +137,6 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     # Give the fill value the type of the feature; a Python number would become a 32-bit tensor.
     padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
     return tf.ensure_shape(padded, fit.shape)
-
-
-def _resize(fit: Fit, images: tf.Tensor) -> tf.Tensor:
-    *_, height, width, _ = fit.shape
-    if fit.method == "nearest":
-        return tf.image.resize(images, (height, width), method="nearest")
-    return resize(images, height, width)
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:

@@ -78,24 +78,23 @@ class BuilderSource(Source):
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part."""
         splits = self._plan()[part.origin]
-        at, end = part.where["first"], part.where["end"]
-        for columns in self._batches(selection, part.origin, at, end):
+        at = part.where["first"]
+        for columns in self._batches(selection, part):
             # Count the values of any column, because examples for `data.map` have no targets.
             count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count
 
-    def _batches(
-        self, selection: Selection, split: str, first: int, end: int
-    ) -> Iterator[dict[str, Any]]:
+    def _batches(self, selection: Selection, part: Part) -> Iterator[dict[str, Any]]:
         if datasets.is_drawn(self._builder):
-            for columns in self._builder.columns(split, first, end):
+            for columns in self._builder.columns(
+                part.origin, part.where["first"], part.where["end"]
+            ):
                 yield {name: columns[name] for name in selection.specs}
             return
-        # Import here: TensorFlow takes seconds to load, and a reused dataset does not need it.
         from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
 
-        yield from batches(self.name, self._builder, selection, split, first, end)
+        yield from batches(self.name, self._builder, selection, part)
 
     def _plan(self) -> dict[str, NDArray[np.int8]]:
         if datasets.is_drawn(self._builder):

@@ -16,19 +16,18 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# These are class names, so that a builder's packages are imported only when it is used.
-_HERE = "flotilla.trainer.data.embedded"
+# These are class names, so that the module is imported only when a builder is used.
+_HERE = "flotilla.trainer.data.builders.embedded"
 EMBEDDED = {
-    "brackets": f"{_HERE}.generated:Brackets",
-    "breast_cancer": f"{_HERE}.scikit:BreastCancer",
-    "clicks": f"{_HERE}.generated:Clicks",
-    "diabetes": f"{_HERE}.scikit:Diabetes",
-    "digit_properties": f"{_HERE}.scikit:DigitProperties",
-    "digits": f"{_HERE}.scikit:Digits",
-    "linnerud": f"{_HERE}.scikit:Linnerud",
-    "wine": f"{_HERE}.scikit:Wine",
+    "brackets": f"{_HERE}:Brackets",
+    "breast_cancer": f"{_HERE}:BreastCancer",
+    "clicks": f"{_HERE}:Clicks",
+    "diabetes": f"{_HERE}:Diabetes",
+    "digit_properties": f"{_HERE}:DigitProperties",
+    "digits": f"{_HERE}:Digits",
+    "linnerud": f"{_HERE}:Linnerud",
+    "wine": f"{_HERE}:Wine",
 }
-
 # Datasets that are no longer embedded, with advice on what to use instead.
 _MOVED = {
     "clicks_large": "is an example since 0.2: use clicks_large:ClicksLarge, "
@@ -40,23 +39,20 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Return the TFDS builder of `config.dataset`, by default in its newest version.
 
     A name may include a TFDS config, such as `glue/cola`. TFDS stores its downloads and prepared
-    files in `data_dir`. `data.builder_args` are passed to the builder.
-
-    Raises:
-        ConfigError: the dataset, its config, its version or the class does not exist, or the
-        builder rejects its arguments.
+    files in `data_dir`. `data.builder_args` are passed to the builder. Raises `ConfigError` if the
+    dataset, its config or its version does not exist, or the builder rejects its arguments.
     """
     if remedy := _MOVED.get(config.dataset):
         raise ConfigError(f"data.dataset: {config.dataset} {remedy}")
     name = EMBEDDED.get(config.dataset, config.dataset)
     make = _own_class(name) if ":" in name else partial(tfds.builder, name)
     version = {"version": config.version} if config.version else {}
-    if _reads_a_folder(make):
-        given: dict[str, Any] = {}
-    else:
-        given = {"data_dir": data_dir, **version}
+    given: dict[str, Any] = {} if _reads_a_folder(make) else {"data_dir": data_dir, **version}
     try:
-        return _check_version(config, make(**given, **config.builder_args))
+        found = make(**given, **config.builder_args)
+        if config.version and is_folder(found) and str(found.version) != config.version:
+            raise ValueError(f"its only version is {found.version}")
+        return found
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
@@ -101,12 +97,6 @@ def _reads_a_folder(make: Any) -> bool:
         return False
     taken = inspect.signature(make).parameters.values()
     return all(each.name != "data_dir" and each.kind != each.VAR_KEYWORD for each in taken)
-
-
-def _check_version(config: DataConfig, found: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
-    if config.version and is_folder(found) and str(found.version) != config.version:
-        raise ValueError(f"its only version is {found.version}")
-    return found
 
 
 def _own_class(name: str) -> type[Any]:

@@ -98,8 +98,7 @@ def download(
     Raises:
         ConfigError: the folder does not exist.
         TransientError: a host is unreachable or overloaded, or the connection broke.
-        UserError: files are missing and cannot be downloaded, files are not the official ones, or
-            the builder failed.
+        UserError: files are missing or not the official ones, or the builder failed.
     """
     # `is_prepared()` would log a warning for each dataset that is not prepared.
     if (builder.data_path / "dataset_info.json").exists():

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import tensorflow as tf
 
-from flotilla.trainer.data.shards.windows import Rows, gather_rows
+from flotilla.trainer.data.blocks import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.names import length_name
 

@@ -114,9 +114,6 @@ class MappedSource(Source):
         leaves = {name: self._leaf(name, first, classes.get(name)) for name in names}
         return choose(self._config, self.name, leaves)
 
-    def fetch(self) -> None:
-        """Do nothing, because `select` has fetched the source."""
-
     def parts(self) -> Sequence[Part]:
         """Return the parts of the source."""
         return self._source.parts()
@@ -128,12 +125,13 @@ class MappedSource(Source):
         for batch, rows in self._map(part):
             places = [row.number - before for row in rows]
             before += len(batch.splits)
-            if rows:
-                columns = {
-                    name: _column(spec, [self._store(row, name, selection) for row in rows])
-                    for name, spec in selection.specs.items()
-                    if name not in of_lengths
-                }
+            columns: dict[str, Any] = {}
+            for name, spec in selection.specs.items() if rows else ():
+                if name not in of_lengths:
+                    values = [self._store(row, name, selection) for row in rows]
+                    is_list = spec.stored == "image" or spec.varies
+                    columns[name] = make_column(spec, values if is_list else np.stack(values))
+            if columns:
                 yield Batch(columns=columns, splits=batch.splits[places])
 
     def place(self, part: Part, number: int) -> str:
@@ -207,7 +205,6 @@ class MappedSource(Source):
         return said == "image" if said else is_kept and not value.ndim and value.dtype == _TEXT
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
-        """Return the TFDS class feature of each value that is a class, by name."""
         labels = self._config.label or (DEFAULT_LABEL,)
         said = self._config.types
         found: dict[str, Any] = {}
@@ -272,10 +269,6 @@ def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]
     return rows | {name: _decode(rows[name]) for name in of_texts if specs[name].stored != "image"}
 
 
-def _column(spec: FeatureSpec, values: list[Any]) -> Any:
-    return make_column(spec, values if spec.stored == "image" or spec.varies else np.stack(values))
-
-
 def _decode(values: Any) -> Any:
     """Return texts as `str`, in arrays of the same shape; invalid UTF-8 is escaped."""
     found = np.empty(len(values), object)
@@ -290,10 +283,8 @@ def _decode(values: Any) -> Any:
 def make_example(result: Any) -> Example:
     """Return the values of an example as arrays; texts become object arrays of bytes.
 
-    Python integers become int64. Python floats and other 64-bit floats become float32.
-
-    Raises:
-        UnsuitableError: the result is not a mapping, or a value cannot be stored.
+    Python integers become int64. Python floats and other 64-bit floats become float32. Raises
+    `UnsuitableError` if the result is not a mapping, or a value cannot be stored.
     """
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
         raise UnsuitableError(f"returns {_kind(result)}, not a dict of values by name")
@@ -350,10 +341,7 @@ def get_dtype(value: Value) -> str:
 
 
 def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
-    """Infer a feature from its first values; raises `UnsuitableError`.
-
-    `classes` is the TFDS class feature if the values are classes.
-    """
+    """Infer a feature from its first values; `classes` is its TFDS class feature, if it has one."""
     shapes = {value.shape for value in values}
     # Skip empty lists, whose type is arbitrary.
     kinds = {value.dtype for value in [each for each in values if each.size] or values}

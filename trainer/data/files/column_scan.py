@@ -14,11 +14,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.data.files import text_values, written_numbers
-from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
+from flotilla.trainer.data.files.text_values import LIST, parse_numbers
 
 #: Maximum number of classes of a label.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
+#: Kinds of numbers.
+NUMBERS = ("int", "huge", "float")
 #: Up to this value, a float type represents every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
 # Minimum number of representable steps within the range of a column: in its stored type, and in the
@@ -53,7 +55,7 @@ class ColumnScan:
     most: int = _SEEN
     gathers: bool = False
     rows: int = 0
-    kinds: dict[str, int] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
     empty: int = 0
     marks: Counter[str] = field(default_factory=Counter)
     writing: Counter[str] = field(default_factory=Counter)
@@ -117,8 +119,7 @@ class ColumnScan:
         self.empty += other.empty
         self.marks += other.marks
         self.writing += other.writing
-        for kind, count in other.kinds.items():
-            self._count(kind, count)
+        self.kinds += other.kinds
         self.texts = (self.texts + other.texts)[:_NAMED]
         self.shapes |= other.shapes
         self.tensor = _wider(self.tensor, other.tensor)
@@ -176,11 +177,11 @@ class ColumnScan:
             return self.kinds.get("image", 0) < self.rows
         if kind == "tensor":
             return len(self.shapes) > 1 or set(self.kinds) > {"tensor"} or bool(self.empty)
-        return kind in _FITTING and not set(self.kinds) <= _FITTING[kind]
+        return kind in _FITTING and not self.kinds.keys() <= _FITTING[kind]
 
     def _count(self, kind: str, count: int) -> None:
         if count:
-            self.kinds[kind] = self.kinds.get(kind, 0) + count
+            self.kinds[kind] += count
 
     def _see(self, array: pa.Array) -> None:
         if not self.many:
@@ -218,7 +219,8 @@ class ColumnScan:
             others = texts.values.filter(pa.array(left))
             self.writing += written_numbers.count_writing(others, texts.counts[left])
             if len(self.texts) < _NAMED:
-                rows = texts.rows(left)[: _NAMED - len(self.texts)]
+                rows = np.flatnonzero(left if texts.places is None else left[texts.places])
+                rows = rows[: _NAMED - len(self.texts)]
                 given = text_values.trim_texts(array.take(pa.array(rows)))
                 named = zip(np.asarray(numbers)[rows].tolist(), given.to_pylist(), strict=True)
                 self.texts += [(piece, *each) for each in named]
@@ -252,7 +254,7 @@ class ColumnScan:
             found = left & _mask(text_values.matches(known, pattern))
             self._count(kind, int(counts[found].sum()))
             left &= ~found
-            numbers |= found & (kind in _NUMBERS)
+            numbers |= found & (kind in NUMBERS)
         if numbers.any():
             self._measure(known.filter(pa.array(numbers)))
         listed = left & _mask(text_values.matches(known, LIST))
@@ -294,7 +296,6 @@ _FITTING = {
     "bool": {"bool"},
     "time": {"time"},
 }
-_NUMBERS = ("int", "huge", "float")
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _PATTERNS = {
     "code": text_values.CODE,

@@ -8,17 +8,14 @@ from typing import Any
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data.files import text_values, written_numbers
-from flotilla.trainer.data.files.column_scan import EXACT, ColumnScan
+from flotilla.trainer.data.files.column_scan import EXACT, NUMBERS, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
 from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# Minimum number of class names with a separator for a note that they may be sets of labels.
-_FEWEST_SETS = 2
 _FEWEST_IDS = 2
-_NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63
 # Maximum number of words for missing values that a note lists.
 _MARKS = 5
@@ -30,15 +27,11 @@ class Column:
     """A column of files, and how it is read.
 
     Attributes:
-        type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`.
-        why: the reason for the type.
-        gaps: whether values are missing.
+        type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`; `why` is the reason.
         shape: shape of a value; empty for a scalar; a first size of None is a variable length.
         pads: whether lists are cropped or padded to that shape.
         dtype: type of a tensor or an image; float64 for numbers that would lose digits as float32.
         stored: stored form of an image.
-        classes: the sorted class names.
-        unit: unit of formatted numbers.
         missing: counts of the words for a missing value.
         hint: a remark, for example that the column is constant; may be empty.
         note: a note to the user, with the key that changes the decision; may be empty.
@@ -73,10 +66,8 @@ def decide(  # noqa: PLR0913
     """Return the type of a column; `said` is the configured type, empty if it is inferred.
 
     If the column is `required`, a row without a value is broken. An `exact` column keeps all
-    digits, which is needed if splits depend on it.
-
-    Raises:
-        UserError: the values have no common type or shape, or there are too many classes.
+    digits, which is needed if splits depend on it. Raises `UserError` if the values have no common
+    type or shape, or there are too many classes.
     """
     # Some formats store a single value as a list of one; an empty list is then a missing value.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
@@ -97,16 +88,20 @@ def decide(  # noqa: PLR0913
         return Column(
             name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
         )
-    note = "; ".join(filter(None, [note, *label.notes, *_notes(name, kind, said, scan)]))
+    note = _join(note, *label.notes, *_notes(name, kind, said, scan))
     marks = {} if kind in ("text", "class") else dict(sorted(scan.marks.items()))
     hint = _hint(scan, kind)
     column = Column(name=name, type=kind, why=why, gaps=gaps, missing=marks, hint=hint, note=note)
     if kind == "class":
         _check_class(name, scan, gaps=gaps and not config.bad_rows)
         classes = label.classes or list_classes(scan)
-        note = "; ".join(filter(None, [note, _note_sets(name, classes) if is_label else ""]))
+        note = _join(note, _note_sets(name, classes) if is_label else "")
         return replace(column, classes=classes, note=note)
     return _set_dtype(config, column, scan, exact=exact, is_label=is_label)
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _note_sets(name: str, classes: Sequence[str]) -> str:
@@ -114,7 +109,7 @@ def _note_sets(name: str, classes: Sequence[str]) -> str:
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}
-        if len(joined) >= _FEWEST_SETS and len(parts) <= len(joined) + 1:
+        if len(joined) > 1 and len(parts) <= len(joined) + 1:
             return (
                 f"data.label: {name!r} has values such as {joined[0]!r}, each of which is one "
                 "class; if an example can have several classes, write one column of 0 and 1 for "
@@ -210,11 +205,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
             f"lengths are kept; set data.shapes: {{{name}: {[max(lengths), *next(iter(inner))]}}} "
             "to truncate and pad them"
         )
-        return replace(
-            column,
-            shape=(None, *next(iter(inner))),
-            note="; ".join(filter(None, [column.note, note])),
-        )
+        return replace(column, shape=(None, *next(iter(inner))), note=_join(column.note, note))
     largest = [max(sizes) for sizes in zip(*shapes, strict=True)] if len(ranks) == 1 else []
     raise UserError(
         f"data.shapes: the values of {name!r} have {len(shapes)} shapes, such as "
@@ -256,10 +247,10 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
     if len(kinds) == 1 or set(kinds) <= {"int", "huge"}:
         only = "int" if "huge" in kinds else next(iter(kinds))
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
-    if set(kinds) <= set(_NUMBERS):
+    if set(kinds) <= set(NUMBERS):
         return "float", "numbers, some with a fraction or beyond 64 bits"
-    counted = sum(kinds.get(each, 0) for each in _NUMBERS)
-    if set(kinds) <= {*_NUMBERS, "code"}:
+    counted = sum(kinds.get(each, 0) for each in NUMBERS)
+    if set(kinds) <= {*NUMBERS, "code"}:
         return "text", "numbers, some with leading zeros"
     if counted < NEARLY_ALL * total:
         return "text", "texts"
@@ -267,21 +258,16 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
         return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
     places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
     best = _infer_format(scan)
-    ways = (
-        f"{{{name}: {best}}} to read them as numbers, {{{name}: text}}"
-        if best
-        else f"{{{name}: text}}"
-    )
+    ways = f"{{{name}: {best}}} to read them as numbers, " if best else ""
     raise UserError(
         f"data.types: the column {name!r} has mixed types: {counted} numbers and "
-        f"{total - counted} other values ({places}); set data.types: {ways}, or "
+        f"{total - counted} other values ({places}); set data.types: {ways}{{{name}: text}}, or "
         "data.bad_rows to the share of rows that may be skipped"
     )
 
 
 def _infer_format(scan: ColumnScan) -> str:
-    """Return the type that parses nearly all values as formatted numbers, or an empty text."""
-    texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
+    texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions
     return written_numbers.find_kind(
@@ -290,7 +276,6 @@ def _infer_format(scan: ColumnScan) -> str:
 
 
 def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
-    """Yield notes on words read as missing, and on numbers and dates read as texts."""
     odd = {mark: n for mark, n in scan.marks.items() if not text_values.is_null(mark)}
     if odd and kind not in ("text", "class"):
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])

@@ -16,7 +16,7 @@ from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.column_scan import EXACT, is_list, is_text
 from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.labels import class_ids
-from flotilla.trainer.data.files.written_lists import parse_numbers
+from flotilla.trainer.data.files.text_values import parse_numbers
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
 _DTYPES = {
@@ -66,13 +66,7 @@ def make_spec(column: FileColumn) -> FeatureSpec:
 
 
 def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
-    """Convert the values of some rows.
-
-    Args:
-        column: the column, with the type of the values.
-        array: the values in the file.
-        required: whether a row with a missing value is broken, as for a label.
-    """
+    """Convert the values of some rows; a missing value that is `required` makes a row broken."""
     if pa.types.is_dictionary(array.type):
         array = pc.cast(array, array.type.value_type)
     if column.type == "tensor":
@@ -81,22 +75,21 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
         array = _only_values(array)
     if column.type in ("text", "class"):
         return _texts(column, array, required=required)
-    numbers = read_numbers(column.type, array, column.unit)
-    values, bad = numbers.values, numbers.bad
+    values, missing, bad = read_numbers(column.type, array, column.unit)
     dtype = make_spec(column).dtype
     why = f"is not of type {column.type}"
     if dtype in ("int64", "bool"):
         # Broken rows are dropped, so their values do not matter.
-        return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)
+        return Values(values.astype(dtype), bad | missing, why, missing)
     wide = values.astype(np.float64)
-    wide[numbers.missing | bad] = np.nan
+    wide[missing | bad] = np.nan
     if required:
-        bad = bad | numbers.missing | np.isinf(wide)
+        bad = bad | missing | np.isinf(wide)
     if dtype == "float32":
         large = np.abs(wide) > _LARGEST
         bad = bad | (large & np.isfinite(wide))
         wide[large] = np.nan
-    return Values(wide.astype(dtype), bad, why, numbers.missing)
+    return Values(wide.astype(dtype), bad, why, missing)
 
 
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
@@ -227,7 +220,6 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _tensor(column: FileColumn, array: pa.Array) -> Values:
-    """Convert lists to one array, or to an Arrow array of lists."""
     level = array
     if pa.types.is_fixed_size_list(array.type):
         level = pc.cast(array, pa.list_(array.type.value_type))
@@ -242,7 +234,8 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
         values: Column = np.stack(kept) if kept else empty[np.newaxis][:0]
     else:
         values = make_column(make_spec(column), kept)
-    return Values(values, bad, f"does not have the shape {_format_shape(column.shape)}")
+    sizes = ", ".join("any" if size is None else str(size) for size in column.shape)
+    return Values(values, bad, f"does not have the shape [{sizes}]")
 
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
@@ -274,7 +267,8 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
     """Return the elements of lists in stored form; None if one needs conversion."""
     if dtype == "string":
         return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text(flat.type) else None
-    if flat.null_count or not _is_number(flat.type):
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    if flat.null_count or not any(test(flat.type) for test in tests):
         return None
     numbers = flat.to_numpy(zero_copy_only=False)
     if numbers.dtype.kind == "f" and "float" not in dtype and np.isnan(numbers).any():
@@ -311,9 +305,8 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
     """Return the placeholder for a missing value, whose first size is `length` if given."""
     sizes = [size or 0 for size in column.shape]
     shape = sizes if length is None else [length, *sizes[1:]]
-    return (
-        np.full(shape, b"", object) if column.dtype == "string" else np.zeros(shape, column.dtype)
-    )
+    of_texts = column.dtype == "string"
+    return np.full(shape, b"", object) if of_texts else np.zeros(shape, column.dtype)
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
@@ -334,19 +327,9 @@ def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
     return found
 
 
-def _format_shape(shape: tuple[int | None, ...]) -> str:
-    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
-
-
 def _only_values(array: pa.Array) -> pa.Array:
     """Unpack lists of one value; other lists become null."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)
     return flat.take(pa.array(places, mask=lengths != 1))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-    )

@@ -5,6 +5,7 @@ Local files are read in place; remote files are downloaded, and deleted after us
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data import FORMATS, DataConfig
-from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles, assign
+from flotilla.trainer.config.data import FORMATS, DataConfig, SplitsConfig
 from flotilla.trainer.data.files.formats.arrays import NpzReader
 from flotilla.trainer.data.files.formats.class_folders import (
     ImageFilesReader,
@@ -29,16 +30,10 @@ from flotilla.trainer.data.files.formats.columnar import ParquetReader
 from flotilla.trainer.data.files.formats.decompression import bare_name
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.json_lines import JsonReader
-from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
-from flotilla.trainer.data.files.table_files import (
-    answers_only,
-    drop_documents,
-    find_index,
-    may_lack_label,
-    read_partition,
-    split_by_names,
-)
+from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from flotilla.trainer.data.listing import Listing, require_listed
+from flotilla.trainer.data.roles import LABELS, ColumnRoles, assign
+from flotilla.trainer.data.splits import split_of_folder
 from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage.errors import report_errors
@@ -53,6 +48,21 @@ _NO_TABLES = (
     ".pickle", ".npy", ".mat", ".h5", ".hdf5", ".db", ".sqlite", ".xml", ".html", ".avro",
     ".orc", ".arff", ".pdf",
 )  # fmt: skip
+_READERS: dict[str, type[Reader]] = {
+    "csv": CsvReader, "parquet": ParquetReader, "jsonl": JsonReader, "npz": NpzReader,
+}  # fmt: skip
+# Name with which Hive and Spark mark a missing value.
+_NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
+_DOCUMENT = re.compile(
+    r"(?:read[-_ ]?me|licen[cs]e|copying|notice|changelog|authors|citation|metadata|meta|schema|"
+    r"(?:data[-_ ]?)?(?:description|dictionary)|columns|dataset[-_]?infos?|datapackage|croissant|"
+    r"state|checksums?|(?:md5|sha\d+)sums?)(?:[-_. ].*)?\.(?:txt|json|jsonl)"
+)
+_ANSWERS = re.compile(r"submission|unlabel+ed|predict|hold[-_]?out|inference")
+_INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
+_TABLES = (".csv", ".tsv")
+# Numbers at the end, as in train-00000-of-00004.
+_NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +152,12 @@ class FilePieces:
                 for start in places[::_IMAGES]:
                     yield Piece(start, start, min(start + _IMAGES, places[-1] + 1))
             return
-        for number in range(len(self.files)):
-            yield from self._cut(number)
+        for number, file in enumerate(self.files):
+            ranges = [(0, END)]
+            if file.size >= 2 * PART_BYTES and file.uri.startswith("file:"):
+                with self.local(number) as path:
+                    ranges = self.reader.cut(path, PART_BYTES)
+            yield from (Piece(number, *range_) for range_ in ranges)
 
     def groups(self) -> Iterator[tuple[str, list[list[int]]]]:
         """Yield the origin and the pieces of each part; small files share a part."""
@@ -161,20 +175,9 @@ class FilePieces:
         if held:
             yield origin, held
 
-    def _cut(self, number: int) -> list[Piece]:
-        file = self.files[number]
-        if file.size < 2 * PART_BYTES or not file.uri.startswith("file:"):
-            return [Piece(number)]
-        with self.local(number) as path:
-            return [Piece(number, *range_) for range_ in self.reader.cut(path, PART_BYTES)]
-
 
 def select_pieces(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
-    """Return the files to train on, with the splits that their names indicate.
-
-    Raises:
-        UserError: see `choose_reader`, `arrange_by_class` and `select_labelled`.
-    """
+    """Return the files to train on, with the splits that their names indicate."""
     pieces = choose_reader(config, listing.files, scratch, listing.hidden)
     if pieces.is_listing:
         return arrange_by_class(config, pieces)
@@ -187,19 +190,22 @@ def choose_reader(
     scratch: Path,
     hidden: Mapping[str, int] | None = None,
 ) -> FilePieces:
-    """Choose the files of one format and their reader; `hidden` counts hidden files by suffix.
+    """Choose the files of one format, and their reader; raises `ConfigError` or `UserError`.
 
-    Raises:
-        ConfigError: the format cannot be inferred.
-        UserError: the source has no file.
+    `hidden` has the number of hidden files by suffix.
     """
     form, kept = one_format(config, files)
     notes = _note_unread(files, kept, hidden or {})
     if form == "images":
         paths, uris = [file.path for file in kept], [file.uri for file in kept]
         reader: Reader = ImageFilesReader(paths, uris, labelled=True)
+    elif form == "tfrecord":
+        # Import here, because it loads TensorFlow.
+        from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
+
+        reader = ExampleReader()
     else:
-        reader = _reader(form)
+        reader = _READERS[form]()
     return FilePieces(files=kept, reader=reader, scratch=scratch, notes=notes)
 
 
@@ -239,11 +245,7 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
 
 
 def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
-    """Return a folder of images in random order, with the splits that its folders indicate.
-
-    Raises:
-        UserError: an image is in no class folder, or in no split folder although others are.
-    """
+    """Return a folder of images in random order, with the splits that its folders indicate."""
     files, notes = list(images.files), list(images.notes)
     if not any(file.split for file in files):
         files, found = split_folders(files)
@@ -256,21 +258,6 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
     files = shuffle_files(files, config.seed)
     reader = ImageFilesReader([x.path for x in files], [x.uri for x in files], labelled=True)
     return replace(images, files=files, reader=reader, notes=notes)
-
-
-def _reader(form: str) -> Reader:
-    if form == "tfrecord":
-        # Import here, because it loads TensorFlow.
-        from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
-
-        return ExampleReader()
-    readers: dict[str, type[Reader]] = {
-        "csv": CsvReader,
-        "parquet": ParquetReader,
-        "jsonl": JsonReader,
-        "npz": NpzReader,
-    }
-    return readers[form]()
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -374,3 +361,71 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
         if str(path) == named:
             raise
         raise type(error)(str(error).replace(str(path), named)) from error
+
+
+def drop_documents(files: Sequence[Any]) -> list[Any]:
+    """Leave out documentation and empty files, unless only such files exist."""
+    names = [bare_name(file.path.rpartition("/")[2]) for file in files]
+    has_tables = any(name.endswith(_TABLES) for name in names)
+    kept = [
+        file
+        for file, name in zip(files, names, strict=True)
+        if file.size
+        and not _DOCUMENT.fullmatch(name)
+        and not (has_tables and name.endswith(".txt"))
+    ]
+    return kept or list(files)
+
+
+def may_lack_label(file: Any) -> bool:
+    """Return whether a file's name suggests that it lacks a label, as a test file may."""
+    return _find_split(file.path) not in ("", "train") or answers_only(file)
+
+
+def answers_only(file: Any) -> bool:
+    """Return whether a file's name suggests that it has only examples or only answers."""
+    return bool(_ANSWERS.search(file.path.lower()))
+
+
+def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns that a file declares as an index, or that have pandas' index names."""
+    return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
+
+
+def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
+    """Return files with the splits that their names or folders indicate, and a note on it.
+
+    No split is inferred if splits are configured or files have spans. Otherwise, every file must
+    belong to a split, and there must be files for training and for another split.
+    """
+    drawn = config.splits != SplitsConfig() or any(file.span or file.split for file in files)
+    found = {} if drawn else {file.path: _find_split(file.path) for file in files}
+    named = {split: path for path, split in reversed(found.items())}
+    if "" in named or "train" not in named or len(named) < len(("train", "test")):
+        return list(files), ""
+    said = ", ".join(f"{path} is {split}" for split, path in sorted(named.items()))
+    draw = "to draw the splits instead, set data.splits: {test: 0.1}"
+    note = f"data.splits: by the names of the files, {said}; {draw}"
+    return [replace(file, split=found[file.path]) for file in files], note
+
+
+def _find_split(path: str) -> str:
+    *folders, name = path.split("/")
+    stem = Path(bare_name(name)).stem
+    stems = (stem, _NUMBERED.sub("", stem))
+    return next((split for each in (*folders, *stems) if (split := split_of_folder(each))), "")
+
+
+def read_partition(file: Any) -> dict[str, str]:
+    """Return the partition columns in the folders of a path, such as `kind=cat/`."""
+    found = {}
+    # Leave out the folder of a span, because it only selects the files to read.
+    for folder in file.path.split("/")[:-1]:
+        name, mark, value = folder.partition("=")
+        if name and mark and not _is_span(value, file.span):
+            found[unquote(name)] = "" if value == _NO_VALUE else unquote(value)
+    return found
+
+
+def _is_span(value: str, span: str) -> bool:
+    return bool(span) and value.replace("-", "").lstrip("0") == span.replace("-", "").lstrip("0")

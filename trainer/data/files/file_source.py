@@ -18,16 +18,15 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data import splits
 from flotilla.trainer.data.columns import Column, Columns, count_lengths, make_texts, select_rows
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles
 from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.columns import decide, describe_columns
 from flotilla.trainer.data.files.conversion import Values, convert_rows, make_spec
-from flotilla.trainer.data.files.file_pieces import select_pieces
+from flotilla.trainer.data.files.file_pieces import find_index, select_pieces
 from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
-from flotilla.trainer.data.files.table_files import find_index
+from flotilla.trainer.data.roles import LABELS, ColumnRoles
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.dataset_spec import SPLITS
@@ -40,7 +39,6 @@ from flotilla.trainer.runtime.errors import UserError
 _ROWS = 1 << 16
 # Maximum number of notes on the layout of files.
 _NAMED = 5
-_SEVERAL = 2
 _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
 
@@ -93,7 +91,11 @@ class FileSource(Source):
         if roles.time:
             self._check_numbers("splits.time", roles.time, scan, "time")
             self._bounds = self._time_bounds(scan)
-        self._tell(roles)
+        for column in self._columns.values():
+            hint = f"; {column.hint}" if column.hint else ""
+            _log.info("%s: %s is %s (%s%s)", self.name, column.name, column.type, column.why, hint)
+        inputs, targets = ", ".join(roles.inputs), ", ".join(roles.targets)
+        _log.info("%s: inputs %s; label %s", self.name, inputs, targets)
         self._selection = self._make_selection(roles)
         return self._selection
 
@@ -112,7 +114,7 @@ class FileSource(Source):
         needed = (
             length_name(each)
             for each in roles.inputs
-            if each in specs and specs[each].varies and "float" in specs[each].dtype
+            if specs[each].varies and "float" in specs[each].dtype
         )
         return Selection(
             inputs=(*roles.inputs, *needed),
@@ -120,12 +122,7 @@ class FileSource(Source):
             weight=roles.weight,
             group=roles.group,
             specs=specs | lengths,
-            connectors={},
-            fits={},
         )
-
-    def fetch(self) -> None:
-        """Do nothing, because files are downloaded part by part."""
 
     def parts(self) -> Sequence[Part]:
         """Return parts of about 64 MB in random order, because files are often sorted."""
@@ -148,8 +145,7 @@ class FileSource(Source):
         for (piece, numbers), columns, bad in self._read_pieces(part):
             if not bad.all():
                 kept = select_rows(columns, ~bad)
-                drawn = self._splits(part.origin, kept, int((~bad).sum()))
-                self._check_named(drawn, kept, piece, numbers[~bad])
+                drawn = self._splits(part.origin, kept, piece, numbers[~bad])
                 more = count_lengths(selection.specs, kept)
                 yield Batch(columns={**kept, **more}, splits=drawn)
 
@@ -272,7 +268,7 @@ class FileSource(Source):
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
         for name in roles.kept:
             found = list(scan.families.get(name, {}).values())
-            if name in self._said or len(found) < _SEVERAL:
+            if name in self._said or len(found) <= 1:
                 continue
             # A large file of texts may have different types in different pieces.
             if self._files.reader.parsed and found[0][0].file == found[1][0].file:
@@ -294,7 +290,6 @@ class FileSource(Source):
         return Pictures(self._config.image, folder, {each.uri: each for each in named})
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Count broken rows if there may be any, and raise `UserError` if there are too many."""
         needed = self._list_required(roles)
         weight = scan.columns.get(roles.weight or "")
         # The lowest value of a float32 column is unknown, which is `inf`.
@@ -379,15 +374,26 @@ class FileSource(Source):
             bad |= result.bad
         return found, bad
 
-    def _splits(self, origin: str, columns: Columns, count: int) -> NDArray[np.int8]:
+    def _splits(
+        self, origin: str, columns: Columns, piece: Piece, numbers: NDArray[np.int64]
+    ) -> NDArray[np.int8]:
         roles = self._roles
         assert roles
         if origin in SPLITS[1:]:
-            return np.full(count, SPLITS.index(origin), np.int8)
+            return np.full(len(numbers), SPLITS.index(origin), np.int8)
         if roles.split:
-            words = pc.dictionary_encode(pa.array(columns[roles.split]))
-            named = [splits.split_named(_text(each)) for each in words.dictionary.to_pylist()]
-            found: NDArray[np.int8] = np.array(named, np.int8)[words.indices.to_numpy()]
+            coded = pc.dictionary_encode(pa.array(columns[roles.split]))
+            given = coded.dictionary.to_pylist()
+            words = [each.decode() if isinstance(each, bytes) else str(each) for each in given]
+            places = coded.indices.to_numpy()
+            named = np.array([splits.split_named(each) for each in words], np.int8)
+            found: NDArray[np.int8] = named[places]
+            for row in np.flatnonzero(found < 0)[:1]:
+                raise UserError(
+                    f"data.splits.column: {words[places[row]]!r} is not a split "
+                    f"({self._files.place(piece, int(numbers[row]))}); write train, validation or "
+                    "test"
+                )
             return found
         if roles.time:
             return splits.split_by_time(columns[roles.time], self._bounds)
@@ -398,22 +404,6 @@ class FileSource(Source):
         }
         drawn_by = hashes(content, self._config.seed)
         return splits.split_by_hash(drawn_by, validation=validation, test=test)
-
-    def _check_named(
-        self,
-        drawn: NDArray[np.int8],
-        columns: Columns,
-        piece: Piece,
-        numbers: NDArray[np.int64],
-    ) -> None:
-        assert self._roles
-        for place in np.flatnonzero(drawn < 0)[:1]:
-            word = _text(pa.array(columns[self._roles.split])[int(place)].as_py())
-            raise UserError(
-                f"data.splits.column: {word!r} is not a split "
-                f"({self._files.place(piece, int(numbers[place]))}); write train, validation or "
-                "test"
-            )
 
     def _shares(self) -> tuple[float, float]:
         assert self._scan
@@ -435,7 +425,6 @@ class FileSource(Source):
         )
 
     def _check_distances(self, name: str, scan: Scan) -> None:
-        """Raise `UserError` if float32 predictions could not distinguish the values of a label."""
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(
@@ -454,14 +443,3 @@ class FileSource(Source):
         counts = np.array([scan.times[each] for each in times], np.int64)
         validation, test = self._shares()
         return splits.find_bounds(times, counts, validation=validation, test=test)
-
-    def _tell(self, roles: ColumnRoles) -> None:
-        for column in self._columns.values():
-            hint = f"; {column.hint}" if column.hint else ""
-            _log.info("%s: %s is %s (%s%s)", self.name, column.name, column.type, column.why, hint)
-        inputs, targets = ", ".join(roles.inputs), ", ".join(roles.targets)
-        _log.info("%s: inputs %s; label %s", self.name, inputs, targets)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

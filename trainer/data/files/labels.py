@@ -12,14 +12,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.data.files import text_values, written_numbers
-from flotilla.trainer.data.files.column_scan import ColumnScan
+from flotilla.trainer.data.files.column_scan import NUMBERS, ColumnScan
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
 #: Maximum number of distinct whole numbers that are classes.
 FEW_VALUES = 20
-_NUMBERS = ("int", "huge", "float")
 _TWO = 2
 _NAMED = 3
 
@@ -42,14 +41,8 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
     """Choose the type of a single-valued label, or an empty one to read it like other columns.
 
-    Args:
-        name: name of the column.
-        said: its type in `data.types`, or empty.
-        scan: statistics of its values.
-        parsed: whether texts in the file may be numbers, as in CSV.
-
-    Raises:
-        UserError: the label has no value, or contains formatted numbers.
+    `said` is its type in `data.types`, or empty. Texts are `parsed` if they may be numbers, as in
+    CSV. Raises `UserError` if the label has no value, or formatted numbers.
     """
     spellings = _spellings(scan)
     if not (scan.kinds or spellings.count):
@@ -80,10 +73,9 @@ def _note_times(name: str) -> str:
 
 
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
-    """Return whether a label contains numbers with a few errors, not classes."""
     if spellings.are_numbers and not are_texts:
         return True
-    numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)
+    numbers = sum(scan.kinds.get(each, 0) for each in NUMBERS)
     return NEARLY_ALL * sum(scan.kinds.values()) <= numbers
 
 
@@ -93,7 +85,7 @@ def rows_without_class(scan: ColumnScan) -> int:
 
 
 def _is_mark(text: str, scan: ColumnScan) -> bool:
-    among_numbers = scan.kinds and set(scan.kinds) <= {*_NUMBERS, "code"}
+    among_numbers = scan.kinds and set(scan.kinds) <= {*NUMBERS, "code"}
     return text_values.is_null(text) or bool(among_numbers and text in scan.marks)
 
 
@@ -131,7 +123,8 @@ def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -
             f"spelling, or set data.types: {{{name}: text}} if they are different classes"
         )
     marks = () if "+" in names or len(names) == _TWO else ("-",)
-    if doubtful := [each for each in names if text_values.may_be_missing(each) or each in marks]:
+    unusual = {*text_values.DOUBTFUL, *marks}
+    if doubtful := [each for each in names if each.lower() in unusual]:
         named = ", ".join(map(repr, doubtful))
         notes.append(
             f"the label {name!r} has {named} as a class; leave the cell empty if it means a "
@@ -152,7 +145,6 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 
 
 def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
-    """Yield notes on numbers and dates; raises `UserError` if numbers cannot be classes."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.count_writing(pa.array(texts))
     kind = written_numbers.find_kind(writing, texts=len(texts))

@@ -14,14 +14,9 @@ from numpy.typing import NDArray
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import ImageConfig
+from flotilla.trainer.data import images
 from flotilla.trainer.data.features import image_spec
-from flotilla.trainer.data.images import (
-    ORIENTATION,
-    UndecodableError,
-    normalize_image,
-    open_image,
-    stored_image,
-)
+from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.data.listing import SourceFile, require_listed
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
@@ -48,12 +43,8 @@ class Pictures:
     """Finds and decodes the images that are named in the rows of one file.
 
     Cells are untrusted: they may only name files below the folder of their table, and never a host,
-    a scheme or another folder.
-
-    Attributes:
-        config: how images are decoded.
-        folder: URI of the table's folder; empty for a listing, which contains URIs.
-        listed: the files of that listing, by URI.
+    a scheme or another folder. `folder` is the URI of that folder; it is empty for a listing, whose
+    files are `listed` by URI.
     """
 
     config: ImageConfig
@@ -92,9 +83,9 @@ class Pictures:
 
     def measure(self, value: Any) -> tuple[int, int, int]:
         """Return height, width and channels of an image; raises `UndecodableError`."""
-        with open_image(self.data(value)) as image:
+        with images.open_image(self.data(value)) as image:
             width, height = image.size
-            if image.getexif().get(ORIENTATION) in _TURNED:
+            if image.getexif().get(images.ORIENTATION) in _TURNED:
                 width, height = height, width
             return height, width, 1 if image.mode in _GREY or image.mode[0] == "I" else 3
 
@@ -106,7 +97,7 @@ class Pictures:
         reasons = []
         for value in values:
             try:
-                data = stored_image(self.data(value), spec.sizes[-1])
+                data = images.stored_image(self.data(value), spec.sizes[-1])
                 found.append(data if spec.stored == "image" else _pixels(data, spec))
                 reasons.append("")
             except UndecodableError as error:
@@ -120,7 +111,6 @@ class Pictures:
         return encoded, bad, reasons
 
     def _below(self, value: str) -> str:
-        """Return the URI of a path in a cell; raises `UndecodableError` if it leaves the folder."""
         path = value.replace("\\", "/")
         names = [name for name in path.split("/") if name not in ("", ".")]
         if _ABSOLUTE.match(path) or "://" in path or ".." in names or not names:
@@ -134,7 +124,6 @@ class Pictures:
 
 
 def _require_below(root: Path, path: Path) -> None:
-    """Raise `UndecodableError` if the symbolic links of a local path lead outside `root`."""
     try:
         if not path.resolve().is_relative_to(root.resolve()):
             raise UndecodableError(_ELSEWHERE)
@@ -157,11 +146,7 @@ def _reason(uri: str, error: OSError) -> str:
 
 
 def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
-    """Return the stored form of images: encoded if a size is configured, otherwise pixels.
-
-    Raises:
-        UserError: the images have several sizes, and no size is configured.
-    """
+    """Return the stored form of images: encoded if a size is set, else pixels of the one size."""
     if config.size:
         return image_spec(config)
     if len({each[:2] for each in sizes}) > 1:
@@ -179,8 +164,8 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
 
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
     sizes = spec.sizes
-    with open_image(data) as image:
-        pixels = np.asarray(normalize_image(image, sizes[-1]))
+    with images.open_image(data) as image:
+        pixels = np.asarray(images.normalize_image(image, sizes[-1]))
     if pixels.shape[:2] != sizes[:2]:
         raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
     return pixels.reshape(sizes)

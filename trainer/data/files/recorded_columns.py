@@ -49,9 +49,8 @@ def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ..
     found = []
     for entry in entries:
         given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}
-        spec = FeatureSpec(
-            **{**given, "shape": tuple(given["shape"]), "labels": tuple(given["labels"])}
-        )
+        given |= {"shape": tuple(given["shape"]), "labels": tuple(given["labels"])}
+        spec = FeatureSpec(**given)
         name = str(entry["feature"])
         column = _column(name, spec, str(entry["type"]), str(entry.get("unit", "")))
         found.append(RecordedInput(feature=name, spec=spec, column=column))

@@ -103,10 +103,12 @@ class BrokenRows:
             return
         where = "; ".join(self.first(place))
         limit = f"more than data.bad_rows ({allowed:g}) allows" if allowed else "none may be"
-        more = f", or set data.bad_rows to {_share(self.count, self.rows)}"
+        share = min(0.99, max(0.001, 1.1 * self.count / self.rows))
+        few = self.count <= _MOST_SKIPPED * self.rows
+        more = f", or set data.bad_rows to {share:.2g}" if few else ""
         raise UserError(
             f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {where}; fix "
-            f"them{more if self.count <= _MOST_SKIPPED * self.rows else ''}"
+            f"them{more}"
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:
@@ -114,22 +116,13 @@ class BrokenRows:
         return {"count": self.count, "of": self.rows, "first": self.first(place)}
 
 
-def _share(count: int, rows: int) -> str:
-    return f"{min(0.99, max(0.001, 1.1 * count / max(1, rows))):.2g}"
-
-
 @dataclass
 class Scan:
     """Statistics of files, into which the statistics of later pieces can be merged.
 
-    Attributes:
-        names: names of all columns.
-        columns: statistics of each column.
-        broken: the broken rows.
-        index: columns that are an index, not data.
-        notes: remarks on the layout of files, with the indices of the files.
-        families: for each column and family of types, the position and type of the first value.
-        times: counts of the times by which splits are made.
+    Columns in `index` are no data. `notes` on the layout of files have the indices of the files.
+    `families` has the position and type of the first value of each column and family of types.
+    `times` counts the times by which splits are made.
     """
 
     names: tuple[str, ...] = ()
@@ -138,7 +131,7 @@ class Scan:
     index: tuple[str, ...] = ()
     notes: dict[str, list[int]] = field(default_factory=dict)
     families: dict[str, dict[str, tuple[Piece, int, str]]] = field(default_factory=dict)
-    times: dict[int | float, int] = field(default_factory=dict)
+    times: Counter[int | float] = field(default_factory=Counter)
 
     def merge(self, other: Scan) -> None:
         """Add the statistics of a later piece."""
@@ -154,8 +147,7 @@ class Scan:
         for name, found in other.families.items():
             for family, place in found.items():
                 self.families.setdefault(name, {}).setdefault(family, place)
-        for time, count in other.times.items():
-            self.times[time] = self.times.get(time, 0) + count
+        self.times.update(other.times)
         if len(self.times) > _MOST_TIMES:
             self.times = _thin(self.times)
 
@@ -175,8 +167,7 @@ class Wanted:
         columns: columns to read; all of them if empty.
         gathered: columns whose values may be classes.
         images: columns that name images.
-        time: column of the times by which splits are made, or empty.
-        time_type: type of that column in `data.types`, or empty.
+        time: column of the times by which splits are made, or empty; `time_type` is its type.
         whole: whether to reject a file with columns that the first file lacks.
         measures: whether the sizes of images are needed.
     """
@@ -225,7 +216,6 @@ class PieceScan:
         return found
 
     def _see_written(self, name: str, column: ColumnScan) -> None:
-        """Record the type family of a text column if it has many values, all of one family."""
         families = {_WRITTEN.get(kind, "") for kind in column.kinds}
         if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
             family = families.pop()
@@ -256,7 +246,7 @@ class PieceScan:
             place = (self.piece, first, str(array.type))
             self.found.families.setdefault(name, {}).setdefault(family, place)
         if name == self.wanted.time:
-            _add_times(self.found.times, array, self.wanted.time_type)
+            self.found.times.update(read_times(array, self.wanted.time_type))
 
     def _add_images(self, name: str, column: ColumnScan, array: pa.Array) -> bool:
         if name not in self.wanted.images:
@@ -311,15 +301,7 @@ class PieceScan:
             )
 
 
-def _add_times(times: dict[int | float, int], array: pa.Array, said: str) -> None:
-    for value, count in Counter(read_times(array, said)).items():
-        times[value] = times.get(value, 0) + count
-
-
-def _thin(times: dict[int | float, int]) -> dict[int | float, int]:
+def _thin(times: Counter[int | float]) -> Counter[int | float]:
     order = sorted(times)
-    return {
-        first: sum(times[each] for each in order[place : place + 2])
-        for place, first in enumerate(order)
-        if place % 2 == 0
-    }
+    pairs = (order[place : place + 2] for place in range(0, len(order), 2))
+    return Counter({pair[0]: sum(times[each] for each in pair) for pair in pairs})

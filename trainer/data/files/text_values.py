@@ -1,7 +1,9 @@
-"""Parse texts of a file as numbers, bools or times, vectorized with pyarrow."""
+"""Parse texts of a file as numbers, bools, times, or lists of numbers."""
 
 from __future__ import annotations
 
+import json
+import re
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -53,23 +55,23 @@ TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
+#: A text that may be a list, such as [0.1, 2] or [[1 2] [3 4]].
+LIST = r"^\[(?:[\[\]\s\d.,+\-eE]|nan|NaN|null|None)*\]$"
+# NumPy separates numbers with spaces, and writes 1. for 1.0.
+_GAP = re.compile(r"(?<=[\d.\]naN])\s+(?=[\d.\[+\-nN])")
+_POINT = re.compile(r"(\d)\.(?!\d)")
+_NO_NUMBER = re.compile("nan|None|null")
+
 
 class Counted(NamedTuple):
-    """Trimmed texts of some rows. If texts repeat, rows with the same text share one entry.
+    """Trimmed texts of some rows, "" for null, and the number of rows with each text.
 
-    Attributes:
-        values: the texts, "" for null.
-        counts: number of rows with each text.
-        places: index in `values` for each row; None if each row has its own entry.
+    `places` has the index in `values` for each row; it is None if each row has its own entry.
     """
 
     values: pa.Array
     counts: NDArray[np.int64]
     places: NDArray[np.int64] | None
-
-    def rows(self, chosen: NDArray[np.bool_]) -> NDArray[np.intp]:
-        """Return the rows of the chosen values."""
-        return np.flatnonzero(chosen if self.places is None else chosen[self.places])
 
 
 def count_texts(array: pa.Array) -> Counted:
@@ -98,11 +100,6 @@ def format_float(value: Any) -> str:
 def is_missing(array: pa.Array) -> pa.Array:
     """Return a mask of the trimmed texts that mean a missing number, bool or time."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
-
-
-def may_be_missing(text: str) -> bool:
-    """Return whether a class name may mean a missing value, such as `?`."""
-    return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
@@ -173,10 +170,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones.
-
-    A time without a zone is in UTC.
-    """
+    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones."""
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
     known = pc.if_else(right, array, pa.scalar(None, array.type))
@@ -199,6 +193,7 @@ def _seconds(text: str | None) -> float:
         found = datetime.fromisoformat(text)
     except ValueError:
         return np.nan
+    # A time without a zone is in UTC.
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
@@ -208,7 +203,30 @@ def _fill(array: pa.Array, value: Any) -> NDArray[Any]:
 
 
 _MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
-# Words for a missing value that are hardly ever classes, unlike `-`, `none` or `unknown`.
-_DOUBTFUL = {
+#: Words for a missing value that are hardly ever classes, unlike `-`, `none` or `unknown`.
+DOUBTFUL = {
     "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
 }  # fmt: skip
+
+
+def parse_numbers(value: Any) -> NDArray[Any] | None:
+    """Return the numbers of a list or of its text; None if it is not a list.
+
+    Nested lists of equal length become one array. Missing values are NaN.
+    """
+    try:
+        found = np.asarray(_parse(value) if isinstance(value, str | bytes) else value)
+        if found.dtype == object:
+            found = found.astype(np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return found if found.ndim and found.dtype.kind in "iubf" else None
+
+
+def _parse(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        plain = text.decode() if isinstance(text, bytes) else text
+        spaced = _POINT.sub(r"\1.0", _GAP.sub(", ", plain.strip()))
+        return json.loads(_NO_NUMBER.sub("NaN", spaced))

@@ -123,12 +123,8 @@ def find_kind(
 ) -> str:
     """Return the type that reads nearly all values of a column as numbers, or an empty text.
 
-    Args:
-        writing: counts from `count_writing`.
-        texts: number of texts.
-        whole: number of other values that are plain whole numbers.
-        fractions: number of other values that are plain fractions.
-        others: number of values that are not numbers.
+    `writing` is the result of `count_writing` for the `texts`. The other values are plain numbers
+    (`whole` or `fractions`), or `others`.
     """
     plain = {"number": whole + fractions, "number_comma": whole}
     best = max(NUMBERS_IN_WRITING, key=lambda kind: writing.get(kind, 0) + plain[kind])
@@ -173,6 +169,7 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     brackets = _is_there(fields["open"], "(") | _is_there(fields["late"], "(")
     closed = _is_there(fields["close"], ")")
     minus = sum(_is_there(fields[name], "-").astype(int) for name in ("sign", "inner", "trailing"))
+    fields["negative"] = minus + closed > 0
     return fields, right & (brackets == closed) & (minus + closed <= 1)
 
 
@@ -197,10 +194,7 @@ def _values(kind: str, fields: dict[str, Any]) -> NDArray[np.float64]:
     empty = pc.equal(digits, "")
     values = pc.cast(pc.if_else(empty, pa.scalar(None, digits.type), digits), pa.float64())
     found: NDArray[np.float64] = pc.fill_null(values, np.nan).to_numpy(zero_copy_only=False)
-    minus = _is_there(fields["close"], ")")
-    for name in ("sign", "inner", "trailing"):
-        minus = minus | _is_there(fields[name], "-")
-    return np.where(minus, -found, found)
+    return np.where(fields["negative"], -found, found)
 
 
 def _units(fields: dict[str, Any]) -> NDArray[Any]:

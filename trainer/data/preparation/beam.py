@@ -46,10 +46,8 @@ def map_parts_by_beam(  # noqa: PLR0913
 ) -> None:
     """Map parts with a pipeline that publishes each one below `uri`, and fetch them to `folder`.
 
-    Workers report no progress, so the published parts are counted at intervals for `work`.
-
-    Raises:
-        UserError: a part cannot be read, or the pipeline failed.
+    Workers report no progress, so the published parts are counted at intervals for `work`. Raises
+    `UserError` if a part cannot be read, or the pipeline failed.
     """
     # Beam has no type hints for these calls.
     beam: Any = importlib.import_module("apache_beam")
@@ -66,7 +64,11 @@ def map_parts_by_beam(  # noqa: PLR0913
                 _ = made | "map" >> beam.Map(mapper)
         # A runner may raise any exception.
         except Exception as error:
-            _raise_failure(uri)
+            failures = storage.list_published(uri, _FAILED)
+            for place, _ in failures:
+                storage.delete(place)
+            if failures:
+                raise UserError(failures[0][1].fields["message"]) from error
             raise UserError(
                 f"data.runner: the Beam pipeline failed: {user_code.format_error(error)}; finished "
                 "parts are kept"
@@ -111,7 +113,6 @@ class PartMapper:
 
         A failure is published too, because a runner returns only the text of an error.
         """
-        # Import here, because loading TensorFlow takes seconds.
         from flotilla.trainer.data.preparation.parts import map_part  # noqa: PLC0415
 
         uri = storage.join(self._uri, part.folder)
@@ -149,14 +150,6 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def _raise_failure(uri: str) -> None:
-    failures = storage.list_published(uri, _FAILED)
-    for place, _ in failures:
-        storage.delete(place)
-    if failures:
-        raise UserError(failures[0][1].fields["message"])
-
-
 # Named in full, because Beam may download and use another runner instead of its direct runner.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
@@ -188,12 +181,7 @@ def pipeline_options(runner: RunnerConfig) -> Any:
 
 
 def require_reachable(config: DataConfig, root: str) -> None:
-    """Raise `ConfigError` if remote workers cannot reach the storage.
-
-    Args:
-        config: the data section.
-        root: `storage.root`.
-    """
+    """Raise `ConfigError` if remote workers cannot reach the storage at `root`."""
     if config.runner.name != "beam":
         return
     beam = _beam()
@@ -212,8 +200,7 @@ def require_reachable(config: DataConfig, root: str) -> None:
     if not config.source and not os.environ.get("TFDS_DATA_DIR"):
         raise ConfigError(
             f"{workers} the files of {config.dataset} that TFDS writes here; set TFDS_DATA_DIR to "
-            f"a folder "
-            "that they mount at the same path"
+            "a folder that they mount at the same path"
         )
 
 

@@ -9,7 +9,7 @@ selection of its rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,20 +85,8 @@ class Sums:
         }
         (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
-    def restore(self, folder: Path) -> None:
-        """Restore the statistics that were saved in a folder."""
-        tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
-        self.examples, self.bytes = tree["examples"], tree["bytes"]
-        self.largest = tree["largest"]
-        for name, state in tree["targets"].items():
-            self.targets[name].restore(state)
-        for split, accumulator in self.accumulators.items():
-            with np.load(_statistics(folder, split), allow_pickle=False) as arrays:
-                accumulator.restore(arrays)
-
 
 def _largest(column: pa.Array) -> int:
-    """Return the size of the largest value of a stored column, in bytes."""
     if pa.types.is_large_list(column.type):
         return int(pc.max(pc.list_value_length(column)).as_py() or 0) * _largest(column.flatten())
     if pa.types.is_large_binary(column.type):
@@ -110,7 +98,6 @@ class _ChunkWriter:
     """Writes the rows of a split to a file of chunks, each in random order."""
 
     def __init__(self, path: Path, seed: tuple[int, ...]) -> None:
-        """Write to `path`, which is created with the first chunk."""
         self._path = path
         self._random = np.random.RandomState(seed)
         self._pending: list[pa.RecordBatch] = []
@@ -124,7 +111,6 @@ class _ChunkWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the remaining rows as a chunk."""
         if not self._pending:
             return
         rows = pa.concat_batches(self._pending)
@@ -138,7 +124,6 @@ class _ChunkWriter:
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:
-        """Write the last chunk, and close the file."""
         if failed is None:
             self.flush()
         if self._writer is not None:
@@ -156,10 +141,8 @@ def map_part(  # noqa: PLR0913
 ) -> None:
     """Read a part of a source, and write the stored form of its examples to `folder`.
 
-    `count` is called with the number of examples of each batch.
-
-    Raises:
-        UserError: the part cannot be read, or has an invalid label or weight.
+    `count` is called with the number of examples of each batch. An invalid label or weight raises
+    `UserError`.
     """
     folder.mkdir(parents=True)
     sums = Sums(selection, vocabulary=config.vocabulary, part=part.number)
@@ -172,7 +155,11 @@ def map_part(  # noqa: PLR0913
         }
         for batch in source.read(part, selection):
             columns = make_columns(selection.specs, batch.columns)
-            _refuse(source, selection, sums, part, columns)
+            if selection.weight:
+                weights = columns[selection.weight]
+                refuse_weight(selection.weight, source.name, part.origin, weights)
+            for target in sums.targets.values():
+                target.refuse(source.name, part.origin, columns[target.name])
             for split, chosen in _divide(columns, batch.splits):
                 table = make_table(selection.specs, chosen)
                 writers[split].add(table)
@@ -193,7 +180,14 @@ def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, C
 def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
     """Return the statistics of the part in `folder`."""
     found = Sums(selection, vocabulary=vocabulary)
-    found.restore(folder)
+    tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
+    found.examples, found.bytes = tree["examples"], tree["bytes"]
+    found.largest = tree["largest"]
+    for name, state in tree["targets"].items():
+        found.targets[name].restore(state)
+    for split, accumulator in found.accumulators.items():
+        with np.load(_statistics(folder, split), allow_pickle=False) as arrays:
+            accumulator.restore(arrays)
     return found
 
 
@@ -222,15 +216,6 @@ def list_chunks(folder: Path, split: str) -> list[Chunk]:
             Chunk(path, number, reader.get_batch(number).num_rows)
             for number in range(reader.num_record_batches)
         ]
-
-
-def _refuse(
-    source: Source, selection: Selection, sums: Sums, part: Part, columns: Mapping[str, Any]
-) -> None:
-    if selection.weight:
-        refuse_weight(selection.weight, source.name, part.origin, columns[selection.weight])
-    for target in sums.targets.values():
-        target.refuse(source.name, part.origin, columns[target.name])
 
 
 def _rows(folder: Path, split: str) -> Path:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -42,28 +43,16 @@ def map_parts(  # noqa: PLR0913
 ) -> None:
     """Map parts into subfolders of `folder`, in any order.
 
-    Args:
-        source: the source to read.
-        parts: the parts that have not been mapped yet.
-        folder: local folder; the subfolder of a part has the part's number as its name.
-        config: the data section, with the maximum number of processes.
-        work: counts the examples.
-        done: called in this process with the folder of each mapped part.
-
-    Raises:
-        UserError: a part cannot be read, or a process was killed.
+    `work` counts the examples, and `done` is called in this process with the subfolder of each
+    mapped part. Raises `UserError` if a part cannot be read, or a process was killed.
     """
     processes = config.runner.processes
     count = min(processes or cores.usable(), len(parts) if processes else len(parts) // _FEWEST)
+    mapping = _Mapping(source, folder, config)
     if count < _FEWEST:
-        selection = source.select()
-        for part in parts:
-            place = folder / part.folder
-            map_part(source, selection, part, place, config=config, count=work.add)
-            done(place)
+        mapping.map(parts, work.add, lambda part: done(folder / part.folder))
         return
     stripes = [parts[index::count] for index in range(count)]
-
     work.say(f"starting {count} processes")
 
     def took(answer: Part | int) -> None:
@@ -73,15 +62,27 @@ def map_parts(  # noqa: PLR0913
             work.add(answer)
             work.say("")
 
-    _run_processes(source, stripes, folder, config, took)
+    _run_processes(mapping, stripes, took)
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    source: Source
+    folder: Path
+    config: DataConfig
+
+    def map(
+        self, parts: Sequence[Part], count: Callable[[int], None], done: Callable[[Part], None]
+    ) -> None:
+        selection = self.source.select()
+        for part in parts:
+            place = self.folder / part.folder
+            map_part(self.source, selection, part, place, config=self.config, count=count)
+            done(part)
 
 
 def _run_processes(
-    source: Source,
-    stripes: Sequence[Sequence[Part]],
-    folder: Path,
-    config: DataConfig,
-    took: Callable[[Part | int], None],
+    mapping: _Mapping, stripes: Sequence[Sequence[Part]], took: Callable[[Part | int], None]
 ) -> None:
     context = multiprocessing.get_context("spawn")
     running: dict[Any, tuple[SpawnProcess, list[Part]]] = {}
@@ -89,9 +90,7 @@ def _run_processes(
         for stripe in stripes:
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
-                target=_work,
-                args=(source, stripe, folder, config, os.getpid(), writer),
-                daemon=True,
+                target=_work, args=(mapping, stripe, os.getpid(), writer), daemon=True
             )
             process.start()
             # Close the parent's copy, so that the pipe ends when the process ends.
@@ -117,10 +116,12 @@ def _take_answer(
     except EOFError:
         process.join()
         if left:
+            code = process.exitcode or 0
+            cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise UserError(
-                f"a process that prepared part {left[0].number} was ended by "
-                f"{_cause(process.exitcode or 0)}; finished parts are kept: run it again, with "
-                "fewer data.runner.processes if it ran out of memory"
+                f"a process that prepared part {left[0].number} was ended by {cause}; finished "
+                "parts are kept: run it again, with fewer data.runner.processes if it ran out of "
+                "memory"
             ) from None
         return False
     if isinstance(answer, Exception):
@@ -129,28 +130,12 @@ def _take_answer(
     return True
 
 
-def _cause(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _work(  # noqa: PLR0913, PLR0917
-    source: Source,
-    parts: Sequence[Part],
-    folder: Path,
-    config: DataConfig,
-    parent: int,
-    answers: Any,
-) -> None:
-    """Map parts one after another, as the main function of a process."""
+def _work(mapping: _Mapping, parts: Sequence[Part], parent: int, answers: Any) -> None:
     # Ctrl-C reaches the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with_parent(parent)
     try:
-        selection = source.select()
-        for part in parts:
-            place = folder / part.folder
-            map_part(source, selection, part, place, config=config, count=answers.send)
-            answers.send(None)
+        mapping.map(parts, answers.send, lambda _part: answers.send(None))
     # The parent raises the exception again.
     except Exception as error:
         answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))

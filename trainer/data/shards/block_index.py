@@ -39,11 +39,6 @@ def find_blocks(paths: Sequence[Path]) -> bytes:
     return b"".join(each.tobytes() for each in found)
 
 
-def read_index(path: str | tf.Tensor) -> tf.Tensor:
-    """Read an index file, and return it with shape (blocks, 2)."""
-    return decode_index(tf.io.read_file(path))
-
-
 def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
     """Decode the content of an index file, and return it with shape (blocks, 2)."""
     return tf.reshape(tf.io.decode_raw(content, tf.int64), (-1, 2))
@@ -52,10 +47,7 @@ def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
 def shuffle_blocks(
     paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
 ) -> tf.data.Dataset:
-    """Return every block once, as runs of `TOGETHER` consecutive blocks in random order.
-
-    `AT_ONCE` runs are interleaved.
-    """
+    """Return every block once: random runs of `TOGETHER` blocks, of which `AT_ONCE` alternate."""
     shard = index[:, SHARD]
     within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)
     begins = tf.boolean_mask(index, within % TOGETHER == 0)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import tensorflow as tf
 
+from flotilla.trainer.data.blocks import slice_windows
 from flotilla.trainer.data.shards.shard_store import (
     ASK,
     FAILED,
@@ -16,7 +17,6 @@ from flotilla.trainer.data.shards.shard_store import (
     Streaming,
     part_range,
 )
-from flotilla.trainer.data.shards.windows import slice_windows
 
 # Number of private threads for datasets, because waiting for shards would block shared threads.
 _THREADS = 8
@@ -42,15 +42,10 @@ def evaluation_rows(  # noqa: PLR0913
     part: int | tf.Tensor,
     of: int,
 ) -> tf.data.Dataset:
-    """Return one part of the validation split, as windows of rows.
+    """Return one of `of` parts of the validation split, as windows of rows.
 
-    Args:
-        streaming: parameters of the streaming shards.
-        shards: number of examples in each validation shard.
-        parse: converts blocks to windows.
-        batch_size: number of examples per batch.
-        part: index of the part, which consists of whole batches.
-        of: number of parts.
+    A part consists of whole batches. `shards` has the number of examples of each validation shard,
+    and `parse` converts blocks to windows.
     """
     ranges = [part_range(shards, batch_size, number, of) for number in range(of)]
     part = tf.cast(part, tf.int64)

@@ -36,8 +36,6 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class _Ask:
-    """A reader's request for the shard `number` of an epoch."""
-
     reader: str
     attempt: str
     epoch: int

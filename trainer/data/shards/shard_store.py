@@ -42,12 +42,9 @@ LOOKAHEAD = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Parameters of streaming shards, which do not all fit on the disk.
+    """Parameters of streaming shards, of which at most `limit` bytes are on a worker's disk.
 
-    Attributes:
-        limit: maximum size of the shards on the disk of a worker, in bytes.
-        at_once: number of shards that training reads in turn.
-        attempt: identifier of this attempt's graphs.
+    Training reads `at_once` shards in turn. `attempt` identifies the graphs of this attempt.
     """
 
     limit: int
@@ -66,11 +63,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the streaming parameters; None if `data.disk` is empty or all shards fit.
-
-    Raises:
-        ConfigError: not even two shards fit, or all workers share one folder.
-    """
+    """Return the streaming parameters, or None if all shards fit; raises `ConfigError`."""
     if not config.data.disk:
         return None
     spec, sizes = DatasetSpec.from_manifest(manifest), {e.path: e.bytes for e in manifest.files}
@@ -132,11 +125,8 @@ class ShardStore:
     ) -> None:
         """Start with an empty folder, deleting files of an earlier attempt; raises `UserError`.
 
-        Args:
-            uri: the published dataset.
-            folder: folder of the shards, complete and partial.
-            limit: maximum size in bytes; it must cover the held shards and the largest other one.
-            changed: called by the thread after each fetch, whether it succeeded or not.
+        `limit` is the maximum size in bytes, which must cover the held shards and the largest other
+        one. `changed` is called by the thread after each fetch, whether it succeeded or not.
         """
         self.uri, self.folder, self.limit = uri, folder, limit
         self._manifest = storage.read_manifest(uri)
@@ -164,11 +154,7 @@ class ShardStore:
             self._lock.notify_all()
 
     def try_hold(self, reader: str, name: str) -> bool:
-        """Hold a shard for a reader if it is on disk; otherwise fetch it before all others.
-
-        Raises:
-            UserError: a fetch has failed.
-        """
+        """Hold a shard if it is on disk, otherwise fetch it next; raises a failed fetch's error."""
         with self._lock:
             if self.error:
                 raise self.error

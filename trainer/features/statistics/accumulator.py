@@ -163,6 +163,10 @@ class Accumulator:
             sample=self._sample.columns(),
         )
 
+    def moments(self, name: str) -> Moments:
+        """Return the moments of the numbers of a feature, which may be a class."""
+        return self._moments[name]
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the state as arrays, for a NumPy file."""
         rest = {

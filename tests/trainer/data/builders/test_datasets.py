@@ -10,8 +10,7 @@ from PIL import Image
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.embedded.generated import Clicks
-from flotilla.trainer.data.embedded.scikit import Digits
+from flotilla.trainer.data.builders.embedded import Clicks, Digits
 from flotilla.trainer.data.prepare import newest_version, prepare
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders

@@ -308,7 +308,8 @@ def test_examples_of_tfds(tmp_path):
     download("VariableImage", builder, "")
     selection = select(source_config(config), builder.info)
     examples = builder.info.splits["test"].num_examples
-    batch = next(batches.batches("VariableImage", builder, selection, "test", 0, examples))
+    part = Part(number=0, origin="test", where={"first": 0, "end": examples})
+    batch = next(batches.batches("VariableImage", builder, selection, part))
     assert {each.shape for each in batch["picture"]} == {(2, 2, 3), (2, 3, 3)}
     assert selection.specs["picture"].shape == (None, None, 3)
     assert selection.specs["label"].num_classes == 3

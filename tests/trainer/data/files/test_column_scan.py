@@ -30,7 +30,7 @@ def scanned(cells, size, *, parsed=True, first=0):
         found.merge(one)
     # Compare as floats, because integers are kept exactly only in blocks without fractions.
     lowest, highest = float(found.lowest), float(found.highest)
-    return dataclasses.asdict(dataclasses.replace(found, lowest=lowest, highest=highest))
+    return vars(dataclasses.replace(found, lowest=lowest, highest=highest))
 
 
 @pytest.mark.parametrize("parsed", [True, False])

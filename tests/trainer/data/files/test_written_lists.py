@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.trainer.data.files.written_lists import parse_numbers
+from flotilla.trainer.data.files.text_values import parse_numbers
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, source
 

@@ -11,12 +11,11 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.columns import make_table
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.preparation import assembly
 from flotilla.trainer.data.preparation import parts as module
-from flotilla.trainer.data.preparation.assembly import assemble
+from flotilla.trainer.data.preparation import shards
 from flotilla.trainer.data.preparation.parts import Sums, list_chunks, map_part, read_sums
 from flotilla.trainer.data.preparation.processes import map_parts
-from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.preparation.shards import ShardWriter, assemble
 from flotilla.trainer.data.source import Batch
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -84,8 +83,8 @@ def test_sums_of_parts_are_those_of_all(tmp_path):
         each.save(tmp_path)
         merged.merge(read_sums(tmp_path, selection, vocabulary=10))
     assert merged.examples == whole.examples == {"train": 300, "validation": 0, "test": 0}
-    expected = whole.targets["price"].moments()
-    assert merged.targets["price"].moments() == pytest.approx(expected, rel=1e-9)
+    found, expected = (each.accumulators["train"].moments("price") for each in (merged, whole))
+    assert found.state() == pytest.approx(expected.state(), rel=1e-9)
 
 
 def test_a_label_that_is_none_names_its_split(source, tmp_path, monkeypatch):
@@ -153,11 +152,11 @@ def test_a_seed_gives_an_order(source, parts, tmp_path):
 @pytest.mark.parametrize("buckets", [1, 7])
 def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
     size = read_sums(parts[0], source.select(), vocabulary=10).bytes["train"] * len(parts)
-    monkeypatch.setattr(assembly, "BUCKET_BYTES", -(-size // buckets))
+    monkeypatch.setattr(shards, "BUCKET_BYTES", -(-size // buckets))
     places = []
     for seed in range(200):
         chunks = [chunk for part in parts for chunk in list_chunks(part, "train")]
-        rows = assembly.shuffle_rows(chunks, size, (seed, 0))
+        rows = shards.shuffle_rows(chunks, size, (seed, 0))
         order = np.concatenate([each["number"].to_numpy() for each in rows])
         assert sorted(order.tolist()) == [n for n in range(100) if n % 10 > 1]
         # For each position in the shards, the rank of its row in the source.

@@ -34,7 +34,6 @@ from flotilla.trainer.runtime.errors import UserError
 
 _TIMES = ("datetime64[s]", "datetime64[ms]", "datetime64[us]", "datetime64[ns]")
 _SUFFIX = ".npy"
-_AT_ONCE = 1 << 16
 # Magic number of a netpbm image file (netpbm.sourceforge.net/doc/pgm.html), by the number of axes
 # of a batch and the number of channels.
 _IMAGES = {(3,): b"P5", (4, 1): b"P5", (4, 3): b"P6"}
@@ -59,7 +58,7 @@ class _Array:
 class NpzReader(Reader):
     """Reads files of `numpy.savez`: numbers, texts, vectors, and images (uint8, image-shaped)."""
 
-    at_once = _AT_ONCE
+    at_once = 1 << 16
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the names of the arrays."""
@@ -207,7 +206,6 @@ def _column(values: NDArray[Any]) -> pa.Array:
 
 
 def _make_images(values: NDArray[np.uint8], magic: bytes) -> pa.Array:
-    """Convert arrays of pixels to image files, without work for each image."""
     count, height, width = values.shape[:3]
     head = np.frombuffer(b"%s %d %d 255\n" % (magic, width, height), np.uint8)
     pixels = values.reshape(count, -1)

@@ -30,31 +30,25 @@ class ImageFilesReader(Reader):
     ) -> None:
         """Create a reader of the files of a listing, in this order.
 
-        Args:
-            paths: paths of the files in the listing.
-            uris: URIs of the files.
-            column: name of the column of URIs.
-            labelled: whether the second column is the class (the folder) instead of the path.
+        `column` is the name of the column of URIs. If `labelled`, the second column is the class
+        (the folder) instead of the path.
         """
         self._paths, self._uris = paths, uris
         self._columns = (column, LABEL if labelled else PATH)
         self._at_once = _AT_ONCE if labelled else _LISTED_AT_ONCE
 
-    def names(self, path: Path) -> tuple[str, ...]:
+    def names(self, _path: Path) -> tuple[str, ...]:
         """Return the names of the two columns."""
-        del path
         return self._columns
 
-    def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
+    def cut(self, _path: Path, size: int) -> list[tuple[int, int]]:
         """Return ranges of `size` files."""
-        del path
         return [(at, min(at + size, len(self._paths))) for at in range(0, len(self._paths), size)]
 
     def rows(
-        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+        self, _path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
         """Yield the URI of each file, and its class or path."""
-        del path, broken
         stop = len(self._paths) if piece.stop == END else piece.stop
         uri, other = self._columns
         for start in range(piece.start, stop, self._at_once):
@@ -78,11 +72,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with splits from folders above the class folders, and the split of each folder.
-
-    Raises:
-        UserError: only some of the folders are split folders, or there are no class folders.
-    """
+    """Return files with the splits that folders above the class folders name, and these folders."""
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

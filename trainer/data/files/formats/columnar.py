@@ -79,7 +79,8 @@ class ParquetReader(Reader):
         with _file(path) as file:
             # Arrow selects whole structs by name; their fields are selected below.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
-            groups = list(_groups(file, piece))
+            stop = file.metadata.num_row_groups if piece.stop == END else piece.stop
+            groups = list(range(piece.start, stop))
             most = _rows_at_once(path, file, groups, outer)
             start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(most, row_groups=groups, columns=outer):
@@ -117,34 +118,23 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 def _rows_at_once(
     path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
 ) -> int:
-    """Return the number of rows per batch that take about `BLOCK_BYTES` of memory.
-
-    Repeated values are stored once, so the size of a file says little about its size in memory.
-
-    Raises:
-        UserError: a row group exceeds the expansion limit.
-    """
+    # Repeated values are stored once, so the size of a file says little about its size in memory.
     wanted = {*names}
     most = float(_BATCH)
     for number in groups:
         group = file.metadata.row_group(number)
-        chunks = [
-            (at, chunk)
-            for at in range(group.num_columns)
-            if (chunk := group.column(at)).path_in_schema.partition(".")[0] in wanted
-        ]
-        limit = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
-        sizes = [
-            (_bound_memory(path, file, number, at, chunk), file.schema.column(at))
-            for at, chunk in chunks
-        ]
-        lists = sum(size for size, column in sizes if column.max_repetition_level)
-        if max(lists, sum(chunk.total_uncompressed_size for _, chunk in chunks)) > limit:
+        total = lists = stored = 0
+        for at in range(group.num_columns):
+            chunk = group.column(at)
+            if chunk.path_in_schema.partition(".")[0] in wanted:
+                size = _bound_memory(path, file, number, at, chunk)
+                stored, total = stored + chunk.total_uncompressed_size, total + size
+                lists += size if file.schema.column(at).max_repetition_level else 0
+        if max(lists, stored) > max(FREE_BYTES, MOST_RATIO * path.stat().st_size):
             raise UserError(
                 f"data.source: {path} expands to more than {MOST_RATIO} times its size; write it "
                 "again without compression if this is intended"
             )
-        total = sum(size for size, _ in sizes)
         most = min(most, BLOCK_BYTES * group.num_rows / max(total, 1))
     return max(1, int(most))
 
@@ -210,7 +200,3 @@ def _outer(name: str, schema: pa.Schema) -> str:
     while name not in schema.names and "/" in name:
         name = name.rpartition("/")[0]
     return name
-
-
-def _groups(file: pq.ParquetFile, piece: Piece) -> range:
-    return range(piece.start, file.metadata.num_row_groups if piece.stop == END else piece.stop)

@@ -2,24 +2,24 @@
 
 The first rows determine everything except the quotes: a quote that opens in the text of one row and
 closes many rows later swallows the rows in between, so a file with quotes is scanned to its end
-once.
+once. This takes one fast pass if all quotes are correct.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.formats.decompression import open_text
-from flotilla.trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
 from flotilla.trainer.data.files.text_values import NUMBER
 from flotilla.trainer.runtime.errors import UserError
 
@@ -36,6 +36,15 @@ _FEWEST = 2
 _SEPARATOR = re.compile(rb'"?sep=(.|\\t)"?,*\r?\n', re.IGNORECASE)
 _NAMED = 5
 _NEARLY_ALL = 0.9
+_ESCAPE = "\\"
+_CHUNK = 4 << 20
+# Below this share of distinct values in its first rows, a column has a fixed set of values.
+_FEW_VALUES = 0.2
+_SURE_ROWS = 5
+# Message of the csv module for a quote within a value; its other messages are for unclosed quotes.
+_NOT_AN_END = "expected after"
+# A larger quoted value is considered unclosed. The limit applies to all users of the csv module.
+csv.field_size_limit(8 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +56,7 @@ class CsvLayout:
         empty: indices of columns without a name, which must be empty in each row.
         quote: the quote character; empty if quotes are ordinary characters.
         escape: the character that escapes a quote within a value; empty if quotes are doubled.
-        newline: the line separator.
         start: offset of the first row, in bytes.
-        notes: remarks for the user, without the file name.
     """
 
     names: tuple[str, ...]
@@ -92,35 +99,7 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
     found = replace(found, newline=newline, start=found.start + start)
     if found.quote.encode() not in head and len(head) < _HEAD:
         return found
-    use = QuoteSearch(
-        path=path,
-        start=found.start,
-        delimiter=found.delimiter,
-        quote=found.quote,
-        newline=newline,
-        rows=first.rows(len(found.names)),
-    ).use()
-    if use.stray:
-        raise UserError(
-            f"data.source: {path} escapes quotes with backslashes, but row {use.stray} has a "
-            "backslash outside quotes, which may be an escape or an ordinary character; "
-            'write "" for a quote within a quoted text '
-            "(Spark: option('escape', '\"'))"
-        )
-    if use.is_escaped:
-        return replace(found, escape=ESCAPE)
-    if use.swallows and not use.is_literal:
-        raise UserError(
-            f"data.source: {path}: {use.swallows}, so these lines are read as one value; close or "
-            'remove the quote, or write "" for a quote within a quoted text'
-        )
-    if not use.swallows:
-        return found
-    note = (
-        f"{use.swallows}, and all rows have {len(found.names)} values if quotes are ignored: "
-        "quotes are read as ordinary characters"
-    )
-    return replace(found, quote="", notes=(*found.notes, note))
+    return _Quotes(path, found, first.rows(len(found.names))).find_layout()
 
 
 def _records(head: bytes) -> list[_Record]:
@@ -179,12 +158,10 @@ class _Head:
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
     def rows(self, width: int) -> list[list[str]]:
-        """Return the first rows that have `width` values."""
         below = self._rows[self._header() + 1 :]
         return [row for row in below if len(row) == width]
 
     def layout(self) -> CsvLayout:
-        """Infer the layout from the first rows; raises `UserError`."""
         place = self._header()
         cells = [each.strip() for each in self._rows[place]]
         quote = self._quote
@@ -205,7 +182,8 @@ class _Head:
             for at, name in enumerate(names)
             if not name and at not in index and not any(row[at].strip() for row in rows)
         )
-        if not names[0] and 0 not in (*index, *empty) and _is_index(rows):
+        is_unique = len({row[0] for row in rows}) == len(rows)
+        if not names[0] and 0 not in (*index, *empty) and is_unique:
             index = (0,)
         if index:
             notes.append(
@@ -231,7 +209,6 @@ class _Head:
         )
 
     def _header(self) -> int:
-        """Return the index of the header, which may follow comments and titles."""
         place = next(
             (at for at, each in enumerate(self._records) if not each.text.startswith("#")), 0
         )
@@ -363,6 +340,154 @@ def _are_names(row: Sequence[str]) -> bool:
     )  # fmt: skip
 
 
-def _is_index(rows: Sequence[Sequence[str]]) -> bool:
-    first = [row[0] for row in rows]
-    return len({*first}) == len(first)
+class _Quotes:
+    """Finds out whether quotes are doubled, escaped by backslashes, or ordinary characters."""
+
+    def __init__(self, path: Path, layout: CsvLayout, rows: Sequence[Sequence[str]]) -> None:
+        self._path, self._layout, self._rows = path, layout, rows
+        self._quote, self._delimiter = layout.quote, layout.delimiter
+
+    def find_layout(self) -> CsvLayout:
+        layout, path = self._layout, self._path
+        if not self._has_doubtful():
+            return layout
+        swallows, is_odd = self._first_swallow()
+        stray = self._find_stray_escape() if is_odd else None
+        if stray:
+            raise UserError(
+                f"data.source: {path} escapes quotes with backslashes, but row {stray} has a "
+                "backslash outside quotes, which may be an escape or an ordinary character; "
+                'write "" for a quote within a quoted text '
+                "(Spark: option('escape', '\"'))"
+            )
+        if stray is not None:
+            return replace(layout, escape=_ESCAPE)
+        if not swallows:
+            return layout
+        if not self._is_literal():
+            raise UserError(
+                f"data.source: {path}: {swallows}, so these lines are read as one value; close or "
+                'remove the quote, or write "" for a quote within a quoted text'
+            )
+        note = (
+            f"{swallows}, and all rows have {len(layout.names)} values if quotes are ignored: "
+            "quotes are read as ordinary characters"
+        )
+        return replace(layout, quote="", notes=(*layout.notes, note))
+
+    @cached_property
+    def _typical(self) -> Sequence[frozenset[str] | str]:
+        return [_typical(column) for column in zip(*self._rows, strict=True)]
+
+    def _pattern(self, text: str) -> str:
+        """Return a pattern for `text` after a quote that opens a value."""
+        marks = {"q": re.escape(self._quote), "d": re.escape(self._delimiter)}
+        whole = "<q>(?<![^<d>\r\n]<q>)" + text
+        return re.sub("<([qd])>", lambda found: marks[found[1]], whole)
+
+    def _has_doubtful(self) -> bool:
+        """Return whether a quoted value has a newline, or text between quote and delimiter."""
+        text = "[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])"
+        pattern = re.compile(self._pattern(text).encode())
+        with open_text(self._path) as file:
+            file.read(self._layout.start)
+            while chunk := file.read(_CHUNK):
+                if pattern.search(chunk + file.readline()):
+                    return True
+        return False
+
+    def _records(self, **dialect: Any) -> Iterator[tuple[int, list[str], str]]:
+        """Yield each record's first row number, its lines, and the error in its quotes if any."""
+        # Spaces after a closing quote are allowed.
+        spaces = re.compile(
+            f"{re.escape(self._quote)} +(?={re.escape(self._delimiter)}|[\r\n]|\\Z)"
+        )
+        taken: list[str] = []
+
+        def read(lines: Iterable[str]) -> Iterator[str]:
+            for line in lines:
+                taken.append(line)
+                yield line if dialect else spaces.sub(self._quote, line)
+
+        with open_text(self._path) as file:
+            row = 1 + file.read(self._layout.start).count(self._layout.newline)
+            lines = io.TextIOWrapper(file, "utf-8", "replace", newline="")
+            marks: dict[str, Any] = {"delimiter": self._delimiter, "quotechar": self._quote}
+            records = csv.reader(read(lines), strict=True, **(marks | dialect))
+            while True:
+                taken.clear()
+                wrong = ""
+                try:
+                    if next(records, None) is None:
+                        return
+                except csv.Error as error:
+                    wrong = str(error)
+                yield row, taken, wrong
+                row += len(taken)
+
+    def _first_swallow(self) -> tuple[str, bool]:
+        """Locate the first value that swallows rows; also return whether any value is malformed."""
+        is_odd = False
+        for row, lines, wrong in self._records():
+            is_odd = is_odd or bool(wrong)
+            is_closed = not wrong or _NOT_AN_END in wrong
+            more = len(lines) - (is_closed or lines[-1][-1:] not in "\r\n")
+            if more > 0 and (wrong or self._has_rows(lines)):
+                what = f"takes {more} lines, to row {row + more}"
+                said = what if is_closed else f"is not closed in {more} lines"
+                return f"row {row} opens a quote that {said}", is_odd
+        return "", is_odd
+
+    def _has_rows(self, lines: Sequence[str]) -> bool:
+        rows = [line.rstrip("\r\n") for line in lines if line.strip()]
+        if not any(self._typical) and len(rows) < _SURE_ROWS:
+            return False
+        fits = [_fits(each.split(self._delimiter), self._typical, self._quote) for each in rows]
+        return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
+
+    def _find_stray_escape(self) -> int | None:
+        """Return the first row with a backslash outside quotes, or 0; None if none is an escape."""
+        quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
+        stray = 0
+        for row, lines, wrong in self._records(escapechar=_ESCAPE):
+            if wrong:
+                return None
+            text = "".join(lines)
+            if not stray and _ESCAPE in text and _ESCAPE in quoted.sub("", text):
+                stray = row
+        return stray
+
+    def _is_literal(self) -> bool:
+        """Return whether rows have equal lengths without quotes, and no value is quoted."""
+        text = r"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)"
+        quoted = re.compile(self._pattern(text))
+        widths = set()
+        for _, (line, *_), _ in self._records(quoting=csv.QUOTE_NONE):
+            if quoted.search(line):
+                return False
+            if line.strip():
+                widths.add(line.count(self._delimiter))
+        return len(widths) == 1
+
+
+def _typical(values: Sequence[str]) -> frozenset[str] | str:
+    """Return a column's distinct values or the pattern of its numbers; empty for free text."""
+    if all(re.match(NUMBER, value.strip()) for value in values if value.strip()):
+        return NUMBER
+    few = frozenset(values)
+    return few if len(few) <= _FEW_VALUES * len(values) else ""
+
+
+def _fits(cells: Sequence[str], typical: Sequence[frozenset[str] | str], quote: str) -> bool:
+    if len(cells) != len(typical):
+        return False
+    return all(
+        not known
+        or quote in cell
+        or (
+            cell in known
+            if isinstance(known, frozenset)
+            else not cell or re.match(known, cell.strip())
+        )
+        for cell, known in zip(cells, typical, strict=True)
+    )

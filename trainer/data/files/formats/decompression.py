@@ -99,11 +99,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[bytes]]:
-    """Open a text file, decompressed and, if it is UTF-16, converted to UTF-8.
-
-    Raises:
-        UserError: it is corrupted, exceeds the expansion limit, or is not text.
-    """
+    """Open a text file, decompressed and converted from UTF-16 to UTF-8; raises `UserError`."""
     with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
         for pattern, what in _FOREIGN.items():
@@ -132,10 +128,7 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
 
 
 def position(file: Any) -> int:
-    """Return the number of stored bytes that were read from a file of `open_file`.
-
-    Return 0 if the file is closed.
-    """
+    """Return the number of stored bytes read from a file of `open_file`; 0 if it is closed."""
     try:
         return int(getattr(getattr(file, "raw", None), "position", file.tell)())
     except ValueError:
@@ -153,12 +146,9 @@ def count_expanded(file: Any) -> int:
 
 
 def _decompress(stored: IO[bytes], path: Path, compression: str) -> Any:
-    if compression == "gzip":
-        return gzip.open(stored)
-    if compression == "bz2":
-        return bz2.open(stored)
-    if compression == "xz":
-        return lzma.open(stored)
+    opens: dict[str, Any] = {"gzip": gzip.open, "bz2": bz2.open, "xz": lzma.open}
+    if compression in opens:
+        return opens[compression](stored)
     if compression in ("zstd", "zlib"):
         # Arrow's gzip also reads zlib streams, which compressed TFRecord files may have.
         kind = compression.replace("zlib", "gzip")
@@ -169,8 +159,7 @@ def _decompress(stored: IO[bytes], path: Path, compression: str) -> Any:
 @contextmanager
 def _only_member(stored: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     with zipfile.ZipFile(stored) as archive:
-        names = [each.filename for each in archive.infolist()]
-        if "[Content_Types].xml" in names:
+        if "[Content_Types].xml" in archive.namelist():
             raise UserError(f"data.source: {path} is an Excel workbook; save it as CSV")
         members = [
             each

@@ -9,35 +9,19 @@ import codecs
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import pyarrow as pa
 
 from flotilla.trainer.data.files import text_values
-from flotilla.trainer.data.files.formats.decompression import (
-    bytes_read,
-    is_whole,
-    open_text,
-    position,
-)
-from flotilla.trainer.data.files.formats.raw_rows import (
-    END,
-    Broken,
-    Piece,
-    Reader,
-    Rows,
-    blocks,
-    list_keys,
-)
+from flotilla.trainer.data.files.formats.decompression import is_whole, open_text
+from flotilla.trainer.data.files.formats.raw_rows import END, OnOpen, Piece, Record, RecordReader
 from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
-_AT_ONCE = 8192
 # Number of records from which the names of columns are read.
 _FIRST = 1000
 _LONGEST = 64 << 20
@@ -48,15 +32,13 @@ _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Limits above which records are considered to have different keys.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
-OnOpen = Callable[[IO[bytes]], None]
 _AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
 
 
-class JsonReader(Reader):
+class JsonReader(RecordReader):
     """Reads JSON with Python, and checks each record separately."""
 
-    varies = True
-    at_once = _AT_ONCE
+    at_once = 8192
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the keys of the first records; later ones may have more."""
@@ -98,28 +80,17 @@ class JsonReader(Reader):
                 bounds.append(file.tell())
         return list(pairwise([*bounds, END]))
 
-    def rows(
-        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
-    ) -> Iterator[Rows]:
-        """Yield the records, with all keys of each block if no columns are named."""
-        # The open file, and its position after each block.
-        files: list[Any] = []
-        positions = [piece.start]
-        end = path.stat().st_size if piece.stop == END else piece.stop
-        numbered = enumerate(_records(path, piece, files.append))
-        for block in blocks(numbered, self.at_once, lambda: bytes_read(files[0])):
-            records, numbers = [], []
-            for number, record in block:
-                found = _flat(record) if isinstance(record, dict) else record
-                if isinstance(found, dict):
-                    records.append(found)
-                    numbers.append(number)
-                elif found is not None:
-                    broken(number, found)
-            positions.append(position(files[0]) or end)
-            size = positions[-1] - positions[-2]
-            names = columns or list_keys(path, records)
-            yield replace(_rows(records, numbers, names), size=size)
+    def records(self, path: Path, piece: Piece, on_open: OnOpen) -> Iterator[Record]:
+        """Yield the objects with flattened keys."""
+        for record in _records(path, piece, on_open):
+            yield _flat(record) if isinstance(record, dict) else record
+
+    def array(self, _path: Path, _name: str, values: list[Any]) -> tuple[pa.Array, bool]:
+        """Convert values to an array; values of several types become texts."""
+        try:
+            return pa.array(values), False
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+            return pa.array([_text(value) for value in values], pa.string()), True
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line of a record, or the object's number if objects span several lines."""
@@ -127,21 +98,6 @@ class JsonReader(Reader):
             return 1 + number
         with open_text(path) as file:
             return 1 + number + sum(1 for _ in _read_range(file, 0, piece.start))
-
-
-def _rows(
-    records: Sequence[Mapping[str, Any]], numbers: Sequence[int], names: Sequence[str]
-) -> Rows:
-    arrays, mixed = {}, set()
-    for name in names:
-        values = [record.get(name) for record in records]
-        try:
-            arrays[name] = pa.array(values)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-            mixed.add(name)
-            arrays[name] = pa.array([_text(value) for value in values], pa.string())
-    table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(records))})
-    return Rows(table, np.array(numbers, np.int64), frozenset(mixed))
 
 
 def _text(value: Any) -> str | None:
@@ -161,10 +117,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def _records(
-    path: Path, piece: Piece, on_open: OnOpen = lambda _file: None
-) -> Iterator[dict[str, Any] | str | None]:
-    """Yield each object, or the reason why it is invalid, or None for an empty line."""
+def _records(path: Path, piece: Piece, on_open: OnOpen = lambda _file: None) -> Iterator[Record]:
     if not _has_lines(path):
         yield from _values(path, on_open)
         return
@@ -191,8 +144,11 @@ def _record(line: bytes) -> dict[str, Any] | str:
 
 
 def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
-    if doubtful and not _is_unicode(found):
-        return "it contains an unpaired surrogate (\\ud800), which is not a character"
+    if doubtful:
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return "it contains an unpaired surrogate (\\ud800), which is not a character"
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, not an object"
 
 
@@ -244,14 +200,6 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
             f"data.source: {path} ends within a list, after record {count}: it is truncated; write "
             "it again"
         )
-
-
-def _is_unicode(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _explain(record: Mapping[str, Any]) -> str:

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from flotilla.trainer.data.files.formats.decompression import bytes_read, position
 from flotilla.trainer.runtime.errors import UserError
 
 #: Called with the number of a broken record, and the reason.
@@ -23,7 +24,9 @@ MOST_COLUMNS = 10_000
 _SOME, _FILLED = 1000, 0.02
 #: Maximum size of the decompressed data of a file in memory, in bytes.
 BLOCK_BYTES = 64 << 20
-_Record = TypeVar("_Record")
+#: The values of a record by name; or why it is broken; or None for an empty line.
+Record = dict[str, Any] | str | None
+OnOpen = Callable[[IO[bytes]], None]
 
 
 @dataclass(frozen=True, order=True)
@@ -41,32 +44,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rows:
-    """Records of a piece.
+    """Records of a piece, and their numbers within the piece.
 
-    Attributes:
-        table: the columns that were read.
-        numbers: numbers of the records within the piece.
-        mixed: columns with values of several types, which were converted to texts.
-        size: number of bytes that the records take in the file; 0 if unknown.
+    Columns in `mixed` had values of several types, which were converted to texts. `size` is the
+    number of bytes that the records take in the file, or 0.
     """
 
     table: pa.Table
     numbers: NDArray[np.int64]
     mixed: frozenset[str] = frozenset()
     size: int = 0
-
-
-def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of all records; raises `UserError` if they are too many or too different."""
-    names = list(dict.fromkeys(name for record in records for name in record))
-    require_few(len(names), str(path))
-    if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
-        raise UserError(
-            f"data.source: records of {path} have different keys: {len(records)} have {len(names)} "
-            f"keys, such as {names[-1]!r}; write records with the same keys, or put the varying "
-            "part into a list of values"
-        )
-    return names
 
 
 def require_few(count: int, where: str) -> None:
@@ -76,19 +63,6 @@ def require_few(count: int, where: str) -> None:
             f"data.source: {where} has {count} columns, but at most {MOST_COLUMNS} can be read; "
             "keep the ones that matter, or write numbers that belong together as a list"
         )
-
-
-def blocks(records: Iterator[_Record], most: int, read: Callable[[], int]) -> Iterator[list[Any]]:
-    """Yield lists of at most `most` records and about `BLOCK_BYTES`, as counted by `read`."""
-    block: list[_Record] = []
-    start = 0
-    for record in records:
-        block.append(record)
-        if len(block) == most or read() - start > BLOCK_BYTES:
-            yield block
-            block, start = [], read()
-    if block:
-        yield block
 
 
 class Reader(ABC):
@@ -110,14 +84,12 @@ class Reader(ABC):
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns of a file."""
 
-    def notes(self, path: Path) -> tuple[str, ...]:
+    def notes(self, _path: Path) -> tuple[str, ...]:
         """Return remarks on how a file is read, without the file name."""
-        del path
         return ()
 
-    def index(self, path: Path) -> tuple[str, ...]:
+    def index(self, _path: Path) -> tuple[str, ...]:
         """Return the columns that a file declares as an index."""
-        del path
         return ()
 
     @abstractmethod
@@ -130,7 +102,71 @@ class Reader(ABC):
     ) -> Iterator[Rows]:
         """Yield the records of a piece; raises `UserError`."""
 
-    def row(self, path: Path, piece: Piece, number: int) -> int:
+    def row(self, _path: Path, piece: Piece, number: int) -> int:
         """Return the row number of a record, counted from 1 as in an editor."""
-        del path
         return piece.start + number + 1
+
+
+class RecordReader(Reader):
+    """Reads a format whose records are parsed one by one, in blocks of at most `at_once`."""
+
+    varies = True
+
+    @abstractmethod
+    def records(self, path: Path, piece: Piece, on_open: OnOpen) -> Iterator[Record]:
+        """Yield the records of a piece; `on_open` is called with the open file."""
+
+    @abstractmethod
+    def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
+        """Convert values to an array; also return whether values of several types became texts."""
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield the records, with all keys of each block if no columns are named."""
+        files: list[Any] = []
+        numbered = enumerate(self.records(path, piece, files.append))
+        before, end = piece.start, path.stat().st_size if piece.stop == END else piece.stop
+        for block in _blocks(numbered, self.at_once, lambda: bytes_read(files[0])):
+            found, numbers = [], []
+            for number, record in block:
+                if isinstance(record, dict):
+                    found.append(record)
+                    numbers.append(number)
+                elif record is not None:
+                    broken(number, record)
+            arrays, mixed = {}, set()
+            for name in columns or _list_keys(path, found):
+                arrays[name], is_mixed = self.array(path, name, [each.get(name) for each in found])
+                mixed |= {name} if is_mixed else set()
+            table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(found))})
+            here = position(files[0]) or end
+            yield Rows(table, np.array(numbers, np.int64), frozenset(mixed), size=here - before)
+            before = here
+
+
+def _blocks(
+    records: Iterator[tuple[int, Record]], most: int, read: Callable[[], int]
+) -> Iterator[list[tuple[int, Record]]]:
+    """Yield lists of at most `most` records and about `BLOCK_BYTES`, as counted by `read`."""
+    block: list[tuple[int, Record]] = []
+    start = 0
+    for record in records:
+        block.append(record)
+        if len(block) == most or read() - start > BLOCK_BYTES:
+            yield block
+            block, start = [], read()
+    if block:
+        yield block
+
+
+def _list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(name for record in records for name in record))
+    require_few(len(names), str(path))
+    if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
+        raise UserError(
+            f"data.source: records of {path} have different keys: {len(records)} have {len(names)} "
+            f"keys, such as {names[-1]!r}; write records with the same keys, or put the varying "
+            "part into a list of values"
+        )
+    return names

@@ -65,5 +65,5 @@ def test_records_are_held_by_their_number_and_by_their_bytes(monkeypatch):
             read += size
             yield size
 
-    found = list(raw_rows.blocks(records(), 3, lambda: read))
+    found = list(raw_rows._blocks(records(), 3, lambda: read))
     assert found == [[1, 1, 1], [1, 200], [1, 1]]

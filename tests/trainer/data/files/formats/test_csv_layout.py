@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from flotilla.trainer.data.files.formats import quotes
+from flotilla.trainer.data.files.formats import csv_layout
 from flotilla.trainer.data.files.formats.csv_layout import _check, detect_layout
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece
@@ -254,7 +254,7 @@ def test_what_a_column_holds_is_found_once_for_all_quoted_values(tmp_path: Path)
     rows = "".join(f'{n},"{n} of ""them""\nin two lines"\n' for n in range(50))
     path = tmp_path / "t.csv"
     path.write_text(f"n,text\n{rows}")
-    with patch.object(quotes, "_typical", wraps=quotes._typical) as typical:
+    with patch.object(csv_layout, "_typical", wraps=csv_layout._typical) as typical:
         assert detect_layout(path).names == ("n", "text")
     assert typical.call_count == 2
 

@@ -11,8 +11,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.data import prepare
-from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.embedded import generated, scikit
+from flotilla.trainer.data.builders import datasets, embedded
 from flotilla.trainer.data.features import select
 from flotilla.trainer.data.read import evaluation_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec
@@ -72,7 +71,7 @@ def test_inputs_are_standardized_by_the_training_examples(prepared, name):
 
 def test_a_digit_has_its_properties(prepared):
     spec, _ = prepared("digit_properties")
-    assert spec.features["properties"].labels == tuple(scikit.PROPERTIES)
+    assert spec.features["properties"].labels == tuple(embedded.PROPERTIES)
     _, labels = split(prepared, "digit_properties", "test")
     even, _, looped, _ = np.mean(labels.numpy(), axis=0)
     assert 0.4 < even < 0.6
@@ -87,7 +86,7 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
     deepest = set()
     for each in builder.as_dataset(split="test").as_numpy_iterator():
         tokens, depths = each["tokens"], each["depths"]
-        steps = np.select([tokens == generated.OPENS, tokens == generated.CLOSES], [1, -1], 0)
+        steps = np.select([tokens == embedded.OPENS, tokens == embedded.CLOSES], [1, -1], 0)
         np.testing.assert_array_equal(np.minimum(np.cumsum(steps), 3), depths)
         assert each["end"] == (steps.sum() > 0)
         deepest.add(depths.max())
@@ -96,39 +95,39 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
 
 def rate_by(column, count):
     """Return each user's or item's click rate in the training examples."""
-    _, _, labels = generated.draw()
-    train = slice(0, generated.TRAINING)
+    _, _, labels = embedded.draw_clicks()
+    train = slice(0, embedded.TRAINING)
     seen = np.bincount(column[train], minlength=count)
     return (np.bincount(column[train], labels[train], count) + 0.5) / (seen + 1)
 
 
 def accuracy_by(column, count):
     """Return the accuracy of predictions from a single column."""
-    _, _, labels = generated.draw()
-    test = slice(generated.TRAINING, None)
+    _, _, labels = embedded.draw_clicks()
+    test = slice(embedded.TRAINING, None)
     return ((rate_by(column, count)[column[test]] > 0.5) == labels[test]).mean()
 
 
 def test_they_are_the_same_everywhere():
-    drawn = b"".join(column.tobytes() for column in generated.draw())
+    drawn = b"".join(column.tobytes() for column in embedded.draw_clicks())
     assert hashlib.sha256(drawn).hexdigest()[:16] == "65349d118813665a"
 
 
 def test_ids_fit_their_tables():
-    users, items, labels = generated.draw()
-    assert {len(users), len(items), len(labels)} == {generated.EXAMPLES}
-    assert set(users) == set(range(generated.USERS))
-    assert set(items) == set(range(generated.ITEMS))
+    users, items, labels = embedded.draw_clicks()
+    assert {len(users), len(items), len(labels)} == {embedded.EXAMPLES}
+    assert set(users) == set(range(embedded.USERS))
+    assert set(items) == set(range(embedded.ITEMS))
 
 
 def test_both_answers_are_as_frequent():
-    assert 0.48 < generated.draw()[2].mean() < 0.52
+    assert 0.48 < embedded.draw_clicks()[2].mean() < 0.52
 
 
 def test_one_column_alone_tells_next_to_nothing():
-    users, items, _ = generated.draw()
-    assert accuracy_by(users, generated.USERS) < 0.54
-    assert accuracy_by(items, generated.ITEMS) < 0.54
+    users, items, _ = embedded.draw_clicks()
+    assert accuracy_by(users, embedded.USERS) < 0.54
+    assert accuracy_by(items, embedded.ITEMS) < 0.54
 
 
 def test_the_pair_is_the_input_and_the_click_the_label(tmp_path):
