@@ -90,7 +90,7 @@ Better = Annotated[
     str,
     typer.Option(
         metavar="WORD",
-        help="higher or lower: which values of --metric are better. Default: inferred from the "
+        help="The values of --metric that are better: higher or lower. Default: inferred from the "
         "metric's name.",
     ),
 ]

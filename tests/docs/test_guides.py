@@ -183,9 +183,10 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
     # Importing `tabular` registers its layers, which the model needs to be loaded.
     assert tabular
     own = keras.saving.load_model(model / "model.keras")
-    expected = tf.nn.softmax(own(inputs)).numpy()
-    np.testing.assert_allclose(answers["probabilities"].numpy(), expected, atol=1e-5)
-    assert expected[0, 1] > 0.5
+    # The positive class is the rarer one, `yes`.
+    expected = tf.sigmoid(own(inputs)).numpy().ravel()
+    np.testing.assert_allclose(answers["probability"].numpy().ravel(), expected, atol=1e-5)
+    assert expected[0] > 0.5
 
 
 GUIDES = ROOT / "docs" / "how-to"
@@ -434,7 +435,7 @@ def test_a_second_run_is_compared_with_the_first(task_folder):
     )
     assert (champion["paired"]["metric"], champion["paired"]["better"]) == ("pinball", "lower")
     (report,) = (storage.local_path(second.answer["artifacts"]["report"]),)
-    assert "paired bootstrap-t" in report.read_text(encoding="utf-8")
+    assert "the champion" in report.read_text(encoding="utf-8")
 
 
 PROGRAMS = [

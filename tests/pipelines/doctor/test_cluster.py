@@ -85,7 +85,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     report = of_auto()
     assert (report.code, kube.server.requests) == (0, [])
     found = report["engine"]
-    said = "because this is not a pod and KUBECONFIG is not set; in the pods"
+    said = "because this is not a pod and KUBECONFIG is not set; on a KFP"
     assert (found["state"], said in found["message"]) == ("ok", True)
     said = "auto is local here; --kubernetes checks it anyway"
     assert report["Kubernetes API"]["message"] == said

@@ -241,7 +241,7 @@ def test_the_default_is_named_where_it_is_given(doctor):
 @pytest.mark.usefixtures("kube")
 def test_one_role_without_a_name_of_its_own_is_enough(doctor):
     report = doctor(JOB, f"cluster.kubernetes.worker.image={OURS}")
-    assert report["image"]["message"].startswith("no image is given")
+    assert report["image"]["message"].startswith("the image is unknown here")
     roles = [f"cluster.kubernetes.{role}.image={OURS}" for role in ("chief", "ps", "worker")]
     assert (report["image"]["state"], doctor(JOB, *roles)["image"]["message"]) == ("warn", OURS)
 

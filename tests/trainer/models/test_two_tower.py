@@ -241,7 +241,7 @@ def test_ids_that_are_texts_have_a_row_each():
     spec = of_training(
         "string", user={**text, "counts": {"u1": 5, "u2": 4}}, item={**text, "counts": {"a": 9}}
     )
-    with pytest.raises(ConfigError, match=r"'item' has about 2 values, but .* keeps 1 of"):
+    with pytest.raises(ConfigError, match=r"'item' has about 2 values, but .* keeps only 1 of"):
         build(spec)
     text = {"kind": "text", "distinct": 1, "counts": {"a": 9}}
     model = build(of_training("string", user=text, item=text))
