@@ -186,7 +186,7 @@ def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote
     first = remote("upload", "--json").json["version"]["name"]
     answer = remote("upload", "--image", MINE, "--json")
     assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (True, False)
-    assert f"use {first}, or this version" in answer.err
+    assert f"`submit` and `schedule` use {first}; to use this version" in answer.err
 
 
 def test_what_is_uploaded_stays_when_the_last_look_fails(instance, remote):
