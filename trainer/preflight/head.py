@@ -56,11 +56,12 @@ def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     pieces = choose_reader(config, found.files, scratch, found.hidden)
     files = _sample_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
     is_part = len(files) < len(pieces.files)
-    kept, size = [], 0
+    kept, fetched = [], 0
     for file in files:
-        size += 0 if local_path(file.uri) else file.size
-        if size <= _FETCHED:
+        size = 0 if local_path(file.uri) else file.size
+        if fetched + size <= _FETCHED:
             kept.append(file)
+            fetched += size
     notes: tuple[str, ...] = ()
     if len(kept) < len(files):
         left = next(each for each in files if each not in kept)

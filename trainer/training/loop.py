@@ -74,8 +74,8 @@ class Hooks:
             (the evaluator) no longer improve.
         judged_by: called after the model is built; returns the checkpoint fields that name the main
             metric, as `MainMetric.of` reads them.
-        watch_steps: a context manager around each inner loop and the record of its result, which
-            checks that steps are made.
+        watch_steps: a context manager around each inner loop and around storing its step on the
+            servers, which checks that steps are made.
         steps_of_epoch: the number of steps per epoch; 0 if unknown.
     """
 
@@ -387,9 +387,7 @@ class _OuterLoop:
         if self._validations.is_due(before, step):
             row |= self._validate(step)
         self._note_validation(row)
-        # A new operation of TensorFlow would wait for all tasks, one of which may never answer.
-        with self._hooks.watch_steps():
-            self._journal.add(row)
+        self._journal.add(row)
         is_last = step >= self._training.steps
         if is_last or self._validations.is_due(before, step):
             with self._summaries(step):

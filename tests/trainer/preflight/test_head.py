@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.data.files import file_pieces
@@ -15,6 +16,7 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.uri import local_path
+from tests.stores.fixtures import bucket_name
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +62,15 @@ def test_a_head_is_no_file_that_has_changed(tmp_path):
     (few,) = few_files(config, listing.list_source(config), tmp_path / "scratch").listing.files
     with file_pieces.local(few, tmp_path) as copy:
         assert copy.stat().st_size <= 4000
+
+
+def test_small_files_after_a_large_remote_one_are_read(s3, monkeypatch, tmp_path):
+    monkeypatch.setattr(head, "_FETCHED", 100)
+    s3.create_bucket(bucket := bucket_name())
+    for name, rows in (("a", 2), ("b", 1000), ("c", 2)):
+        storage.write_bytes(f"s3://{bucket}/t/{name}.csv", b"a,label\n" + b"1,2\n" * rows)
+    config = DataConfig(source=f"s3://{bucket}/t")
+    few = few_files(config, listing.list_source(config), tmp_path)
+    assert [each.path for each in few.listing.files] == ["a.csv", "c.csv"]
+    assert few.is_part
+    assert "b.csv is large" in few.notes[0]
