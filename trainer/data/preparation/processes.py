@@ -8,16 +8,16 @@ ends, even if the parent is killed.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
+import pickle
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
 
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation.parts import map_part
@@ -29,6 +29,10 @@ from flotilla.trainer.runtime.errors import UserError
 # Minimum number of parts per process that makes starting it worthwhile.
 _FEWEST = 2
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_COMMAND = (
+    "import sys; from flotilla.trainer.data.preparation import processes; "
+    "processes.run(int(sys.argv[1]))"
+)
 Done = Callable[[Path], None]
 
 
@@ -84,39 +88,56 @@ class _Mapping:
 def _run_processes(
     mapping: _Mapping, stripes: Sequence[Sequence[Part]], took: Callable[[Part | int], None]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    running: dict[Any, tuple[SpawnProcess, list[Part]]] = {}
+    running: dict[Connection, tuple[subprocess.Popen[bytes], list[Part]]] = {}
     try:
         for stripe in stripes:
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(mapping, stripe, os.getpid(), writer), daemon=True
-            )
-            process.start()
-            # Close the parent's copy, so that the pipe ends when the process ends.
-            writer.close()
+            reader, process = _start(mapping, stripe)
             running[reader] = (process, list(stripe))
         while running:
             for reader in set(running).intersection(wait(list(running))):
+                assert isinstance(reader, Connection)
                 process, left = running[reader]
                 if not _take_answer(reader, process, left, took):
                     del running[reader]
     finally:
         for process, _ in running.values():
             process.kill()
-            process.join()
+            process.wait()
+
+
+def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start a process for some parts, and return the connection to its answers.
+
+    `multiprocessing` would import the user's script again in the process, and hang if the process
+    ended before it read its arguments.
+    """
+    with tempfile.TemporaryFile() as request:
+        pickle.dump(sys.path, request)
+        pickle.dump((mapping, parts, os.getpid()), request)
+        request.seek(0)
+        reader, writer = Pipe(duplex=False)
+        # Without the parent's copy of the writer, the pipe ends when the process ends.
+        with writer:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(writer.fileno())],
+                stdin=request,
+                pass_fds=[writer.fileno()],
+            )
+    return reader, process
 
 
 def _take_answer(
-    reader: Any, process: SpawnProcess, left: list[Part], took: Callable[[Part | int], None]
+    reader: Connection,
+    process: subprocess.Popen[bytes],
+    left: list[Part],
+    took: Callable[[Part | int], None],
 ) -> bool:
     """Handle a message, which is None at the end of a part; return whether more will follow."""
     try:
         answer = reader.recv()
     except EOFError:
-        process.join()
+        code = process.wait()
         if left:
-            code = process.exitcode or 0
             cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise UserError(
                 f"a process that prepared part {left[0].number} was ended by {cause}; finished "
@@ -130,10 +151,15 @@ def _take_answer(
     return True
 
 
-def _work(mapping: _Mapping, parts: Sequence[Part], parent: int, answers: Any) -> None:
+def run(descriptor: int) -> None:
+    """Map the parts in the request on standard input, and write the answers to a descriptor."""
     # Ctrl-C reaches the whole process group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The modules of the mapping can be imported only with the parent's path.
+    sys.path = pickle.load(sys.stdin.buffer)
+    mapping, parts, parent = pickle.load(sys.stdin.buffer)
     _exit_with_parent(parent)
+    answers = Connection(descriptor, readable=False)
     try:
         mapping.map(parts, answers.send, lambda _part: answers.send(None))
     # The parent raises the exception again.

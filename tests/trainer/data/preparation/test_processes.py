@@ -12,6 +12,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.preparation import processes
 from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
@@ -75,7 +76,7 @@ def test_a_process_that_is_killed_is_one_line_and_its_end_keeps_the_rest(prepare
 
 
 def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("multiprocessing.get_context", lambda *_: pytest.fail("a process"))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process"))
     source.fetch()
     done = []
     parts = source.parts()[:3]
@@ -88,6 +89,13 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
         done=lambda place: done.append(int(place.name)),
     )
     assert done == [0, 1, 2]
+
+
+def test_a_process_that_ends_before_it_reads_its_request_is_an_error(prepared, source, monkeypatch):
+    monkeypatch.setattr(processes, "_COMMAND", "raise SystemExit(3)")
+    source.padding = "x" * 1_000_000
+    with pytest.raises(UserError, match="part 0 was ended by exit code 3"):
+        prepared(source, processes=2)
 
 
 FILES, ROWS, KILLS = 12, 400, 2
