@@ -1,9 +1,10 @@
-# The image of all steps and tasks. VARIANT is cpu or gpu. BASE must be an official Python image, whose
-# packages are below /usr/local; it may be given as NAME@sha256:DIGEST.
+# The container image of all steps and tasks. VARIANT is cpu or gpu. BASE must be an official Python
+# image, because these have their packages below /usr/local; it may be given as NAME@sha256:DIGEST.
 ARG BASE=python:3.11.7-slim-bookworm
 
-# The lock file of the variant, which includes the extras s3 (for KFP's default store), mlflow and
-# signing. On x86, the CPU variant uses the smaller package tensorflow-cpu, which has no GPU kernels.
+# This stage creates the lock file of the variant. It includes the extras s3 (for KFP's default object
+# store), mlflow and signing. On x86, the CPU variant uses the package tensorflow-cpu, which is smaller
+# because it has no GPU kernels.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu
 WORKDIR /build
@@ -16,9 +17,9 @@ RUN case "$VARIANT $(uname -m)" in \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
     esac
 
-# The packages, which are most of the image. They are installed again only if a lock file changes. Files
-# that Flotilla does not load are removed: TensorFlow's C++ headers, libclang, and the tests of packages.
-# The bytecode is compiled here, because otherwise every task would compile TensorFlow's Python code.
+# This stage installs the packages, so that a change of Flotilla's code does not install them again.
+# Large files that Flotilla does not load are removed: TensorFlow's C++ headers, libclang and some
+# tests. Bytecode is compiled here, because otherwise every task would compile TensorFlow's modules.
 FROM ${BASE} AS packages
 WORKDIR /build
 COPY .ci/uv.py .ci/uv.py
@@ -30,8 +31,8 @@ RUN python .ci/uv.py pip install --no-deps --require-hashes --no-build-isolation
     && rm -rf tensorflow/include clang/native \
     && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +
 
-# Flotilla itself, installed by pip. If TensorFlow is tensorflow-cpu, also an empty package `tensorflow`
-# for packages that require this name.
+# This stage installs Flotilla. If TensorFlow is installed as tensorflow-cpu, it also installs an empty
+# package named `tensorflow`, because other packages require this name.
 FROM packages AS code
 RUN pinned="$(sed -n 's/^tensorflow-cpu==\([^ ]*\).*/\1/p' requirements.lock)" \
     && if [ -n "$pinned" ]; then \
@@ -55,7 +56,8 @@ ENV PYTHONUNBUFFERED=1 \
     PYTHONSAFEPATH=1 \
     GRPC_FAIL_FAST=use_caller
 
-# OpenShift runs the container as a random user of group 0, so this group may write to the home folder.
+# OpenShift runs the container as a random user of group 0, so this group must be able to write to the
+# home folder.
 RUN useradd --uid 1000 --gid 0 --create-home flotilla && chmod 770 /home/flotilla
 WORKDIR /opt/flotilla
 
@@ -67,11 +69,12 @@ COPY configs configs
 # Fail here if the base image searches for packages elsewhere and does not find the code.
 RUN flotilla --version
 
-# These values may change with each build, so they come after the layers that take long to build.
+# These values may change with each build, so they come after the layers that take a long time to build.
 ARG BASE
 ARG VERSION=0.1.0
 ARG COMMIT=""
-# FLOTILLA_COMMIT is the commit in the lineage of a model. HOME is set because a random user has no home.
+# FLOTILLA_COMMIT is recorded in the lineage of a model. HOME is set because a random user is not in
+# /etc/passwd.
 ENV FLOTILLA_COMMIT=$COMMIT \
     HOME=/home/flotilla
 LABEL org.opencontainers.image.title="Flotilla" \

@@ -10,14 +10,13 @@ PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-chec
 UV := $(PYTHON) .ci/uv.py
 PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
-# Clear this variable: without bytecode files, every pytest process would rewrite all test
-# files again.
+# Clear this variable, because without bytecode files every pytest process would rewrite the
+# assertions of all test files again.
 export PYTHONDONTWRITEBYTECODE :=
 VARIANT ?= cpu
 RUNS ?= 3
 ON ?= local
-# The commit that the image records, which is empty without git. The suffix `-dirty` means that files
-# have changed.
+# The commit that the image records; empty without git. The suffix `-dirty` marks uncommitted changes.
 COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null)
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
 
@@ -55,7 +54,7 @@ test: $(SETUP) ## all tests except the slow and the long ones
 		--numprocesses 4 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
-# Both halves wait for other processes most of the time, so they run side by side.
+# Both halves mostly wait for other processes, so they run in parallel.
 test-slow: $(SETUP) ## the slow tests
 	$(MAKE) --no-print-directory --jobs 2 slow-tests slow-cluster-tests
 
@@ -107,7 +106,7 @@ clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-# The extras of the image: the client of KFP's default store, a tracker, and signatures.
+# The extras that the image contains; s3 is for KFP's default object store.
 IMAGE_EXTRAS := --extra s3 --extra mlflow --extra signing
 LOCK = $(UV) pip compile --universal --python-version 3.11 --fork-strategy fewest --no-annotate \
 	--generate-hashes --custom-compile-command "make lock" $(ARGS)

@@ -1,8 +1,8 @@
-"""Runs uv with pip's settings: `python .ci/uv.py pip install ...`. If uv fails, pip installs.
+"""Runs uv with pip's settings: `python .ci/uv.py pip install ...`.
 
-pip installs uv and the builder of source packages from `requirements-build.lock`. uv does not read
-pip's configuration, so the index, the certificates and the proxy are passed as environment
-variables.
+First, pip installs uv and setuptools from `requirements-build.lock`. uv does not read pip's
+configuration, so the index, the certificates, the proxy and other settings are passed as
+environment variables. If uv cannot install packages, pip does.
 """
 
 import ast
@@ -72,7 +72,7 @@ def read_pip_settings(listed: str) -> dict[str, str]:
 
 
 def existing_links(places: str) -> Iterator[str]:
-    """Yield the web pages and the existing folders, because uv fails if a folder is missing."""
+    """Yield the URLs and the existing folders, because uv fails if a folder is missing."""
     for place in places.split():
         if "://" in place or Path(place).expanduser().exists():
             yield place if "://" in place else str(Path(place).expanduser())
@@ -89,8 +89,8 @@ def uv_variables(pip: Mapping[str, str], environment: Mapping[str, str]) -> dict
         "UV_SYSTEM_CERTS": "true",
         "UV_DEFAULT_INDEX": "" if own_index else pip.get("index-url", ""),
         "UV_INDEX": " ".join(pip.get("extra-index-url", "").split()),
-        # Search all indexes, as pip does, because a mirror may lack the locked version. The hashes
-        # ensure that the file is right.
+        # Search all indexes, as pip does, because a mirror may lack the locked version. The locked
+        # hashes ensure that a file from another index is not accepted if it differs.
         "UV_INDEX_STRATEGY": "unsafe-best-match",
         "UV_FIND_LINKS": ",".join(existing_links(pip.get("find-links", ""))),
         "UV_INSECURE_HOST": " ".join(pip.get("trusted-host", "").split()),
