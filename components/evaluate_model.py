@@ -22,7 +22,7 @@ from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import opponent
 
 
-# The decision is the return value, because KFP's local runner resolves conditions only on it.
+# Return the decision, because KFP's local runner resolves conditions only on return values.
 @component
 def evaluate_model(
     config: str,

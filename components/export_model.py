@@ -56,7 +56,7 @@ def export(step: Step) -> str:
         from flotilla.trainer.export import export
 
         settings = load_bundle(step.config)
-        # Another champion can change the decision, so the URI depends on the decision.
+        # The URI depends on the decision, because a comparison with another champion can change it.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
         output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)

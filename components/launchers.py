@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # This variable is set if a step runs in a debugger. Training then runs in the step's process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
-# The Kubernetes engines in order of preference; `auto` uses the first one that the cluster serves.
+# The Kubernetes engines, in the order in which `auto` prefers them.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
 
 

@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
 
 
-# The arguments are the fields of the form; a test compares them with
+# The arguments up to `settings` are the fields of KFP's form. A test compares them with
 # `flotilla.trainer.config.form`.
 @contract.mark_component
 @component

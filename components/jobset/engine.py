@@ -229,7 +229,7 @@ class JobSets(Engine):
         return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
 
     def failure(self, api: Api, tree: Tree) -> JobEnd:
-        """Return the reason for a failure, taken from a failed child Job."""
+        """Return how the job ended, with the reason of a failed child Job if there is one."""
         end = self.end(tree) or JobEnd(is_done=False)
         try:
             jobs = self._jobs(api, tree)

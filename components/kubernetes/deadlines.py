@@ -208,7 +208,7 @@ class Deadlines:
             self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        # A job that was suspended while running has no deadline in the queue: how long it waits
+        # A job that was suspended while running has no queueing deadline, because its waiting time
         # depends on the job that took its capacity.
         since = {} if self._is_put_back else {self._stage: self._entered_at}
         if not self.is_taken_up:

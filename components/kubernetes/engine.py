@@ -23,7 +23,7 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.tracking import addresses
 
-# Placeholders in a manifest for values that only a run has.
+# Placeholders in a manifest for values that are known only in a run.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 
@@ -107,7 +107,7 @@ class Engine(ABC):
 
 
 def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
-    """Return the manifest of `config`, with placeholders for values that only a run has."""
+    """Return the manifest of `config`, with placeholders for values that only a run knows."""
     root = config.storage.root or _ROOT
     job = Job(
         config=config,

@@ -26,12 +26,12 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Minimum number of heartbeats per lease duration. With this many, a job does not become an orphan
-# if a few of them are lost.
+# Minimum number of heartbeats per lease duration. With this number, a job is not mistaken for an
+# orphan if a few heartbeats are lost.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# Maximum number of attempts to take the lease. An attempt fails if the lease changes, or is deleted
-# with an earlier job.
+# Maximum number of attempts to take the lease. An attempt fails if another process changes the
+# lease, or if the lease is deleted with an earlier job.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -60,7 +60,7 @@ class Heartbeat:
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
-        # After this many consecutive refusals, heartbeats are considered refused for good.
+        # After this many consecutive refusals, the launcher gives up and reports the refusal.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
         self._on_refused = on_refused
@@ -108,14 +108,14 @@ class Heartbeat:
         except RefusedError as error:
             if error.is_missing:
                 return False
-            # On a conflict, another launcher may have taken the lease; the next heartbeat will show
-            # it.
+            # On a conflict, another launcher may have taken the lease. The next heartbeat detects
+            # this.
             if error.code != HTTPStatus.CONFLICT:
                 return self._was_refused(error)
         return True
 
     def _was_refused(self, error: RefusedError) -> bool:
-        # A refusal may be temporary. If heartbeats fail for too long, the guard ends the job.
+        # Retry first, because a refusal may be temporary.
         self._refusals += 1
         if self._refusals >= self._most_refusals:
             self._on_refused(error)
@@ -204,7 +204,8 @@ class Heartbeat:
         except RefusedError as error:
             if not error.is_missing:
                 raise
-        # The lease was deleted, alone or with the job. If the job is gone too, this call fails.
+        # The lease was deleted, perhaps together with the job. If the job does not exist either,
+        # the next call raises `RefusedError`.
         self._api.get(self._kind.resource, name)
         self._take()
         return self._api.patch(LEASES, name, patch)

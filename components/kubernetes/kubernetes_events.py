@@ -17,7 +17,6 @@ from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
-# Maximum number of events in a report.
 REPORTED = 3
 # Seconds between two reads of a job's events while pods are missing.
 LOOK_SECONDS = 5.0
@@ -30,7 +29,11 @@ _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exist
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return a text about the last events of objects; empty if there are none or the API fails."""
+    """Return the last events of objects as the end of a message; empty if there are none.
+
+    If the permission to list events is missing, the text says so. If the events cannot be read for
+    another reason, it is empty.
+    """
     try:
         found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)
     except UnreachableError:

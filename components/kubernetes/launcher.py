@@ -71,7 +71,8 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
-# Variables for the object store that tasks get from the step. Credentials come from secrets.
+# Environment variables for the object store that the step passes to the tasks. Credentials come
+# from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
@@ -226,8 +227,8 @@ class _Launch:
         own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
         adoption = Adoption(self._engine, self._api, limits, self._wait)
-        # A pod on a lost node remains until Kubernetes detects the loss. Wait for this as long as a
-        # pod may wait for a node.
+        # A pod on a lost node remains until Kubernetes detects the loss. Wait for this as long as
+        # the deadline `queueing` allows.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
@@ -304,7 +305,7 @@ class _Launch:
                 self._restarts.count_loss(lost)
             return lost
         except UserError as error:
-            # A job that is being deleted also fails, but this is not an error of the run.
+            # An interrupt deletes the job, so its failure is not an error of the run.
             if self._is_interrupted:
                 raise self._finish_interrupted(supervisor, logs) from None
             error.traceback = relay.traceback

@@ -51,7 +51,8 @@ class LogPosition:
         """Start at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # Number of lines with the last timestamp: in total, and repeated by the current request.
+        # Number of lines with the last timestamp that were read in total, and number of those that
+        # the current request has repeated.
         self._read = self._repeated = 0
         self._catching_up = False
 

@@ -38,7 +38,7 @@ class Restarts:
         """Start at 0 restarts; the limit is `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # Another thread, which reads the leader's log, reports progress.
+        # The thread that reads the leader's log calls `record_progress`.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
@@ -46,7 +46,7 @@ class Restarts:
         self._losses: Counter[Task] = Counter()
         # Pods whose end was already counted; the operator may report their deletion later.
         self._counted: set[str] = set()
-        # Total number of restarts when each task last started.
+        # The run's total number of restarts when each task last started.
         self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:

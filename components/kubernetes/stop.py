@@ -96,7 +96,8 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        # A trainer's guard logs in the task's container, and a program's agent in the last one.
+        # A trainer's guard logs in the task's container. A program's agent logs in the sidecar,
+        # which is the last container of the list.
         container = pod_state.logging_containers(leader)[-1]
         recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)

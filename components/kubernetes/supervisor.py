@@ -125,8 +125,8 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # Read the pods again: their events may be late, and their logs disappear with the
-                # job.
+                # Read the pods again, because their events may be late, and their logs disappear
+                # with the job.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -187,8 +187,8 @@ class Supervisor:
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(describe_foreign_deletion(self._name))
             return over is not None
-        # Do not wait for a status of the job: the controller may be down, or unable to create a
-        # pod.
+        # If the leading task has succeeded, do not wait for the job's status, because the
+        # controller may be down, or unable to create a pod.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
@@ -228,7 +228,8 @@ class Supervisor:
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
-        # No reason is known: the pod was last seen before an outage, or deleted by force.
+        # The reason for this loss is unknown, because the pod was last seen before an outage, or
+        # was deleted by force.
         if deleted and not loss and not pod_state.has_ended(pod):
             loss = pod_state.loss_of_absent(pod)
         if loss:
@@ -288,7 +289,7 @@ class Supervisor:
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        # Compare creation times: pods are listed by name, and a Job's failed pods remain.
+        # Compare creation times, because pods are listed by name, and a Job's failed pods remain.
         every = [self._last_seen[uid] for uid in self._seen[end.task]]
         is_last = not any(pod_state.is_older(pod, each) for each in every)
         if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):

@@ -80,8 +80,7 @@ _LINEAGE = (
     "evaluation", "decision",
 )  # fmt: skip
 # States of a successful run: a KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its
-# version, and the local runner may also report `SUCCESS`. A KFP instance that has lost track of a
-# run reports `RUNNING`.
+# version, and the local runner may also report `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
 #: State of a finished run, some of whose steps are running again.

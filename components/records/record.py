@@ -349,7 +349,7 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # `KeyboardInterrupt` is not an `Exception`. Libraries catch exceptions, and replace the
+        # Raise `KeyboardInterrupt`, because libraries catch every `Exception`, and then replace its
         # message or continue.
         raise KeyboardInterrupt
 

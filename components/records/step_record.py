@@ -342,7 +342,7 @@ def harmless(what: str) -> Iterator[list[Exception]]:
     block receives a list, to which the exception is added.
     """
     failed: list[Exception] = []
-    # A step must report its end, whatever error occurs here.
+    # Catch every exception, because a step must always report its end.
     try:
         with shorter_retry(_RETRY_SECONDS):
             yield failed

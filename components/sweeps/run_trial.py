@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
-#: The result of a step if the rung has no trial at its place.
+#: The result of the step if the rung has no trial at `place`.
 EMPTY = "{}"
 # Arguments that the training step does not accept.
 _OWN = ("sweep", "place", "rung")

@@ -50,8 +50,9 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task that still runs this many seconds before its pod's grace period ends is killed, so that it
-# leaves a message in time. If the grace period is short, this share of it is used instead.
+# A task that still runs this many seconds before the end of its pod's grace period is killed, so
+# that the guard has time to write the termination message. In a short grace period, this share of
+# it is used instead.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds until unresolved names are reported (a name resolves only once its pod has an address),
@@ -77,8 +78,7 @@ class Guard:
         checkpoint. If a job is suspended and also asked to stop, two signals arrive.
         """
         mine = object()
-        # This is atomic, because the signal handler and the launcher watch may both send the
-        # signal.
+        # `setdefault` is atomic, so only one of the signal handler and the launcher watch sends it.
         if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
 

@@ -293,8 +293,8 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times have a resolution of one second. A failure in the same second as the deletion
-    # request has another cause.
+    # Times have a resolution of one second, so a failure in the same second as the deletion request
+    # is assumed to have another cause.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(

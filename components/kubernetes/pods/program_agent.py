@@ -53,12 +53,13 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# Share of the pod's grace period for the program to end; in the rest, its last checkpoint is
-# published.
+# The program gets this share of the pod's grace period to end. In the rest, the agent publishes the
+# last checkpoint.
 PROGRAM_SHARE = 0.5
 # How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# Seconds to wait for the guard to disconnect, because the kubelet may notice its end first.
+# Seconds to wait for the guard to disconnect, because the kubelet may notice the end of its
+# container earlier.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
@@ -85,7 +86,8 @@ class EndOfPod:
         threading.Thread(target=self._end, daemon=True).start()
 
     def _end(self) -> None:
-        # If the guard is still connected, the next agent of this pod continues with it.
+        # If the guard is still connected, the kubelet restarts this container, and the new agent
+        # continues with this guard.
         if not self.agent or not self.agent.lose_guard(GONE_SECONDS):
             os._exit(_KILLED)
 
@@ -154,7 +156,8 @@ def main(arguments: list[str]) -> int:
         cluster, task = from_tf_config(os.environ.get("TF_CONFIG", ""))
         config = parse_config(json.loads(os.environ.get(CONFIG_VARIABLE) or "{}"))
     except UserError as error:
-        # Kubernetes restarts this container, and the launcher reports that it cannot start.
+        # Kubernetes restarts this container, and the launcher reports that the container cannot
+        # start.
         streams.say(f"agent: {error}")
         return USAGE
     job = Job(

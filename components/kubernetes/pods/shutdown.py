@@ -16,11 +16,12 @@ from collections import Counter
 from contextlib import suppress
 
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
-# The guard itself rejects a value that is not a number.
+# The guard reports a value that is not a number as an error, so use the default here.
 _named_port = os.environ.get(_PORT_VARIABLE, "")
 PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"
-# Seconds that a stopped server waits for the announcement, which comes only if the leader stops.
+# After SIGTERM, a server waits this many seconds for the announcement, which comes only if the
+# leader is stopped too.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 # Number of connections that are allowed beyond one for each server.

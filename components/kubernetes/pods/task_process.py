@@ -42,9 +42,9 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
-# If an attempt is shorter than the first number of seconds, its cluster was not complete yet. Such
-# restarts may go on for the second number of seconds, which is longer than gRPC takes to resolve a
-# name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
+# If an attempt ends with `BEGIN_AGAIN` within the first number of seconds, its cluster was not
+# complete. For the second number of seconds, such restarts are not counted. This is longer than
+# gRPC takes to resolve a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
 # Seconds between two attempts. After short attempts, the time between two starts doubles from the
 # first number up to the second.
@@ -118,7 +118,7 @@ class TaskProcess:
         """Forward a signal to the task, and do not restart the task afterwards."""
         self.begin_no_more()
         with self._lock:
-            # The main thread has not reaped the process, so no other process has its PID.
+            # The main thread has not reaped the process yet, so no other process has its PID.
             if self._process:
                 os.kill(self._process.pid, number)
 
