@@ -66,7 +66,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
 }
 # Comparisons with this prefix run only on request, because accuracy does not depend on the machine.
 OF_ACCURACY = "same-"
-# These comparisons use the digits dataset or generated data.
+# These comparisons do not need the MNIST files.
 WITHOUT_MNIST = {
     "run",
     "startup",

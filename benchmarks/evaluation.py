@@ -28,8 +28,8 @@ from flotilla.trainer.models.spec import InputSpec
 EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
 ROUNDS = 5
 RESAMPLES = 1000
-# Share of labels that are copied from the predictions. The other labels are random. The metrics of
-# random labels alone would be cheaper to compute.
+# Share of labels that are copied from the predictions. The other labels are random. With random
+# labels alone, the metrics would be cheaper to compute.
 KNOWN = 0.5
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),

@@ -41,8 +41,8 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Share of the steps that is skipped at the start, because graphs are traced then, including the
-# graph of turns. The measurement of `fit` similarly skips the first of four epochs.
+# Share of the steps that is not measured, because graphs are traced at the start of training.
+# `benchmarks.baselines.fit` similarly skips the first of four epochs.
 _WARM = 0.25
 
 

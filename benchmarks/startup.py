@@ -18,7 +18,8 @@ from flotilla.trainer.cluster.process import MODULES
 
 ROUNDS = 3
 _STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
-# Modules that the body of a step imports in a complete run, even if the dataset is prepared.
+# Modules that the body of a step imports in a complete run of `configs/digits.yaml`, even if the
+# dataset is already prepared.
 _BODIES = {
     "prepare_data": (
         "flotilla.trainer.data.prepare",

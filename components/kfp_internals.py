@@ -16,7 +16,6 @@ from typing import Any
 #: If this variable is set, importing KFP loads only the modules that a running step needs.
 RUNTIME = "_KFP_RUNTIME"
 _EXECUTOR = "kfp.dsl.executor_main"
-#: The KFP modules that a running step uses.
 EXECUTOR_MODULES = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
 # Indexes of the arguments in the command with which KFP's local runner starts a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4

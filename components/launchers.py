@@ -92,8 +92,8 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     from flotilla.components.kubernetes.pods.template import leading
 
     kubernetes.launch(engine(launcher), job, defaults)
-    # The success of a job is not enough: the leading task must have recorded the end of training. A
-    # program without an agent records nothing.
+    # A job may succeed although training is not complete, so require that the leading task recorded
+    # the end of training. A program without an agent records nothing.
     if not job.config.program.command or job.config.program.python:
         completion.require(job, str(leading(job.config)))
 

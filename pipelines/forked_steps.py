@@ -37,7 +37,7 @@ _LATER = (
     *dict.fromkeys(MODULES.values()),
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
-# The pipelines that always need TensorFlow.
+# The pipelines that train, and therefore need TensorFlow.
 TRAINING = ("run", "train", "train_on")
 _SECONDS_TO_END = 5.0
 

@@ -114,7 +114,7 @@ def rate(costs: Costs, point: Point, cores: int) -> float:
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    # A run uses single updates until it is fast enough for turns.
+    # Workers take updates one by one until the run is fast enough for turns (see `Dispatch`).
     without_turns = dispatch.unit(point.rate, point.workers, 1) == 1
     return float(point.looped or without_turns)
 
@@ -179,7 +179,8 @@ def _of_no_task(points: Sequence[Point], cores: int) -> float:
 
 def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
     """Return the constants, with the waiting times on one machine fitted to the rates."""
-    # With more workers than cores, the waiting time does not show, because another worker runs.
+    # With more workers than cores, waiting times do not affect the rate, because another worker
+    # runs.
     waiting = [p for p in points if p.workers <= cores]
 
     def error(found: Costs) -> float:

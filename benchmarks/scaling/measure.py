@@ -22,7 +22,7 @@ HELD_OUT = ((8, 1), (2, 2), (4, 3))
 # One shard for each worker of the largest run.
 SHARDS = max(WORKERS)
 STEPS = 6000
-# Steps of runs with more than FEW workers. Each half of the measured part has to take longer than a
+# Steps of runs with more than FEW workers. Each half of the measured part must take longer than a
 # second, the interval of progress reports.
 MANY_STEPS = 2 * STEPS
 # Number of workers in runs that vary the model and `pull_every`.
@@ -65,8 +65,8 @@ def cases() -> Iterator[Case]:
     for workers, servers in (*others, (2, 2), (4, 3), (2, 4)):
         steps = MANY_STEPS if workers > FEW else STEPS
         yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=steps)
-    # Repeat one run with too few steps for turns. It takes only seconds. Its checkpoints make it
-    # report progress at the measured steps.
+    # This run has too few steps for turns, and takes only seconds. It saves checkpoints, so that it
+    # reports progress at the measured steps.
     steps = LONG_RUN - 100
     every = int(FIRST * steps)
     yield Case(model=MIDDLE, workers=FEW, pull_every=1, steps=steps, checkpoint_every=every)

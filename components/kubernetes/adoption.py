@@ -133,8 +133,8 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Do not retry: the lease is not renewed during retries, and the guard would end the
-                # job.
+                # Do not retry, because the lease is not renewed during retries, and the guard would
+                # end the job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 

@@ -187,9 +187,9 @@ class Heartbeat:
         if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
             stop = {}
         if found["metadata"].get("ownerReferences") == metadata["ownerReferences"]:
-            # Leave out unchanged owners: in some clusters (OpenShift, with the admission plugin
-            # `OwnerReferencesPermissionEnforcement`), only users who may delete an object may set
-            # its owners.
+            # Leave out unchanged owners, because in some clusters (OpenShift, with the admission
+            # plugin `OwnerReferencesPermissionEnforcement`), only users who may delete an object
+            # may set its owners.
             del metadata["ownerReferences"]
         metadata |= {"uid": found["metadata"]["uid"], "annotations": stop}
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})

@@ -176,8 +176,8 @@ class _Launch:
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
-        # The signal handler uses another connection pool, because a thread may hold the lock of the
-        # pool in `_api`.
+        # The signal handler uses another connection pool, because the interrupted code may hold the
+        # lock of the pool in `_api`.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
         grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
@@ -194,7 +194,7 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A program does not have to report its steps, and has its own deadline,
+            # A user's program does not have to report its steps. It has its own deadline,
             # `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 TAIL = 5
 _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
-# The training events that are relayed; all other events are only written to the log.
+# The training events that `EventRelay` processes.
 _TRAINING_EVENTS = (
     events.AttemptBegin,
     events.Progress,

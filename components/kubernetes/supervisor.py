@@ -47,11 +47,11 @@ CHECK_SECONDS = 5.0
 DRAIN_SECONDS = 10.0
 # A working controller recreates a lost pod within this many seconds.
 ABSENT_SECONDS = 30.0
-# Seconds to wait for the events of deleted pods after the job has failed.
+# Seconds to wait for the events of deleted pods after the job has ended.
 SETTLE_SECONDS = 10.0
 
 # One of: an object and whether it was deleted; a restart that a guard logged; the error of a
-# refused watch; the error of a takeover by another launcher; None for an interrupt.
+# refused watch or heartbeat; the error of a takeover by another launcher; None for an interrupt.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 

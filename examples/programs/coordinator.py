@@ -33,7 +33,7 @@ def train(flags, resolver, ended):
     with strategy.scope():
         model, optimizer = build(shape), keras.optimizers.Adam(flags.learning_rate)
         optimizer.build(model.trainable_variables)
-        # This count is exact even if many workers update it, unlike the optimizer's.
+        # Unlike the optimizer's count, this one is exact even if many workers update it.
         step = tf.Variable(0, dtype=tf.int64, trainable=False)
     checkpoint = tf.train.Checkpoint(step=step, model=model, optimizer=optimizer)
     manager = tf.train.CheckpointManager(checkpoint, os.environ["FLOTILLA_CHECKPOINTS"], 2)

@@ -186,8 +186,8 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # A dry run checks the configuration in parallel with later stages, and reports an
-            # error under the name of the first stage.
+            # A dry run of the model, in parallel with later stages, reports its error under the
+            # name of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)

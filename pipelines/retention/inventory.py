@@ -214,7 +214,7 @@ class _Reader:
         except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         if manifest.kind != (_MODEL if kind == VERSION else kind):
-            # Flotilla did not publish this directory.
+            # Flotilla publishes no directory of another kind here.
             return None
         # Ignore the source of a version, because the version is a copy of it.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}

@@ -196,7 +196,7 @@ def cancel(
     """
     folder = Path(workdir)
     if local_status.is_local(folder, run):
-        # Do not send a second signal: it would abort the upload of the last checkpoint.
+        # Do not send a second signal, because it would abort the upload of the last checkpoint.
         was_cancelled = local_status.is_cancelled(folder, run)
         was_running = was_cancelled or _interrupt((folder / run).absolute())
         already = "already " if was_cancelled else ""

@@ -65,7 +65,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
 
     if role == TRAINER:
         # Without these permissions, an abandoned job runs until its deadline, and a cancelled job
-        # ends without a last checkpoint.
+        # may end without a last checkpoint.
         return (
             *job_permissions("delete", is_optional=True),
             *lease_permissions("get", "list", "watch", is_optional=True),

@@ -170,7 +170,7 @@ def main(arguments: list[str]) -> int:
     )
     guard = Guard(process, _grace_seconds(settings, task))
     leads = cluster is not None and task == leader(cluster)
-    # Set the handlers before the task starts: an unhandled signal would end only the guard.
+    # Set the handlers before the task starts, so that every signal reaches the task.
     _handle_signals(guard, cluster, task)
     try:
         if config:
@@ -238,7 +238,8 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # Do not restart this task: the leader saves the variables of the current process.
+            # Do not restart this task, because the leader saves the variables of the current
+            # process.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# The lease is read this many times before the job is considered an orphan.
+# Number of times that the lease is read within the heartbeat limit.
 READS_PER_LIMIT = 10
 # If the lease was never renewed, the guard waits for this multiple of the limit. A launcher that is
 # alive ends such a job itself within one limit.

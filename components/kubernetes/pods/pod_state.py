@@ -28,7 +28,7 @@ _START_FAILURES = (
 # The kubelet's reason if a container keeps exiting. It counts as a start failure only for a
 # sidecar, because the program does not start before its sidecar runs.
 _CRASHES = "CrashLoopBackOff"
-# Waiting reasons that every container has while it starts normally.
+# Waiting reasons of a container that is starting normally.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
 # Descriptions of disruptions, by the reason of the condition `DisruptionTarget`.

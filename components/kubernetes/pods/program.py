@@ -48,7 +48,6 @@ _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 # Variables that a program needs to read the object store itself.
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
-#: The warning at the start of a run without the agent.
 WITHOUT_AGENT = (
     "program.python is empty: only Kubernetes restarts the program, and neither its checkpoints "
     "nor its model are published"
@@ -102,7 +101,8 @@ def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
         "--reconnect", str(RECONNECT_SECONDS), "--termination", f"{folder}/{termination.FILE}",
         "--umask", "000", "--",
     ]  # fmt: skip
-    # `args` is only informative: the agent sends the guard the command with filled placeholders.
+    # `args` is only informative, because the agent sends the guard the command with filled
+    # placeholders.
     words = [word.replace("$", "$$") for word in config.program.command]
     return {
         "initContainers": [_agent(own, f"{exchange}/{SOCKET}", image)],

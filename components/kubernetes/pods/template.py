@@ -34,7 +34,7 @@ CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
 LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
 # Default grace period in seconds, in which a chief publishes a last checkpoint.
 GRACE_SECONDS = 120
-# Python, TensorFlow and KFP write here, whatever the working folder is.
+# Python and TensorFlow write temporary files here, whatever the working folder is.
 TEMPORARY_FOLDER = "/tmp"
 _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 
@@ -213,7 +213,8 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
         # Listen on all interfaces, because another pod scrapes the metrics.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
-        # This keeps TensorFlow from importing Keras 3, which workers and servers never use.
+        # This keeps TensorFlow from importing Keras 3, which a task that does not build the model
+        # never uses.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
     }
 

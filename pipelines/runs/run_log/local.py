@@ -100,7 +100,8 @@ class _Logs:
         names = {path.parent.name for path in self._files}
         if "chief-0" not in names and "worker-0" in names:
             self.leader = "worker-0"
-        # Yield lines before events: a line with an event's time belongs to the previous step.
+        # Yield lines before events, because a line that has the same time as an event belongs to
+        # the step before it.
         for file in self._files.values():
             yield from split_times(file.lines(whole=whole), file.time)
         for raw in self._events.raw(whole=whole):
