@@ -1,6 +1,6 @@
 """The exit step, which ends the training job and writes the report.
 
-It always runs: after success, refusal or failure.
+It runs whether the run succeeded, was refused or failed.
 """
 
 import logging

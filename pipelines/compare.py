@@ -27,7 +27,8 @@ class Comparison:
     """A comparison of runs.
 
     Attributes:
-        groups: a list for each group and name, with the value of each run, or None if it has none.
+        groups: for each group and name, a list with the value of each run, or None for a run
+            without a value.
         best: the runs with the best value of the main metric; empty if their main metrics differ.
         intervals: for each metric of the group `test`, the confidence interval of each run, or
             None.

@@ -1,7 +1,7 @@
 """The heartbeat of a launcher: a lease that has the job's name and is owned by the job.
 
-An annotation of the job would not work: while the job's controller is down, the job can be read but
-not written, and the guard of a healthy run would consider its launcher dead.
+An annotation on the job would not work, because while the job's controller is down, the job can be
+read but not written, and the guard of a healthy run would consider its launcher dead.
 """
 
 from __future__ import annotations

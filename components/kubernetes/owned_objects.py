@@ -12,8 +12,8 @@ from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 def step_pod() -> Tree | None:
     """Return the owner reference to this step's pod; None outside a pod.
 
-    Use it only in the pod's namespace: Kubernetes considers an owner in another namespace missing,
-    and would delete the job.
+    Use it only in the pod's namespace, because Kubernetes considers an owner in another namespace
+    missing and would delete the job.
     """
     name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
     if not name or not uid:

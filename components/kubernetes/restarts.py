@@ -38,7 +38,7 @@ class Restarts:
         """Start at 0 restarts; the limit is `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # The thread that reads the leader's log calls `record_progress`.
+        # Needed because another thread, which reads the leader's log, calls `record_progress`.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1

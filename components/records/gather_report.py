@@ -213,6 +213,7 @@ def _verdict(
         return ill[0] if ill else "interrupted"
     if state == AGAIN:
         return "running"
+    # KFP may report `RUNNING` for a run that has ended, so a recorded decision counts as success.
     if state == "FAILED" or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":

@@ -24,7 +24,7 @@ def build(shape):
 
 
 def make_update(strategy, model, optimizer, step, batch_size):
-    """Return the training step, which replaces `fit`: Keras 3 has none for this strategy."""
+    """Return the training step, because Keras 3 has no `fit` for this strategy."""
     losses = keras.losses.SparseCategoricalCrossentropy(reduction=None)
 
     def replica(row):

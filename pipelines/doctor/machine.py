@@ -14,8 +14,8 @@ from flotilla.trainer.cluster import loopback as ports
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.uri import speaks_s3
 
-# Below the first limit, a run of the example dataset cannot finish. Below the second, the disk will
-# soon be full.
+# Limits of free disk space. Below the first, a run of the example dataset cannot finish. Below the
+# second, the disk will soon be full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
 # NCCL fails with the 64 MiB of shared memory that a container has by default.
 SHARED_MEMORY = Path("/dev/shm")

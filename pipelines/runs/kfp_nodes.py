@@ -45,7 +45,7 @@ _MOST_PREFIX = 242
 # The start of Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
 # The start of an error message that KFP returns instead of a log. The HTTP status is 200, because
-# it was sent before the error occurred.
+# KFP sends the status before the error occurs.
 _NO_LOG = '{"error_message":'
 
 # The user interface's names for object stores, by URI scheme.

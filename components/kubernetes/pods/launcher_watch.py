@@ -1,9 +1,9 @@
 """Watches the launcher through the lease of the job, in the guard of the leading task.
 
-An annotation on the lease asks the guard to end the job. Without renewal, the launcher is assumed
-dead; only time during which the lease was readable counts. If the lease was never renewed, the
-guard waits twice as long, because such a launcher ends the job itself within the limit. A job
-without a lease was not created by a launcher, and is not ended.
+An annotation on the lease asks the guard to end the job. If the lease is not renewed, the launcher
+is assumed dead; only time during which the lease was readable counts. If the lease was never
+renewed, the guard waits twice as long, because such a launcher ends the job itself within the
+limit. A job without a lease was not created by a launcher, and is not ended.
 """
 
 from __future__ import annotations

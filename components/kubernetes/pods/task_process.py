@@ -8,7 +8,7 @@ by the other tasks up to 30 s later, and Kubernetes' back-off would grow each ti
 - A code below 128 is final: it means success, or a failure that would repeat.
 - From 128 on (a signal, or `BEGIN_AGAIN`), the task is restarted, up to a limit for this pod. Each
   of these restarts is logged as an event. Past the limit, the guard exits with the code of the
-  task, and the pod's controller decides.
+  task, and the pod's controller decides whether to recreate the pod.
 - If a task ends with `BEGIN_AGAIN` soon after its start, its cluster was not complete yet: for
   example, a server had restarted, and the other tasks resolve its new address at different times.
   For two minutes, these restarts are neither counted nor logged as events, because they belong to

@@ -93,7 +93,8 @@ def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str)
     }
     return {
         LAUNCHER_VARIABLE: json.dumps(watched),
-        # Events name their job, because a restarted chief may run in another pod of the same job.
+        # Events and the checkpoint lease contain this name, so that a chief that restarted in
+        # another pod is recognized as part of the same job.
         events.JOB: label_job(kind, name, namespace),
     }
 
