@@ -1,4 +1,4 @@
-"""Compares how long Flotilla and the published program take to 97 % accuracy on MNIST.
+"""Compares how long Flotilla and the published program take to reach 97 % accuracy on MNIST.
 
 Both sides save snapshots of their weights, which are evaluated after training. The time of the
 program includes fetching the snapshots (320 KB each) but not writing them; the time of Flotilla

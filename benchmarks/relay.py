@@ -23,7 +23,7 @@ class Relay:
     """Forwards the bytes of both directions and counts them."""
 
     def __init__(self) -> None:
-        """Start at zero bytes."""
+        """Set the number of bytes to 0."""
         self.bytes = 0
         self._lock = threading.Lock()
 

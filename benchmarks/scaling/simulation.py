@@ -156,11 +156,11 @@ class _Cores:
         self.used = 0.0
 
     def take(self, now: float, seconds: float) -> float:
-        """Return the time when a request ends."""
+        """Return when a request that arrives at `now` ends."""
         return self.take_each(now, (seconds,))[0]
 
     def take_each(self, now: float, pieces: Sequence[float]) -> list[float]:
-        """Return the times when simultaneous requests end."""
+        """Return when each of several requests that arrive at `now` ends."""
         free, ends, replaced = self.free, [], heapq.heapreplace
         for seconds in pieces:
             end = (now if now > free[0] else free[0]) + seconds
@@ -198,7 +198,7 @@ class _Counts:
 def simulated(
     work: Work, fleet: Fleet, dispatch: Dispatch, *, stretches: int = 3, seed: int = 0
 ) -> Outcome:
-    """Simulate a number of stretches after a first one, which is not counted."""
+    """Return the outcome of `stretches` simulated stretches, after a first one that is ignored."""
     return _Simulation(work, fleet, dispatch, seed).run(stretches)
 
 

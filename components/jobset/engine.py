@@ -264,7 +264,7 @@ class JobSets(Engine):
                 api.delete(JOBS, owner["name"], owner["uid"])
 
     def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uids of the JobSet and of its child Jobs that have no active pods."""
+        """Return the uids of the JobSet and of up to `_REPORTERS` Jobs without active pods."""
         idle = [job for job in self._jobs(api, tree) if not job.get("status", {}).get("active")]
         jobs = [str(job["metadata"]["uid"]) for job in idle[:_REPORTERS]]
         return [str(tree["metadata"]["uid"]), *jobs]

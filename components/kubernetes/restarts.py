@@ -87,7 +87,7 @@ class Restarts:
         return True
 
     def count_loss(self, loss: Loss) -> None:
-        """Count a lost pod that failed the job; raises `UserError` if it exceeds the limit."""
+        """Count a lost pod that failed the job; raises `UserError` if the limit is exceeded."""
         if loss.uid in self._counted:
             return
         if not self._draw(loss.task):
