@@ -26,7 +26,6 @@ RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
 # Label of isolated pods, which only their own job's network policy selects.
 NETWORK = "flotilla/network"
-# Label with the Kueue queue that must admit a job.
 KUEUE = "kueue.x-k8s.io/queue-name"
 # Prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"

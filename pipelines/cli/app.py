@@ -31,7 +31,6 @@ app = typer.Typer(
 
 # A removed option of `submit` and `schedule`.
 PARAMETER = "--parameter"
-# Removed commands and their replacements.
 REMOVED = {
     "plan": "train for some steps with different numbers of tasks, and see `flotilla compare`"
 }

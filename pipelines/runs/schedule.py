@@ -446,7 +446,6 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
         # If no service account is requested, any is accepted, because the instance chose it.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
-    # Prefer an enabled schedule to a disabled one.
     same.sort(key=_is_enabled, reverse=True)
     kept = same[0] if same else None
     return kept, [each for each in named if each is not kept]
