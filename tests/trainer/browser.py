@@ -15,7 +15,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 60
-# Elements that overflow the page, except those in a scrollable box.
+# Elements that overflow the page, except those in a box that scrolls.
 OUTSIDE = """[...document.body.querySelectorAll("*")].filter(each =>
   !each.parentElement.closest(".table, pre, svg") &&
   (each.getBoundingClientRect().right > innerWidth + 0.5 || each.getBoundingClientRect().left < 0)

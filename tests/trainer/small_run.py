@@ -203,9 +203,10 @@ class _Answering:
 
 @contextmanager
 def answering_inside() -> Iterator[None]:
-    """Let exports start no process, which would import TensorFlow for seconds.
+    """Answer the requests of exports in this process.
 
-    Tests of the process itself are in `tests/trainer/export`.
+    A new process would import TensorFlow, which takes seconds. Tests of that process are in
+    `tests/trainer/export`.
     """
 
     @contextmanager

@@ -50,7 +50,6 @@ def test_each_server_writes_a_file_of_what_it_holds(tmp_path, two_servers):
         "model/dense/kernel": 1,
         "optimizer/m": 1,
     }
-    # No file is left next to the checkpoint, or on the servers.
     assert storage.names(made.uri) == ["step-00000010"]
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert not list((tmp_path / "servers/parts").glob("*part*"))
@@ -118,7 +117,6 @@ def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     again = opened(tmp_path, two_servers)
     assert again.newest().global_step == 10
     assert "variables.data-00001-of-00002 has crc32c" in caplog.text
-    # The skipped checkpoint is replaced.
     with again.flush_at_end():
         again.save(variables(20), io_device=None, fields={})
     assert opened(tmp_path, two_servers).newest().global_step == 20
@@ -150,7 +148,7 @@ def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatc
     with pytest.raises(UserError, match="it is so"):
         made.parts.settle()
     gc.collect()
-    # The object graph is a constant and belongs to no server's variables.
+    # The object graph, a string, may remain in memory, but no value of a variable may.
     kept = [each() for each in held if each() is not None]
     assert len(held) > 2
     assert [each for each in kept if each.dtype.is_floating] == []
@@ -275,7 +273,6 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
     again = in_bucket("another")
     found = again.newest()
     assert found.apart
-    # The chief has everything except the data.
     assert sorted(each.name for each in found.folder.iterdir()) == ["variables.index"]
     fresh = variables(0, 0.0)
     restore(found, fresh, io_device=None, servers=again.servers)

@@ -46,7 +46,7 @@ def of(uri, tmp_path):
 
     made = []
     yield _of
-    # End the uploads of all tasks, including finished attempts, before the server stops.
+    # Finish the uploads of all attempts before the fake store stops.
     for kept in made:
         with suppress(UserError, ZeroDivisionError), kept.flush_at_end():
             pass
@@ -54,7 +54,7 @@ def of(uri, tmp_path):
 
 @pytest.fixture
 def blocked(of, server):
-    """Delay requests that write until the event is set. The fixture `of` waits for them."""
+    """Delay write requests. Yield an event that ends the delay, and one that a request sets."""
     assert of
     free, came = threading.Event(), threading.Event()
 

@@ -199,7 +199,6 @@ def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
     monkeypatch.setitem(part_server._ACTIONS, "discard", action)
     with pytest.raises(UserError, match=READ_ONLY):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # A further request cannot even be written.
     with pytest.raises(UserError, match=r"ps-0 \(.*/servers/parts/requests\): Read-only file sys"):
         two_servers.ask(0, Request(action="begin"))
 

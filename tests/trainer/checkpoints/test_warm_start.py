@@ -47,7 +47,7 @@ def refused(run, uri):
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith("training.warm_start: ")
-    # Before training, no update was applied and nothing was saved.
+    # The error was found before training, so nothing was saved.
     assert run.steps() == []
     assert run.events(AttemptBegin) == []
     return line
@@ -333,7 +333,8 @@ class TestOfKeras:
         assert event.uri == storage.uri_of(file)
 
     def test_names_of_models_around_a_layer_do_not_matter(self, begin, file):
-        # Keras includes the name of a new Sequential in paths, but omits it in a loaded one.
+        # Keras includes the name of a new Sequential in the paths of its variables, but omits the
+        # name of a loaded one.
         taken, _ = begin(net_parts(sequential=True), str(file))
         assert taken == {f"net/{path}" for path in BODY | HEAD}
 

@@ -57,7 +57,8 @@ def test_a_later_checkpoint_that_was_there_before_does_not_count(tmp_path, step)
     text = (folder / "MANIFEST.json").read_text(encoding="utf-8")
     changed = text.replace(f'"global_step": {STEPS + 75}', f'"global_step": {json.dumps(step)}')
     tree = json.loads(changed)
-    # Use a fixed time, because this machine's clock may differ; times have milliseconds.
+    # Make the checkpoint older than the record. Without this, both could have the same time in
+    # milliseconds.
     tree["created"] = "2026-01-01T00:00:00.000Z"
     (folder / "MANIFEST.json").write_text(json.dumps(tree), encoding="utf-8")
     completion.record(job, publish(job, STEPS))

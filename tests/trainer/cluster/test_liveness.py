@@ -176,7 +176,7 @@ OURS = f"{RESOLVE}=1000,{AGAIN},{CONNECT}=5000,{ALIVE}"
         ("", OURS),
         ("grpc.max_receive_message_length=-1", f"grpc.max_receive_message_length=-1,{OURS}"),
         ("grpc.a=1,", f"grpc.a=1,{OURS}"),
-        # The name of this other option begins with ours.
+        # The name of this other option begins with the name of ours.
         (f"{RESOLVE}_more=7", f"{RESOLVE}_more=7,{OURS}"),
         (f"{RESOLVE}=30000", f"{RESOLVE}=30000,{AGAIN},{CONNECT}=5000,{ALIVE}"),
         (f"{CONNECT}=1, {RESOLVE}=2", f"{CONNECT}=1, {RESOLVE}=2,{AGAIN},{ALIVE}"),

@@ -63,7 +63,6 @@ def test_a_process_is_kept_to_its_cores(monkeypatch):
         process.pin_to_cores(child.pid, CLUSTER, worker(0))
         assert os.sched_getaffinity(child.pid) == {first}
         child.communicate(b"\n")
-    # An ended process is not an error.
     process.pin_to_cores(child.pid, CLUSTER, worker(0))
 
 
@@ -81,7 +80,7 @@ def task(role, index=0):
 
 @pytest.fixture
 def present(monkeypatch):
-    """Return a function that simulates a machine with some GPUs and other driver files."""
+    """Return a function that simulates a machine with a given number of GPUs."""
 
     def give(count):
         def listed(pattern):
@@ -99,7 +98,7 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
     with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, but this"):
         process.require_gpus(config_of(2))
     present(1)
-    # One GPU is enough, because workers share GPUs in turn.
+    # One GPU is enough, because several workers may share a GPU.
     process.require_gpus(config_of(2))
 
 
@@ -239,7 +238,7 @@ class Driver:
         return 0
 
 
-# The function has this name in the driver.
+# The driver exports the function under this name.
 Driver.cuDeviceTotalMem_v2 = Driver.tell_memory
 
 

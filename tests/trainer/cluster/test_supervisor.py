@@ -110,7 +110,8 @@ def restarted_after(sizes, *, started_at=1.0):
     [
         ([400], []),
         ([400, 400, 401, 399], []),
-        # Another attempt like the second one would exceed twice the initial size.
+        # If the next attempt grew as much as the second one did, it would exceed twice the initial
+        # size.
         ([400, 610], [2]),
         ([400, 900], [2]),
         ([400, 500, 600, 710], [4]),

@@ -137,7 +137,6 @@ def made(tmp_path):
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path, monkeypatch):
-    """Give the test its own temporary folder."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 BY_NAME = {each.name: each for each in FIELDS}
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-# Braces are excluded, because the repr of a dict with an empty key starts like a KFP placeholder.
+# Exclude braces, because KFP replaces placeholders, which begin with two braces.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}"), max_size=12)
 free = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.just(0.25) | texts,

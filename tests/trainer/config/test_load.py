@@ -321,7 +321,6 @@ def test_a_relative_path_is_relative_to_the_file_that_names_it(tmp_path, monkeyp
     found = load_config(path, rebases=True).data
     assert (found.source, found.manual_dir) == ("b/*.csv", "dir ü/c")
     assert load_config(path, ["data.source=b.csv"], rebases=True).data.source == "b.csv"
-    # Without `rebases`, a relative path is left unchanged.
     assert load_config(path).data.manual_dir == "c"
 
 

@@ -71,7 +71,6 @@ def test_a_mapping_names_a_part_of_them(include, exclude):
     found = initial_weights(value)
     assert found.is_partial
     assert (found.include, found.exclude) == (tuple(include), tuple(exclude))
-    # Empty fields are omitted, and the result can be parsed again.
     assert found.value() == {name: each for name, each in value.items() if each}
     assert initial_weights(found.value()) == found
 

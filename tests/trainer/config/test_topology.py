@@ -37,7 +37,6 @@ PS = Task(role="ps", index=0)
 def test_only_the_roles_that_a_strategy_uses_are_started(strategy):
     tasks = find_topology(strategy).tasks(servers=2, workers=3)
     assert tasks == TASKS[strategy]
-    # The chief must be started last.
     assert "chief" not in tasks or list(tasks)[-1] == "chief"
 
 

@@ -221,6 +221,6 @@ def test_the_rows_of_a_block():
     assert choose_rows(10**6, 60 * 10**6, 100) == BLOCK_ROWS
     assert choose_rows(1000, 1000 * BYTES // 10, BYTES) == 10
     assert choose_rows(10, 10 * 2 * BYTES, 2 * BYTES) == 1
-    # One row of 60 MB among a million small ones.
+    # One row of a million has 60 MiB.
     assert choose_rows(10**6, 10**8, 60 << 20) == 1
     assert choose_rows(1, 0, 0) == BLOCK_ROWS

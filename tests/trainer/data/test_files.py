@@ -362,7 +362,6 @@ def test_a_folder_by_class(tmp_path: Path) -> None:
     assert sorted(values.tolist()) == sorted(i * 3 for i in range(60))
     assert (values // 3 % 2 == found["label"]).all()
     assert len(sizes(found)) == 3
-    # The rows are shuffled and not sorted by class.
     assert 0 < found["label"][:30].sum() < 30
 
 

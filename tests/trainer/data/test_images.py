@@ -105,7 +105,7 @@ def test_the_orientation_of_a_camera_is_followed(form, orientation):
         6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_270,
     }  # fmt: skip
-    # For a given orientation tag, the file stores the image transposed in this way.
+    # For this orientation tag, the file stores the image transposed in this way.
     held = picture().transpose(turned[orientation]) if orientation > 1 else picture()
     data = saved(held, form, exif=exif, **({"quality": 95} if form == "JPEG" else {}))
     assert abs(pixels_of(data, 3).astype(int) - expected(picture(), 3)).mean() < 6

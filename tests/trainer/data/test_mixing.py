@@ -26,7 +26,7 @@ def epochs(numbered, request):
 
 
 def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
-    # Two random orders of n positions have a rank correlation of about 1 / sqrt(n).
+    # Random orders of n rows have rank correlations with a standard deviation of about 1 / sqrt(n).
     bound = 4 / np.sqrt(PLACES)
     ranks = np.argsort(epochs, axis=1)
     in_order = np.arange(EXAMPLES)
@@ -37,9 +37,10 @@ def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
 def test_neighbours_in_a_file_are_no_neighbours_in_an_epoch(epochs):
     for epoch in epochs:
         next_to = np.abs(np.diff(epoch)) == 1
-        # By chance, a row has two neighbors among the other n - 1 rows of its window.
+        # Two random rows of a window of n rows are neighbors with a probability of about 2 / n.
+        # Allow three times as many.
         assert next_to.mean() < 3 / (MIXED * ROWS) * 2
-        # Rows of the same block also follow each other only as often as by chance.
+        # Rows of the same block must also follow each other only about as often as by chance.
         assert (epoch[1:] // ROWS == epoch[:-1] // ROWS).mean() < 2 / MIXED
 
 
@@ -48,6 +49,6 @@ def test_a_batch_of_sorted_examples_is_a_sample_of_all(epochs):
     # Standard deviation of the mean of 32 uniformly drawn numbers.
     chance = EXAMPLES / np.sqrt(12 * BATCH)
     assert means.std() < 1.5 * chance
-    # Each eighth of an epoch must contain rows from all parts of the files.
+    # The mean of each eighth of an epoch must be near the middle of the files.
     parts = epochs.reshape(16, -1).mean(axis=1) / EXAMPLES
     assert np.abs(parts - 0.5).max() < 0.12

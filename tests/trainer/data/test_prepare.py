@@ -87,7 +87,7 @@ def test_the_splits_are_disjoint_and_complete(digits, contents):
     source = np.round(load_digits().images * 255 / 16).astype(np.uint8)
     found = list(itertools.chain(*splits.values()))
     assert sorted(found) == sorted(image.tobytes() for image in source)
-    # All digits differ, so that an example in two splits would be noticed.
+    # All digits differ, so an example in two splits would be detected.
     assert len(set(found)) == 1797
 
 

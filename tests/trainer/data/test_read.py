@@ -79,7 +79,7 @@ def test_it_never_ends(numbered, buffer):
 
 def test_the_seed_gives_the_order(numbered, buffer):
     spec, files = numbered(60)
-    # The smallest and the largest seed that the configuration allows.
+    # These are the smallest and the largest seed that the configuration allows.
     first, same, other = (
         numbers(train(spec, files, seed=seed, buffer=buffer), 150) for seed in (0, 0, 2**31 - 1)
     )
@@ -417,7 +417,6 @@ def test_a_damaged_source_is_refused(digits, tmp_path):
     uri = storage.uri_of(copy)
     with pytest.raises(storage.Corrupt, match="train-00002-of-00008"):
         stage_shards(uri, tmp_path / "shards", "train", 2, 4)
-    # A worker that reads only other shards is not affected.
     assert stage_shards(uri, tmp_path / "shards", "train", 1, 4)
 
 

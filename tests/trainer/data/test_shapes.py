@@ -14,7 +14,7 @@ from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 
-# Shapes of all features of `Ragged`; a set of tags becomes one bool per class.
+# Shapes of all features of `Ragged`. A set of tags becomes one bool per class.
 SHAPES = {
     "picture": (4, 2, 3),
     "mask": (4, 2, 1),

@@ -29,7 +29,7 @@ LAZY = [
     ("adam", {"amsgrad": True, "epsilon": 1e-3, "global_clipnorm": 0.1}),
     ("adamw", {"weight_decay": 0.1}),
     ("adagrad", {}),
-    # These values make TensorFlow's kernel differ strongly from Keras.
+    # With these values, TensorFlow's kernel differs strongly from Keras's formula.
     ("adagrad", {"initial_accumulator_value": 0.0, "epsilon": 0.01}),
     ("ftrl", {}),
     (
@@ -224,7 +224,8 @@ def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
         single(optimizer={"dense_updates": dense}, accumulate=accumulate) for dense in (False, True)
     )
     for each in (lazily, densely):
-        # Simulate a row with one earlier gradient. Only a dense update still changes its moments.
+        # Set all moments, as earlier gradients would. Only a dense update changes the moments of
+        # rows that are not in the batch.
         each.variables()["optimizer/adam/whole_embeddings_momentum"].assign(
             tf.ones((ROWS, DIMENSION))
         )

@@ -85,7 +85,7 @@ def test_a_gradient_grows_with_the_batch_and_not_with_the_table():
         return sum(map(serialized, gradients(layer, list(range(batch)))))
 
     assert size(1_000_000, 64) == size(1000, 64)
-    # Only a row and its id are sent.
+    # For each id, only the id and one row are sent.
     assert size(1_000_000, 256) - size(1_000_000, 64) == pytest.approx(192 * (16 * 4 + 8), rel=0.01)
 
 

@@ -138,7 +138,6 @@ def test_tables_that_differ_by_their_seeds_share_one():
     assert grown(*connected(alone)) == 1
     rows = [layer(tf.range(30, dtype=tf.int64), training=False).numpy() for layer in (one, other)]
     assert not (rows[0] == rows[1]).any()
-    # The rows are the same as without a similar second table.
     np.testing.assert_array_equal(rows[1], alone(tf.range(30, dtype=tf.int64)).numpy())
     for layer in (one, other):
         assert layer.metrics()["rows"] == 30

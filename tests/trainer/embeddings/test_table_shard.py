@@ -173,7 +173,7 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
         steps.assign(step)
         trained(layer, ids)
     for step in (0, 40):
-        # Simulate a warm start, and a restart from a checkpoint of this run.
+        # Step 0 simulates a warm start, and step 40 a restart from a checkpoint of this run.
         steps.assign(step)
         layer.rebuild()
         trained(layer, [2])
@@ -217,7 +217,6 @@ def test_the_step_is_read_when_the_ids_are_there():
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
-    # All shards share one read.
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
 
 

@@ -42,7 +42,6 @@ def regressions(weights=None, **said):
 
 
 def measured(opponents):
-    """Return the differences of all metrics."""
     own, other = (
         predictions.measure_predictions(opponents.objective, each)["metrics"]
         for each in (opponents.own, opponents.other)
@@ -78,7 +77,7 @@ def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
     assert found["method"] == method or not method
     higher = found["better"] == "higher"
     assert higher == (metric not in {"loss", "root_mean_squared_error"})
-    # In either direction the challenger is better, and the bound is worse than the difference.
+    # The challenger is better in each metric, and the bound is worse than the difference.
     assert (found["difference"] > 0) == higher
     assert (found["bound"] < found["difference"]) == higher
 

@@ -135,7 +135,8 @@ def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
 def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(tmp_path):
     rng = np.random.default_rng(3)
     rows = customers(20_000)
-    # Rows are in order of time, and the last ones, the test split, have fewer distinct values.
+    # The rows are in chronological order. The last rows, which form the test split, have fewer
+    # distinct values.
     wide = np.where(np.arange(20_000) < 16_000, 9000, 900)
     rows["spent"] = rng.integers(wide).astype(np.float32)
     times = np.arange(20_000)

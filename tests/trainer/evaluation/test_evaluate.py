@@ -284,7 +284,7 @@ FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
     "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
 }
-# Resident memory, in bytes, that may still grow after the first few thousand examples.
+# Allowed growth of the resident memory after the first few thousand examples, in bytes.
 SLACK = 60 << 20
 # Read VmHWM, because `ru_maxrss` starts at the memory of the parent process.
 PEAK = """

@@ -375,7 +375,8 @@ def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch
     # Trigger imports and traces once, so that they do not count as memory for examples.
     peak(task, AT_ONCE, tmp_path / "first")
     few, many = (peak(task, count, tmp_path / f"{count}") for count in (FEW, MANY))
-    # Each example of the regression takes 12 bytes: prediction, label and weight.
+    # An example of the regression has 12 bytes (prediction, label and weight). At most half of them
+    # may stay in memory.
     assert many < few + 6 * (MANY - FEW)
 
 

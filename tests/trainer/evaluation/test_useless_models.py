@@ -83,7 +83,6 @@ def recommender():
 
 
 def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):  # noqa: PLR0913
-    """Return the gate's decision on the given outputs."""
     config = parse_config({"gate": rules})
     objective = Objective(task)
     own, other = (

@@ -51,7 +51,6 @@ class TwoClasses:
 
     @classmethod
     def of(cls, root: Path, path: Path, **sections: Any) -> TwoClasses:
-        """Prepare a dataset from a file."""
         tree = {
             "name": "leavers",
             "data": {"source": str(path), "label": "status", "shards": 2, "weight": "weight"},

@@ -26,7 +26,8 @@ def test_progress_is_a_line_every_few_seconds():
     assert [line.partition("  ")[0] for line in taken] == [
         "global step 20/300", "", "global step 60/300", "", "global step 100/300",
     ]  # fmt: skip
-    # The first interval includes the tracing of functions, so its speed predicts nothing.
+    # The first interval includes the tracing of functions, so no time left is estimated from its
+    # speed.
     assert taken[0] == "global step 20/300  loss 0.25  100 steps/s"
     assert taken[2] == "global step 60/300  loss 0.25  100 steps/s  12 s left"
 

@@ -263,7 +263,6 @@ class TestFollowing:
             assert write(text[9:20]) == []
             assert write(text[20:] + "\n") == [third]
             assert write("") == []
-            # Only the line that was truncated by a full disk is skipped.
             assert write(f"{text[:20]}{text}\n{text[:30]}\n{text}\n") == [third, third]
 
     def test_progress_for_which_the_file_has_no_room_comes_too(self, file, monkeypatch):

@@ -349,7 +349,6 @@ def test_what_fits_is_not_trained(globs, frozen):
     model = net()
     freeze(model, globs)
     assert trained(model) == [path for path in ALL if path not in frozen]
-    # Frozen variables remain in the model, so checkpoints contain them.
     assert len(model.variables) == len(net().variables)
 
 

@@ -99,7 +99,7 @@ def test_a_mean_comes_of_words_that_are_there():
 
 def test_numbers_have_a_linear_regression_without_hidden_layers():
     model = built("age", "rooms", output=(1,), hidden_units=[], pieces=0)
-    # Two weights for the numbers, one weight for missing values, and the bias.
+    # There are two weights for the numbers, one weight for missing values, and the bias.
     assert model.count_params() == 4
 
 
@@ -212,7 +212,6 @@ def test_columns_and_targets_of_any_name_are_trained_on():
     assert all(each is not None for each in step())
     assert model(inputs).keys() == set(targets)
     registry.require_readable("tabular", model)
-    # Changing any one column changes the output.
     before = model(inputs)["a b"].numpy()
     for name, kind in [*kinds.items()][::6]:
         other = {**inputs, name: tf.constant(EXAMPLES[kind][[1, 2, 0]])}

@@ -77,5 +77,4 @@ def test_spaces_around_a_text_are_those_that_are_left_out_of_files():
     assert Vocabulary(CITIES)(texts).numpy().tolist() == [2] * len(spaces)
     assert Vocabulary([" Rome\t"])(tf.constant(["Rome", "R ome"])).numpy().tolist() == [1, 0]
     assert Words(["köln"], 1)(texts).numpy().tolist() == [[2]] * len(spaces)
-    # Neither invalid UTF-8 nor a NUL is stripped.
     assert strip_spaces(tf.constant([b"\xff ", b" a\x00"])).numpy().tolist() == [b"\xff", b"a\x00"]

@@ -26,7 +26,6 @@ SCHEDULE = {"name": "cosine", "warmup_steps": 2}
 
 
 def built(name, args, *, dtype="float32", schedule=None):
-    """Return an optimizer and two variables."""
     variables = [
         keras.Variable(np.random.RandomState(seed).normal(size=shape), dtype=dtype)
         for seed, shape in enumerate([(4, 3), (5,)])

@@ -16,7 +16,6 @@ from flotilla.trainer.preflight import head, sample
 from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# More rows than a sample contains.
 MANY = 3 * sample.ROWS
 
 

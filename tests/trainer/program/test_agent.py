@@ -85,7 +85,6 @@ def test_a_program_ends_with_its_checkpoint_and_model(launched, tmp_path):
         b'model_checkpoint_path: "ckpt-5"\n'
     )
     assert completion.is_over(job)
-    # A finished run is not trained again.
     launched(job)
     assert len(begun_at(job)) == 1
 

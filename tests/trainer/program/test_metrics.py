@@ -84,7 +84,7 @@ def test_the_step_of_a_checkpoint(metrics, tmp_path):
         take(metrics, when=float(step), step=step)
     assert metrics.step_at(25.0, -1) == 20
     assert metrics.step_at(5.0, -1) == -1
-    # The file name is right if the program reports this step soon after it has written the file.
+    # Step 30 is reported soon after the file was written, so the number in its name is right.
     assert metrics.step_at(25.0, 30) == 30
     assert metrics.step_at(25.0, 2) == 20
     metrics.save(tmp_path)

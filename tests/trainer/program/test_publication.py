@@ -98,7 +98,6 @@ def test_a_new_attempt_publishes_what_was_whole_and_begins_from_it(job, folders)
         "ckpt-3.data-00000-of-00001",
         "ckpt-3.index",
     ]
-    # The restored checkpoint is not published again.
     publisher_of(job, folders)
     assert published_steps(job) == [3]
 
@@ -146,7 +145,8 @@ def test_nothing_is_lost_when_the_end_is_killed(job, folders, monkeypatch, place
     at, step = find_published(job.checkpoints)
     assert step == 3
     assert bool(storage.verify(at).fields["program"]["model"]) == (place == "delete")
-    # The next attempt starts from the published checkpoint, and only one remains for the step.
+    # The next attempt starts from the published checkpoint, and only one checkpoint of this step
+    # remains.
     publisher = publisher_of(job, folders)
     assert publisher.last == at
     (folders.model / "a.txt").write_text("another")

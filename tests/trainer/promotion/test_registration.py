@@ -35,8 +35,6 @@ PARITY = {
 
 
 class Run:
-    """Exports models and registers them below one root."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.root = storage.uri_of(folder / "root")

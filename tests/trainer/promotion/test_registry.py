@@ -100,7 +100,6 @@ def test_a_registered_model_is_not_champion_before_it_is_promoted(
 ) -> None:
     first, second = (register(root, tmp_path, text) for text in ("a", "b"))
     promote(root, first.number, after=0)
-    # If the process dies here, the old champion remains champion.
     assert champion(root) == 1
     made = promote(root, second.number, after=1)
     assert champion(root) == 2

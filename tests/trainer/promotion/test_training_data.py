@@ -59,7 +59,6 @@ def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> N
         version = taken.digest if taken.spans else before.version
         assert {int(span) for span in taken.spans} == pending
         if version in finished:
-            # Nothing has arrived or changed since the finished run.
             words["unchanged"] += 1
             assert not (arrived | changed)
             continue

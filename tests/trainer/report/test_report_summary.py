@@ -36,7 +36,6 @@ def test_a_blessed_run():
     asked = "Accuracy is 0.97; it must be at least 0.95 \\(gate.min\\)."
     assert [asked, "passed"] in rows
     assert ["train\\_model", "done", "12 s"] in rows
-    # Unknown values have no row.
     assert [row[0] for row in rows if row[0] in {"image", "commit", "checkpoint"}] == [
         "image", "checkpoint",
     ]  # fmt: skip

@@ -38,7 +38,7 @@ sys.stdin.readline()
 DIRECT = [sys.executable, "-c", TASK]
 
 
-# The shell does not replace itself, because another command follows the task.
+# The shell does not replace itself with the task, because another command follows.
 BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh", *DIRECT]
 BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
 

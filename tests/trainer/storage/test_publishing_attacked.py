@@ -243,7 +243,7 @@ def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Pat
     assert (target / "large").stat().st_size == 1 << 30
 
 
-# Kill the process before its n-th call of a file system function.
+# A program that is killed before its n-th call of a file system function.
 DIE_AT_EVERY_TOUCH = """
 import os, signal, sys
 from pathlib import Path

@@ -44,8 +44,8 @@ def test_all_steps_are_handed_out_once_and_larger_portions_first(steps, workers,
     [
         (1, 2, 20, [1]),
         (20, 2, 20, [2, 2, 2, *[1] * 14]),
-        # With only five updates per worker, turns would take too long, so each portion has one
-        # update.
+        # With five updates per worker, a turn of 20 updates would leave most workers idle, so each
+        # portion has one update.
         (500, 100, 20, [1] * 500),
     ],
 )
@@ -235,7 +235,6 @@ def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
         assert not fleet.done()
     assert fleet.applied == fleet.most == boundary
     assert fleet.done()
-    # Neither worker got a second closure.
     assert fleet.units == [TURN, TURN]
 
 

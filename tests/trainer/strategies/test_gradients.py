@@ -120,7 +120,6 @@ def test_a_pulled_gradient_that_is_compiled_is_the_gradient():
     value, found = build_pulled_gradient(pulled, cross_entropy, jit=True)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
-    # The batch statistics have also been updated.
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
 
 
@@ -224,7 +223,6 @@ def test_a_model_that_is_a_class_of_its_own_trains_as_in_place():
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
-    # The statistics of the batch were used and stored.
     after = pulled.non_trainable_variables
     assert any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
 

@@ -28,7 +28,6 @@ def stream(examples: int, **named: object) -> Stream:
 
 
 def taken(lent: Stream, position: Position, first: int, size: int) -> list[int]:
-    """Return the example numbers of one batch."""
     (held,) = lent.held()
     batch, _ = lent.batch(held, encode_plan(position), tf.constant(first, tf.int64), size)
     return batch.numpy().tolist()

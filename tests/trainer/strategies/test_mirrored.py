@@ -152,7 +152,7 @@ def test_nccl_is_refused_by_a_worker_that_sees_no_gpu():
 
 
 class OwnStep(keras.Sequential):
-    """Applies a gradient as in Keras's documentation."""
+    """Defines `train_step` as in Keras's documentation."""
 
     def train_step(self, data):
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)

@@ -40,7 +40,7 @@ def begin(turns):
 
 @pytest.fixture
 def take(turns, begin):
-    """Take a turn for a run, by default for a new run of the first closure."""
+    """Return a function that takes a turn for a run; by default, a new run of the first closure."""
     taken = tf.function(turns.take)
     return lambda own=None: taken(begin(0) if own is None else own)
 
@@ -111,7 +111,6 @@ def test_only_the_newest_run_of_a_closure_holds_what_was_handed_out_with_it(turn
     assert [bool(holds(each)) for each in (one, again, other)] == [False, True, True]
     turns.deal(0)
     assert not any(bool(holds(each)) for each in (again, other))
-    # Neither run took a turn.
     assert (turns.look().taken, turns.look().refused) == (0, 0)
 
 

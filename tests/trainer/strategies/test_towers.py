@@ -14,7 +14,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 
-# TensorFlow replaces a missing device by the only one of this process.
+# TensorFlow replaces a missing device with the only device of this process.
 TWO = Towers(devices=("/device:CPU:0", "/device:CPU:1"))
 RATE = 0.1
 

@@ -35,7 +35,6 @@ def measured(task, examples: InParts) -> dict[str, float]:
 
 
 def evaluated(task, examples: InParts) -> dict[str, Any]:
-    """Return the metrics and other results of an evaluation."""
     return predictions.measure_predictions(Objective(task), examples)
 
 

@@ -15,8 +15,6 @@ from tests.trainer.counting import Counting, Run
 
 
 class Recorded:
-    """Records the calls of TensorFlow's profiler."""
-
     def __init__(self, monkeypatch):
         self.calls, self.asked = [], []
         own = tf.profiler.experimental

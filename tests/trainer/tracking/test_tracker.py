@@ -241,7 +241,6 @@ def test_nothing_begins_where_nothing_is_said():
 
 @pytest.fixture
 def target(monkeypatch):
-    """Replace MLflow with a `Target`."""
     made = Target()
     made.names = []
 

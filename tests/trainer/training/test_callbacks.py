@@ -167,5 +167,4 @@ def test_an_error_of_a_callback_is_one_line_with_its_place(run):
         run.train(steps=20, validate=loss_of, callbacks=named(Fails))
     assert "Fails.on_test_end raised KeyError: 'no such column'" in str(failed.value)
     assert "\n" not in str(failed.value)
-    # The checkpoint that was published before is kept.
     assert run.steps() == [0]

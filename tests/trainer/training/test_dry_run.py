@@ -42,7 +42,7 @@ def _own_models(monkeypatch):
 
 
 class Kept(keras.layers.Layer):
-    """A layer that cannot be read back."""
+    """A layer without `get_config`, which Keras cannot load from a file."""
 
     def __init__(self, function, **settings):
         super().__init__(**settings)

@@ -36,7 +36,7 @@ def churn(*labels, **features):
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Return a function from a dataset and a configuration to the error message, or ""."""
+    """Return a function that returns the error for a dataset and a configuration, or ""."""
 
     def said(dataset, tree, *, whole=False, tries=False):
         if not tries:

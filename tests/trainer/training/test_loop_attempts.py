@@ -188,9 +188,7 @@ def test_an_attempt_goes_on_with_what_was_left(run, left):
     *_, event = run.events(AttemptBegin)
     assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
     assert run.weight(50) == 25.0
-    # No checkpoint was due before the cluster was lost.
     assert run.steps() == [0, 20, 30, 40, 50]
-    # The history keeps the rows up to step 27, at which the attempt begins.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
 
@@ -222,7 +220,6 @@ def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     )
     assert validated == [step, 30, 40]
     assert run.steps() == [0, 10, step, 30, 40]
-    # The attempt does not validate the earlier checkpoint.
     losses = {each.global_step: each.loss for each in read_index(run.uri)}
     assert losses[10] == 40.0
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]

@@ -131,7 +131,6 @@ def handed_on(run, step, tmp_path):
 
 @pytest.fixture(scope="module")
 def averaged(tmp_path_factory):
-    """Return a run of 20 steps with averages."""
     run = Run(tmp_path_factory.mktemp("averaged"))
     train_with(run, 20, ema=MOMENTUM)
     return run
@@ -144,7 +143,6 @@ def test_a_checkpoint_has_both_and_hands_the_average_on(averaged, tmp_path):
     assert not np.allclose(last[f"average/{KERNEL}"], last[f"model/{KERNEL}"], atol=1e-4)
     model = handed_on(run, 20, tmp_path)
     np.testing.assert_array_equal(model[KERNEL], last[f"average/{KERNEL}"])
-    # Variables without a gradient have no average.
     mean = "dense/norm/moving_mean"
     np.testing.assert_array_equal(model[mean], last[f"model/{mean}"])
 

@@ -82,7 +82,7 @@ def test_where_all_answer_steps_that_do_not_come_are_a_stall(judged):
     # A restarted task may not have reached its first step.
     assert not judged(Peers(), waits=1)
     assert judged(Peers(), spares=True)
-    # Training may be validating, or compiling a graph in its first step.
+    # Steps do not advance during a validation or while a graph is compiled.
     assert not judged(Peers(), state="validates")
     assert not judged(Peers(), state="first step")
     assert not judged(Peers(), state="another graph")

@@ -52,7 +52,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
     for each in sockets:
         each.close()
     try:
-        # Allow more time than a run, which starts a process by itself after a timeout.
+        # A run starts a process by itself after this timeout; a test waits longer.
         with patch.object(fork_request, "_SECONDS", SECONDS):
             yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:

@@ -61,7 +61,6 @@ def test_what_has_come_of_one_is_closed_with_it(ends):
     arriving = Arriving(other)
     assert arriving.read() is None
     arriving.close()
-    # No end of the pipe is open for writing.
     assert os.read(reader, 1) == b""
     os.close(reader)
 

@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
 
 pytestmark = pytest.mark.cluster
-# Time limit in seconds: longer than the timeout of one request, shorter than that of two.
+# Time limit in seconds, longer than the timeout of one request and shorter than that of two.
 HELD = 1.5 * fork_request._SECONDS
 
 
@@ -131,7 +131,6 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
-    # Wait until the server has started.
     assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):

@@ -72,7 +72,6 @@ def test_what_is_prepared_is_left_alone(data_dir, monkeypatch):
 
 def test_nothing_is_printed(data_dir, capsys):
     download("small", builders.Small(data_dir=data_dir), "")
-    # Standard output is reserved for results.
     assert capsys.readouterr().out == ""
 
 

@@ -176,7 +176,7 @@ def test_buckets_hold_examples_of_like_lengths(sentences):
         assert len(found) == 4
         assert len(set(np.digitize(found, [3, 5]))) == 1
         seen += inputs.numpy().max(1).tolist()
-    # At the end, each of the three buckets may still hold back up to three examples.
+    # At the end, each of the three buckets may hold back up to three examples.
     times = np.bincount(np.array(seen, int))[1:]
     held_back = 3 * 3
     assert abs(times[times > 0] - 4).sum() <= held_back

@@ -44,7 +44,7 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
     _, found = opened(tmp_path)
     assert len(found["x"]) == 40
     assert any("5 of 6 files are ignored" in each for each in notes(tmp_path))
-    # If there is only one file, it is read whatever its name.
+    # If there is only one file, it is read regardless of its name.
     write(tmp_path / "alone", readme_dot_txt=rows())
     assert len(opened(tmp_path / "alone")[1]["x"]) == 40
 

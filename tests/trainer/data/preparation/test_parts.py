@@ -159,7 +159,7 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
         rows = shards.shuffle_rows(chunks, size, (seed, 0))
         order = np.concatenate([each["number"].to_numpy() for each in rows])
         assert sorted(order.tolist()) == [n for n in range(100) if n % 10 > 1]
-        # For each position in the shards, the rank of its row in the source.
+        # Add the ranks in the source of the rows in the shards, in order.
         places.append(np.argsort(np.argsort(order)))
     # The order must be uncorrelated with the source and between neighboring rows.
     drawn = np.array(places)

@@ -74,7 +74,7 @@ def test_it_is_evaluated_as_a_model_of_ours(run, tmp_path, name):
     judge(run, name, tmp_path)
 
 
-# Exports of the others differ in nothing from one of these two.
+# The exports of the other models have the same form as one of these two.
 @pytest.mark.parametrize(
     ("name", "forms"),
     [("a .keras file", ["saved_model", "keras"]), ("TensorFlow 1 on servers", ["saved_model"])],

@@ -45,7 +45,6 @@ def test_no_end_leaves_the_range(value, error, count):
 
 
 def test_what_was_not_seen_may_still_be_there():
-    # Even if all examples are correct, the interval allows some errors.
     assert intervals.metric_interval(1.0, 0.0, 100) == pytest.approx(
         intervals.share_interval(1.0, 100)
     )

@@ -100,7 +100,6 @@ def test_folders_above_those_of_classes_are_splits(
     value = found["image"][:, 3, 3, 0].astype(int)
     want = ["train" if each < 40 else "validation" if each < 48 else "test" for each in value]
     assert found["split"] == want
-    # The rows are shuffled and not sorted by class.
     assert 0 < found["label"][:20].sum() < 20
 
 
