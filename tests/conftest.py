@@ -43,7 +43,7 @@ FOREIGN = (
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# Maximum time to wait until a process exits on a busy machine, in seconds.
+# Maximum time to wait until a process exits, in seconds; long enough for a busy machine.
 SECONDS_TO_END = 60
 
 
@@ -81,8 +81,8 @@ inspect.stack = _stack
 os.fsync = lambda _descriptor: None
 # Cache the command, because each call would rebuild it from all commands and options.
 typer.main.get_command = functools.cache(typer.main.get_command)
-# Cache parsed YAML, because most tests of a command read the same few configurations, which takes
-# 20 ms each. An error is not cached.
+# Cache parsed YAML, because most tests of a command read the same few configurations, and parsing
+# one takes 20 ms. An error is not cached.
 _load = load._load
 _pickled = functools.lru_cache(256)(lambda text, path: pickle.dumps(_load(text, path)))
 load._load = lambda text, path=(): pickle.loads(_pickled(text, tuple(path)))
@@ -90,7 +90,7 @@ load._load = lambda text, path=(): pickle.loads(_pickled(text, tuple(path)))
 # only once.
 _clear_environment()
 
-# Tests must not fail because the machine is busy, nor differ between runs of the same commit.
+# Tests must not fail on a busy machine or differ between runs of the same commit.
 # `--hypothesis-profile=random` tries other examples.
 settings.register_profile(
     "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -131,7 +131,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
         return (yield)
     finally:
         gc.enable()
-        # The imported objects stay alive, so later garbage collections can skip them.
+        # These objects are never freed, so later garbage collections can skip them.
         gc.freeze()
 
 
@@ -173,7 +173,6 @@ def _collected() -> Iterator[None]:
     """
     yield
     gc.collect()
-    # The remaining objects stay alive, so later garbage collections can skip them.
     gc.freeze()
 
 
@@ -188,7 +187,7 @@ def mnist_dir() -> Path:
 
 @pytest.fixture
 def golden() -> Callable[..., None]:
-    """Compare a text with a file in `tests/golden`; `make golden` writes the file instead."""
+    """Return a function that compares a text with a golden file. `make golden` writes the file."""
 
     def check(name: str, text: str, folder: Path = GOLDEN) -> None:
         path = folder / name

@@ -23,7 +23,7 @@ from tests.house_rules.source import all_imports, module_name, tree
 
 ROOT = Path(__file__).parent.parent
 MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
-# Tests of files that have no test of the same name, and that no test imports.
+# Tests of files that no test imports and that no test's name matches.
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "CONTRIBUTING.md": ("tests/docs",),
@@ -71,7 +71,7 @@ def is_test(path: PurePosixPath) -> bool:
 
 
 def stem(path: PurePosixPath) -> str:
-    """Return the name of a file in its tests: `main` for `__main__.py`."""
+    """Return a file's name as it appears in its tests' names: `main` for `__main__.py`."""
     return path.stem.strip("_")
 
 

@@ -104,7 +104,8 @@ def test_the_monitor_finds_the_port_and_the_leading_pod_of_either_engine():
         return "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", name)
 
     assert keep["sourceLabels"] == [meta(each) for each in names.INDEX_LABELS]
-    # A pod has one of the two labels. Prometheus joins their values and matches the whole text.
+    # A pod has only one of the two labels. Prometheus joins their values with `;` and matches the
+    # whole text.
     found = {each: bool(re.fullmatch(keep["regex"], each)) for each in ("0;", ";0", "1;", ";10")}
     assert found == {"0;": True, ";0": True, "1;": False, ";10": False}
     assert label["sourceLabels"] == [meta(names.RUN)]

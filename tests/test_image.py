@@ -192,7 +192,6 @@ def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, bo
     assert pinned
     assert (found.name, found.version) == ("tensorflow", pinned[1])
     assert found.requires == [f"tensorflow-cpu=={pinned[1]}"]
-    # The package has no module.
     assert [path.name for path in packages.iterdir()] == [f"tensorflow-{pinned[1]}.dist-info"]
 
 

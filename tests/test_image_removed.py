@@ -16,7 +16,7 @@ from tests.dockerfile import stages
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-# Python runs this at the start of every process. Audit events come before a file is opened or a
+# Python runs this code at the start of each process. Audit hooks run before a file is opened or a
 # library is loaded. When a process exits, its memory map shows what native code has loaded.
 AUDIT = """
 import atexit, os, re, sys

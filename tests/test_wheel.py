@@ -63,7 +63,8 @@ def flotilla(wheel, tmp_path_factory):
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
     words = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
-    # pip must run in the new environment to write the right first line of the script.
+    # pip must run in the new environment, because it writes its own interpreter into the first line
+    # of the script.
     pip = Path(distribution("pip").locate_file(""))
     run([str(place / "bin/python"), str(pip / "pip"), *words], cwd=place)
     # A `.pth` line adds a folder, but not the `.pth` files in it, so no editable install is found.

@@ -57,7 +57,7 @@ CONTENT: dict[str, str | bytes] = {
 
 def _huge(path: Path) -> None:
     with path.open("wb") as file:
-        # The file is sparse, so it occupies no space.
+        # The file is sparse, so it takes no disk space.
         file.truncate(1 << 32)
 
 

@@ -20,7 +20,8 @@ from tests.bad_inputs.table import Row, rows
 
 ROWS = rows()
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
-# Skip the waits between retries of the KFP SDK, because a closed port stays closed.
+# The KFP SDK waits this long between retries. Tests skip the wait, because a closed port stays
+# closed.
 NO_PAUSE = "urllib3.util.retry.Retry.get_backoff_time"
 
 
@@ -57,7 +58,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
-    # Without this patch, later tests would inherit the temporary folder of the call.
+    # Without this patch, the call would set `TMPDIR` and `tempfile.tempdir` for later tests.
     monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main

@@ -34,7 +34,7 @@ def test_both_workers_of_the_program_work(tmp_path, mnist_dir, monkeypatch, sync
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
     trained = cluster.train(tmp_path / "run", steps=600, sync=sync, snapshots=0 if sync else 200)
     assert trained.steps_per_second > 0
-    # An update uses one gradient or, if synchronous, one gradient of each of the two workers.
+    # An asynchronous update uses one gradient; a synchronous one uses a gradient of each worker.
     whole = 600 * (2 if sync else 1)
     assert sum(trained.local_steps) == pytest.approx(whole, rel=0.1)
     assert min(trained.local_steps) > 0.3 * max(trained.local_steps)

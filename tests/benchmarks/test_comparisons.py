@@ -164,7 +164,7 @@ def progress(step, seconds):
 
 
 def test_set_up_is_left_out():
-    # 10 updates per second, after 5 s without updates.
+    # The first 5 s have no updates; then there are 10 updates per second.
     rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.nights import DATA, Model, chain, first, kinds, promoted
 
-# With an error rate of 1 in 200, more than MOST errors in NIGHTS nights are practically impossible.
+# At an error rate of 1 in 200, the probability of more than MOST errors in NIGHTS nights is 0.02 %.
 NIGHTS, MOST = 100, 4
 
 

@@ -73,7 +73,6 @@ def points():
         made_up("small", workers=1),
         made_up("small", workers=4),
         made_up("small", workers=16),
-        # At this rate, a run begins no turns, but continues turns that it has begun.
         made_up("small", workers=20),
         made_up("small", servers=4),
         made_up("small", looped=True),
@@ -244,8 +243,8 @@ def run(work=WORK, fleet=ALONE, dispatch=FREE, **more):
 
 
 def test_one_worker_is_the_sum_of_its_phases():
-    # A cycle has two round trips, a pull and a push on the server, both directions of the network,
-    # and one computation.
+    # A cycle consists of two round trips, a pull and a push on the server, both directions of the
+    # network, and one computation.
     found = run(replace(WORK, compute=0.030))
     assert found.cycle == pytest.approx(0.038)
     # Taking a turn needs another round trip.

@@ -12,7 +12,7 @@ QUICK = {
     "linnerud": "multi_worker_mirrored",
     "digit_properties": "in_graph",
 }
-# Metrics that only an evaluation reports, because sums over batches do not determine them.
+# Metrics that this benchmark does not measure.
 ONLY_EVALUATED = {"wine": {"macro_f1"}, "clicks": {"query_auc"}}
 
 

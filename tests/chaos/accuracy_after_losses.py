@@ -33,7 +33,7 @@ from tests.chaos.kills import Course, Kills
 
 METRICS = ("auc", "query_auc")
 SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}
-# Maximum delay of a kill, in seconds: the interval between two progress reports.
+# Maximum random delay of a kill, in seconds. Progress is reported about once per second.
 SPREAD_SECONDS = 1.0
 Measured = Mapping[str, float]
 

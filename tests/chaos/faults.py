@@ -63,7 +63,7 @@ class Target:
         """Return the URIs of the published checkpoints, oldest first."""
         names = self.store.names(f"{self._run_id}/checkpoints")
         folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")]
-        # In a file system, the names include unpublished files in a hidden folder.
+        # In a file system, the names include those of unpublished checkpoints in hidden folders.
         published = [each for each in folders if not each.rpartition("/")[2].startswith(".")]
         return [storage.join(self.store.root, *each.split("/")) for each in published]
 

@@ -27,7 +27,7 @@ def events_of(
         ended = process.poll() is not None
         for path in workdir.glob("*/events.jsonl"):
             with path.open("rb") as lines:
-                # A resumed run appends to the existing file.
+                # Skip the events that were read before; a resumed run appends to the same file.
                 lines.seek(read.get(path, 0))
                 whole = [line for line in lines if line.endswith(b"\n")]
             read[path] = read.get(path, 0) + sum(map(len, whole))

@@ -59,7 +59,7 @@ class Lost:
         self._steps, self._task = math.inf, task
 
     def is_back(self, progress: Progress) -> bool:
-        """Return True once per loss: if the worker has trained since the previous progress."""
+        """Return whether the lost worker trains again; True is returned only once per loss."""
         if not self._task:
             return False
         steps = progress.metrics["workers"].get(self._task, {}).get("local_steps", 0)

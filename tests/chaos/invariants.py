@@ -23,7 +23,7 @@ from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
 from tests.chaos.grown import Shards, faults_of, grown, lost_between
 from tests.chaos.plan import OUTAGES
 
-# The exit code of a command line that was killed.
+# Exit code of a command that was killed.
 KILLED = -signal.SIGKILL
 
 
@@ -71,7 +71,6 @@ class Violation(NamedTuple):
 
 
 def violations_of(outcome: Outcome) -> list[Violation]:
-    """Describe every invariant that a run has violated."""
     return [Violation(total, words) for check, total in INVARIANTS for words in check(outcome)]
 
 
@@ -168,7 +167,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
-    """After a loss, a table has at least the rows of the step from which training continues."""
+    """After a loss, a table has at least the rows of the step to which its values went back."""
     # Pairs of a step and the number of rows that each table had allocated by then, including
     # evicted rows.
     before: list[tuple[int, dict[str, int]]] = []
@@ -207,7 +206,8 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
     most = outcome.halfway * _disturbances(outcome)
     found = rows_of(outcome)
     if _has_kept_values(outcome):
-        # Rows that were evicted while the checkpoint was written are not counted.
+        # An eviction while a checkpoint was written may be missing in its count, so do not limit
+        # the number of lost rows.
         most += sum(len(each.ids) for shards in found.values() for each in shards.values())
     for (uri, earlier), (later_uri, later) in combinations(found.items(), 2):
         for words in lost_between(earlier, later, halfway=most):
@@ -215,7 +215,6 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
 
 
 def rows_of(outcome: Outcome) -> dict[str, Shards]:
-    """Return the rows in each undamaged checkpoint, oldest first."""
     found = {}
     for uri, _ in list_checkpoints(outcome.checkpoints) if outcome.tables else ():
         if uri not in outcome.torn:
@@ -223,7 +222,7 @@ def rows_of(outcome: Outcome) -> dict[str, Shards]:
             try:
                 found[uri] = grown(uri, created, outcome.tables)
             except UserError:
-                # A damaged checkpoint violates another invariant.
+                # Another invariant reports damaged checkpoints.
                 continue
     return found
 
@@ -237,7 +236,6 @@ def _has_kept_values(outcome: Outcome) -> bool:
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:
-    """No process outlives its try."""
     for command in outcome.left:
         yield f"a process is left: {command}"
 

@@ -13,8 +13,7 @@ from tests.kubernetes.cluster import NAMESPACE, Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
 
-# `kubectl delete`, a node drain and the scheduler delete a pod in the same way, but give different
-# reasons.
+# Reasons in the `DisruptionTarget` condition of a deleted pod. `kubectl delete` sets no condition.
 REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "PreemptionByScheduler"}
 
 

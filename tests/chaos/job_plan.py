@@ -43,7 +43,7 @@ class JobPlan(Plan):
             **super().settings(),
             "cluster.launcher": self.launcher,
             "gate.min.accuracy": 0.7,
-            # With this limit, the exit step and not the guard ends a job without a launcher.
+            # The limit is so long that the exit step, not the guard, ends a job without a launcher.
             "cluster.kubernetes.deadlines.heartbeat": 300,
         }
 

@@ -12,7 +12,6 @@ from tests.chaos.run import Run, Say
 from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
-# Faults that do not affect training.
 HARMLESS = ("API outage", "controller outage")
 
 

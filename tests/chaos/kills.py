@@ -17,7 +17,7 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.events import AttemptBegin, Progress, Restart, ServersLost
 from tests.chaos.followed import FLOTILLA, events_of, say
 
-# Exit codes of a finished run and of a terminated run.
+# Exit codes of a run that finished and of one that was terminated.
 ENDS = (0, 130)
 
 
@@ -127,7 +127,7 @@ class Kills:
             if not self._awaited:
                 return
             role, at, before = self._awaited
-            # Progress from before the loss of a server may be read after the loss.
+            # Progress that was reported before the loss of a server may be read after it.
             if step > before and (role == "worker" or self._has_begun):
                 self.found.returns[role].append(time.monotonic() - at)
                 self._awaited = None

@@ -8,8 +8,8 @@ EVERY = 250
 STALL_SECONDS = 15
 CLUSTERED = ("async_parameter_server", "sync_parameter_server", "in_graph")
 STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
-# Weights of the kinds of faults. One fault of each run is not drawn: its kind is from KINDS, in
-# turn, with a new kind after each round of strategies.
+# Weights by which faults are drawn. One fault of each run is not drawn: the kinds in KINDS are
+# taken in turn, each for one round of strategies.
 OF_TASKS = {"kill pair": 2, "kill": 3, "stop": 2, "pause": 2}
 OUTAGES = {"outage of 15 s": 15.0, "outage of 2 min": 120.0}
 OF_THE_RUN = {

@@ -13,24 +13,25 @@ STEPS, EVERY, BATCH = 1200, 120, 64
 STRATEGIES = {"async_parameter_server": 14, "sync_parameter_server": 3, "in_graph": 3}
 SERVERS = {2: 7, 1: 2, 3: 2}
 ROLES = {"ps": 4, "chief": 2, "worker": 3, "evaluator": 1}
-# The first fault of a run is chosen in turn: 20 consecutive runs have each of these twice. A fault
-# without a role hits the whole run, the leader, or two tasks.
+# One fault of each run is chosen in turn, so that 20 consecutive runs have each of these twice. A
+# fault without a role affects the whole run, its leader, or random tasks.
 TURNS = (
     ("kill", "ps"), ("kill", "chief"), ("torn file", ""), ("kill pair", ""), ("outage", ""),
     ("stop", "ps"), ("full disk", "ps"), ("kill", "worker"), ("kill launcher", ""),
     ("kill pair", "ps"),
 )  # fmt: skip
-# Further faults are drawn by weight.
+# Weights of the kinds of further faults.
 FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
 OF_TASKS = ("kill", "stop", "pause")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks_large"
-# These events contain about 2,200 users and nearly all items; new users appear during most of a
-# run.
+# With these settings, the events contain about 2,200 users and nearly all items, and new users
+# appear during most of a run.
 CLICKS = {
     "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
     "categories": 64, "zipf": 0.2, "events": 60_000, "test_events": 4000,
 }  # fmt: skip
-# Slots per shard, for users and for items: enough for all, or so few that rows are reassigned.
+# Slots per shard for users and items: ROOM is enough for all ids; with LITTLE_ROOM, rows are
+# reassigned.
 ROOM, LITTLE_ROOM = (2048, 8192), (600, 2400)
 TABLES = ("user", "item", "segment", "category")
 
@@ -41,9 +42,9 @@ class TablePlan(Plan):
 
     Attributes:
         parts_mb: size in MB above which servers write their parts.
-        little_room: whether rows are reassigned.
+        little_room: whether the tables are so small that rows are reassigned.
         min_count: the number of times that an id must occur before it gets a row.
-        is_whole: whether the model is exported; otherwise it is only trained, as in most plans.
+        is_whole: whether the whole pipeline runs; in most plans, only training runs.
     """
 
     steps: int = STEPS
@@ -73,7 +74,6 @@ class TablePlan(Plan):
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write their own parts."""
         return self.parts_mb == 0
 
     @property
@@ -90,7 +90,6 @@ class TablePlan(Plan):
 
     @property
     def halfway(self) -> int:
-        """Return the maximum number of ids that a loss may leave inconsistent."""
         return BATCH * self.workers
 
     def settings(self) -> dict[str, object]:
@@ -101,7 +100,6 @@ class TablePlan(Plan):
             "training.batch_size": BATCH,
             "training.keep": self.keep,
             "training.checkpoint_parts_mb": self.parts_mb,
-            # There is at least one shard per server.
             "model.args.shards": max(2, self.servers),
             **self._growing(),
         }
@@ -121,7 +119,7 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
-            # These runs only test survival, and their models may be no better than a constant.
+            # These runs only test survival, so their models may be no better than a constant.
             "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }
@@ -172,7 +170,6 @@ def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:
 def _tasks(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Sequence[str]:
     """Draw the tasks that a fault affects: of the given role, or of a random one."""
     if kind == "kill pair":
-        # A pair is two servers, or any two tasks.
         among = _of_role(plan, role) if role else plan.tasks()
         return draw.sample(among, min(2, len(among)))
     if kind in OF_TASKS or (kind == "full disk" and role):

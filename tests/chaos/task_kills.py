@@ -35,10 +35,11 @@ from tests.chaos.kills import Kills
 
 ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}
-# Seconds until the speed recovers from a kill; at most half of the interval between two kills.
+# Time after a kill that is excluded from the usual speed, in seconds; at most half of the interval
+# between two kills.
 RECOVERY_SECONDS = 15.0
-# Time before a kill that is excluded from the speed, in seconds. It is longer than the interval
-# between two progress events, so no such interval contains a kill.
+# Time before a kill that is excluded from the usual speed, in seconds. It is longer than the
+# interval between two progress events, so no such interval contains a kill.
 PROGRESS_SECONDS = 2.0
 # Additional time limit for the start and the end of a run, in seconds.
 AROUND_SECONDS = 600.0

@@ -315,7 +315,8 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
-        # Wait until data arrives: the proxy then knows the connection, and closes it in the outage.
+        # Wait until data arrives, so that the proxy knows the connection and closes it in the
+        # outage.
         before.sendall(b"x")
         assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)

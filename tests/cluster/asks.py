@@ -27,8 +27,8 @@ def _devices(session: tf.compat.v1.Session) -> int:
         try:
             return len(session.list_devices())
         except tf.errors.UnavailableError:
-            # An unreachable server causes an immediate error, and gRPC does not report
-            # reconnections, so poll.
+            # A call to an unreachable server fails immediately, and gRPC does not report a
+            # reconnection, so poll.
             time.sleep(0.2)
 
 

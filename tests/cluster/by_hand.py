@@ -15,7 +15,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
-# Maximum run time of a cluster on a busy machine, in seconds.
+# Maximum run time of a cluster, in seconds; long enough for a busy machine.
 SECONDS = 600
 
 
@@ -58,7 +58,6 @@ class ByHand:
         """Wait until a task's output contains a text; fail if the task ends first."""
         while text not in self.log(task):
             assert self.processes[task].poll() is None, self.log(task)
-            # File changes are not signaled, so poll.
             time.sleep(0.1)
 
     def flags(self, task: Task) -> tuple[str, ...]:

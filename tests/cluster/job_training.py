@@ -107,8 +107,8 @@ class Training:
         self.kube.pod(task, but=pod["metadata"]["uid"])
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
-        # Steps that were dispatched to the worker before it was killed are counted late, so wait
-        # for several increases.
+        # Steps that the worker did before it was killed may be counted late, so wait for several
+        # increases.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
 
@@ -120,7 +120,7 @@ class Training:
 
     def require_nothing_left(self) -> None:
         self.kube.store.wait(lambda: not self.kube.of_jobs())
-        # A forced deletion removes a pod before its processes end.
+        # A forced deletion removes a pod before its processes have ended.
         _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)
         assert not alive
 

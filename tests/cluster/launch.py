@@ -14,7 +14,8 @@ from flotilla.trainer.runtime.errors import UserError
 
 def main() -> int:
     """Launch the job that a JSON file describes; return its exit code."""
-    # Keep the pipe open for writing, so that the reader sees its end only when this process ends.
+    # Keep the pipe open for writing, so that its reader reaches the end only when this process
+    # exits.
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:

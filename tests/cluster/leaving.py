@@ -52,8 +52,8 @@ def main() -> None:
     """Start a run as a real chief does, then kill this process."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    # Most variables are larger than this, so they have no values until they are bound to the
-    # servers' values.
+    # Most variables are larger than this limit, so they have no values until they are bound to the
+    # values on the servers.
     placement.LARGE_BYTES = 64
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
@@ -62,7 +62,8 @@ def main() -> None:
     checkpoint = RestoredCheckpoint(
         uri=spec["uri"], global_step=spec["saved"], folder=Path(), fields={}
     )
-    # Do not read a checkpoint: variables without values on the servers keep their initial values.
+    # Do not read the checkpoint, so that variables without values on the servers keep their initial
+    # values.
     recovery.restore = lambda *_, **__: None
     recovery.select_resumed = lambda _found, variables, _training: variables
     begins = recovery.Recovery(config, strategy, checkpoints)

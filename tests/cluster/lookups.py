@@ -31,7 +31,8 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
     """Return a problem whose batches read one row per example, spread over the table."""
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Multiplying by a prime maps a thousand consecutive IDs to a thousand different rows.
+        # Multiplication by a prime spreads a thousand consecutive numbers over a thousand different
+        # rows.
         return number * 7919 % rows, number % 2
 
     def looked_up(given: Any) -> Any:
@@ -48,7 +49,7 @@ def main() -> None:
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     for rows, batch in spec["trials"]:
         strategy.build(problem(config, rows, batch))
-        # A process can join only one cluster, so do not connect again.
+        # A process can join only one cluster, so the next trial must not connect again.
         strategy.connect = lambda: None
         strategy.run(STEPS)
         before = count(spec["counter"])

@@ -34,10 +34,11 @@ DOMAIN, PORT = "fleet.test", 2222
 # An address block for benchmarks (RFC 2544), which real networks do not use.
 NETWORK, ROUTER = "198.18.{}.{}", "198.18.0.1"
 PREFIX = f"fl{os.getpid()}"
-# Seconds until a new pod starts, as measured on Kubernetes.
+# Time until a new pod starts, in seconds, as measured on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# Seconds until a chief that lost its cluster restarts, as in `flotilla.components.kubernetes`.
+# Time until a chief that lost its cluster restarts, in seconds, as in
+# `flotilla.components.kubernetes`.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -162,8 +163,8 @@ class Pods:
         pod.process.kill()
         pod.process.wait()
         gone = time.monotonic()
-        # Let the kernel close the connections first, because a kubelet also stops containers before
-        # it removes their network. Peers then notice the loss at once.
+        # Give the kernel time to close the connections, because a kubelet also stops containers
+        # before it removes their network. Peers then notice the loss at once.
         time.sleep(CLOSING_SECONDS)
         _remove(pod)
         _later(BACK_SECONDS, lambda: self.start(task))
@@ -220,8 +221,7 @@ class Pods:
             pod.process = self._process(CHIEF, pod.namespace)
 
     def read_events(self, pipe: Path) -> None:
-        # This process also opens the pipe for writing, so that the pipe stays open between two
-        # chiefs.
+        # Also open the pipe for writing, so that it is not at its end between two chiefs.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):
@@ -269,7 +269,8 @@ def _later(seconds: float, act: Callable[[], object]) -> None:
 def _remove(pod: Pod) -> None:
     pod.process.kill()
     pod.process.wait()
-    # Delete the link explicitly: the kernel removes namespaces slowly, and link names are reused.
+    # Delete the link explicitly, because the kernel removes namespaces slowly and link names are
+    # reused.
     _ip("link", "del", pod.link("v"))
     _ip("netns", "del", pod.namespace)
     shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
@@ -294,8 +295,8 @@ def pods(  # noqa: PLR0913
     os.mkfifo(pipe)
     (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
     with ExitStack() as stack:
-        # The bridge has a fixed MAC address. Otherwise its address would change with the pods, and
-        # peers would lose it.
+        # The bridge has a fixed MAC address. Otherwise its address would change whenever a pod is
+        # added or removed, and the pods would lose it.
         _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
         stack.callback(_ip, "link", "del", PREFIX)
         _ip("addr", "add", f"{ROUTER}/15", "dev", PREFIX)

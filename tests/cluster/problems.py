@@ -75,7 +75,6 @@ def problem(
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        # A test may replace the model with one that does not compute a loss.
         loss=lambda model, batch, outputs: objective.loss(objective.attach(model), batch, outputs),
         chance_loss=objective.task.chance_loss(),
         batches=batches,
@@ -365,7 +364,8 @@ def dropped(batch_size: int = 8) -> Problem:
         random = np.random.default_rng(0)
         inputs = random.normal(size=(batch_size, FEATURES)).astype("float32")
         labels = random.integers(0, CLASSES, size=batch_size)
-        # The inputs of the tasks have different means, which the moving averages must reflect.
+        # Each task adds its number to the inputs, so the moving averages must reflect different
+        # means.
         shift = tf.cast(number(), tf.float32)
         data = tf.data.Dataset.from_tensors((inputs, labels))
         return data.map(lambda x, y: (x + shift, y)).repeat()
@@ -456,7 +456,7 @@ def lent(worker: int, times: int, microseconds: int) -> Problem:
     data = examples(800)
 
     def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # TensorFlow calls `sleep` twice: for an element, and at the end of the data.
+        # TensorFlow sleeps twice: for the element, and at the end of the data.
         delay = sleep(_factor(worker, times) * microseconds // 2)
         wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
         inputs, labels = held
@@ -485,7 +485,7 @@ def failing(worker: int, after: int) -> Problem:
 
 
 EXAMPLES = 192
-# With this factor, a gradient multiplied by the initial loss scale is infinite in float16.
+# With a loss multiplied by this factor, the gradient at the initial loss scale overflows float16.
 LARGE = 64.0
 
 

@@ -26,7 +26,7 @@ from flotilla.trainer.runtime import signals
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
-# Name of the environment variable with the file descriptor for a leading process's results.
+# Environment variable with the file descriptor to which the leading process writes its results.
 WORDS = "WORDS"
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 # Maximum time to wait for a connection, in seconds. On one machine, a connection is made or dropped
-# almost at once, or a little later if the kernel is busy.
+# almost at once, except on a busy machine.
 SECONDS = 2.0
 
 

@@ -152,7 +152,6 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
         before, after = rows_of(checkpoint, feature), rows_of(later, feature)
         days = [ids_of(day, feature) for day in (0, 1)]
         assert before.keys() == days[0]
-        # New IDs have rows, and IDs of the previous day have kept theirs.
         assert after.keys() == days[0] | days[1]
         assert days[1] - days[0]
         gone = days[0] - days[1]
@@ -170,7 +169,7 @@ def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
     }
     found = answered(model, pairs)
     strangers = found["user_vector"].numpy()
-    # Unseen IDs share one row, so these examples differ only in the segment.
+    # Unseen IDs share one row, so the first two examples have the same vector.
     np.testing.assert_array_equal(strangers[0], strangers[1])
     assert (strangers[0] != strangers[2]).any()
     assert len(np.unique(found["item_vector"].numpy(), axis=0)) == 1

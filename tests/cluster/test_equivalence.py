@@ -182,8 +182,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     different = {path for path in first if first[path] != second[path]}
     (seed,) = different
     assert seed.endswith("seed_generator_state")
-    # Both workers have drawn equally often, but with different seeds; the first worker, which saves
-    # the checkpoint, has the configured seed.
+    # Both workers have drawn equally often, but with different seeds. The first worker has the
+    # configured seed and saves the checkpoint.
     assert np.subtract(second[seed], first[seed]).tolist() == [1, 0]
     (moving_mean,) = (path for path in first if path.endswith("moving_mean"))
     inputs = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -191,8 +191,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
 
 
-# These strategies run only in long tests: in one graph or one process, no other worker changes the
-# state, and `test_sync_parameter_server` compares synchronous updates with one process.
+# Strategies that only long tests cover here. In `single` and `in_graph`, no other worker changes
+# the state, and `test_sync_parameter_server` compares synchronous updates with one process.
 SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 
@@ -247,7 +247,7 @@ def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy
     assert (before["moving_variance"] != 1).all()
     assert before["seed_generator_state"][1] > 0
     after = state(trained(strategy, 400, dataset, tmp_path))
-    # If the state were not restored, the counter would show fewer draws after a hundred steps.
+    # If the counter were not restored, it would now be smaller than before.
     assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
     assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
     assert (after["moving_mean"] != before["moving_mean"]).any()
@@ -403,7 +403,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
         outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
     scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
-    # The towers of a worker count as one: an update has two accumulated gradients.
+    # All towers of a worker count as one gradient, so an update has two accumulated gradients.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_of_updates(replace(outcome, variables=kept), whole)
@@ -476,7 +476,7 @@ def words(run: Launched, task: str) -> str:
 def test_all_begin_again_when_one_dies_and_all_end_by_a_signal_after_one_last_checkpoint(
     dataset, tmp_path, killed, other
 ):
-    # A longer run thins out its history, so an interrupt could hit a step without a row.
+    # A longer run omits rows from its history, so the step of the interrupt might have no row.
     long_run = {**SETTINGS["training"], "steps": MAX_ROWS}
     with launched({**SETTINGS, "training": long_run}, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 1)

@@ -27,8 +27,8 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# Strategies that support `cluster.in_process`. The others always use several processes, or always
-# one.
+# Strategies that support `cluster.in_process`. The other strategies always use several processes,
+# or always a single one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -136,7 +136,7 @@ def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
             assert_same(each.outcome(), alone)
 
 
-# Each kill comes within this number of steps.
+# One task is killed in each interval of this number of steps.
 DYNAMIC_STEPS = 250
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
@@ -162,7 +162,8 @@ def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
         position["visited"] // visited.EXAMPLES,
         -(-position["visited"] // visited.EXAMPLES),
     )
-    # An example may have fewer visits only if it is in a gap, and more only if it was repeated.
+    # An example may have fewer visits only if it is in a gap, and more visits only if it was
+    # repeated.
     assert np.maximum(least - seen, 0).sum() <= gaps
     assert np.maximum(seen - most, 0).sum() <= more
 
@@ -251,7 +252,6 @@ def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-# Factor by which the slow worker's steps take longer.
 SLOWER = 4
 
 
@@ -259,7 +259,7 @@ SLOWER = 4
 @pytest.mark.long
 def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
     config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
-    # Steps are so long that all other costs are negligible.
+    # Steps take so long that all other costs are negligible.
     uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
     trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
     with serving(tmp_path, ps=1, workers=2) as servers:
@@ -326,7 +326,6 @@ def test_an_epoch_of_all_workers_is_every_example_once(whole, tmp_path, monkeypa
         monkeypatch.chdir(folder)
         examples = drawn(whole.spec, 2 * count)
         first, second = examples[:count], examples[count:]
-        # The second epoch has the same examples in a different order.
         assert Counter(first) == Counter(second)
         assert first != second
         seen.update(first)
@@ -346,8 +345,8 @@ def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
 
 RUNS = [3]
 EXAMPLES = 23
-# `problems.measured` has one digit per worker: each of two workers evaluated one part, or one
-# worker evaluated both.
+# `problems.measured` has one digit per worker: either each of the two workers evaluated one part,
+# or one of them evaluated both.
 ON_WORKERS = {2, 11, 20}
 
 

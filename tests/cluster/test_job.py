@@ -136,14 +136,13 @@ def suspend_and_resume(training):
     training.kube.suspend(training.job(), False)
     assert training.wait(AttemptBegin, lambda begin: begin.resumed).global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
-    # A suspension does not count as a restart.
     assert len(training.said(Restart)) == restarts
 
 
 @pytest.mark.slow
 @on_engines(tfjob=pytest.mark.long)
 def test_no_step_is_lost_with_a_launcher_with_tasks_in_a_suspension_and_by_a_cancel(training):
-    # The job must survive without a launcher until the next one has started.
+    # The job must continue without a launcher until the next launcher has started.
     kubernetes = {**SECRET, "deadlines": {"heartbeat": 60}}
     with training.begun(STEPS, every=STEPS, kubernetes=kubernetes):
         training.wait(Progress)

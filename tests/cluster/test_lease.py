@@ -165,7 +165,6 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert f"was taken over by run later (process {holder.process}" in said
     assert f"; run {tmp_path.name} stops writing: " in said
     assert run.events(Restart) == []
-    # Only the checkpoint that was being written at that time may be new.
+    # Only the checkpoint that the job was writing when it lost the lease may be new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
-    # The other holder's lease is unchanged.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

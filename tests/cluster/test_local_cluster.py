@@ -140,7 +140,7 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         run.wait_for_step(100)
         require_no_stranger(run, 5, others, port)
         (served,) = open_ports(run.task("ps-0"))
-        # Other processes on this machine can read files through a task.
+        # Any process on this machine can read files through a task.
         assert read_as_task("127.0.0.1", served, str(secret), seconds=120) == b"secret"
         for address in others:
             if "%" not in address:
@@ -151,7 +151,7 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         run.wait_for(lambda event: isinstance(event, Restart))
         back = ("flotilla_restarts_total", "worker")
         alive = ("flotilla_tasks_alive", "worker")
-        # A task counts as alive from its start, even before it responds.
+        # A task counts as alive as soon as it is started, even before it responds.
         scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 
@@ -171,7 +171,6 @@ def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader
         require_scraped_and_profiled(run, port, leader)
 
 
-# A program that runs the body of `train_model`.
 STEP = """
 import json, sys
 from pathlib import Path
@@ -222,11 +221,10 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert [int(found[1]) for found in validated if found] == [150, 300]
     published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
     assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
-    # Each event is displayed once, as text instead of JSON.
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 
-# A script that makes all mounts of its mount namespace read-only, except the folder $1, /dev/shm
+# A script that makes all mounts in its mount namespace read-only, except the folder $1, /dev/shm
 # and the kernel's file systems, and then runs a command.
 READ_ONLY = r"""
 mount --bind "$1" "$1" && mount -t tmpfs tmpfs /dev/shm || exit 77
@@ -343,7 +341,7 @@ def line_with(text):
 
 @pytest.fixture
 def fail(dataset, tmp_path, monkeypatch):
-    """Train a user's model that fails; return the event of the failure."""
+    """Return a function that trains a user's failing model and returns the event of the failure."""
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
@@ -352,7 +350,7 @@ def fail(dataset, tmp_path, monkeypatch):
             "model": {"name": f"blocks:{model}", "args": args},
             "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
             "cluster": {"workers": 1},
-            # Keras's own format would need a `get_config` of the layer.
+            # The Keras format would require the layer to define `get_config`.
             "export": {"formats": ["saved_model"]},
         }
         with launched(settings, dataset, tmp_path / "run") as run:

@@ -122,7 +122,7 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
             tasks.start(task)
         assert tasks.end_of(SECOND) == -signal.SIGKILL
         assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
-        # The second checkpoint is incomplete, and the chief that wrote it has ended.
+        # The second checkpoint is incomplete, because a server died while it published its part.
         assert storage.names(tasks.checkpoints)[-1] == "step-00000000"
         first = contents(tasks.checkpoints)
         assert (first.global_step, len(first.parts)) == (0, 2)
@@ -133,7 +133,7 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
     storage.verify(last.uri)
     assert (last.global_step, len(last.parts)) == (40, 2)
     assert not [each for each in (tmp_path / "checkpoints").iterdir() if ".part" in each.name]
-    # Every variable is in its server's part, and the servers' folders have no data left.
+    # Each variable is in the part of its server, and the servers' folders contain no more data.
     assert {each.part for each in last.variables.values()} == {0, 1}
     for task in (PS, SECOND):
         left = [each for each in (tmp_path / str(task) / "parts").rglob("*") if each.is_file()]
@@ -154,7 +154,7 @@ def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
     assert code == 0, said
     first = contents(run.checkpoints)
     assert len(first.parts) == 2
-    # The updates are too small to change a value, so each save equals the restored state.
+    # The updates are too small to change a value, so each checkpoint equals the restored one.
     still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}}
     steps = 20
     strategies = [

@@ -139,13 +139,13 @@ def run(kube, engine, tmp_path):
 
 @on_engines()
 def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube):
-    # In its first attempt, the program saves at this step and then waits.
+    # In its first attempt, the program waits after it has saved at this step.
     run.program = {"env": {"WAITS_AT": "60"}}
     with run.begun(100):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
-        # The agent looks for checkpoints once per second. It must publish this one although the
-        # container is killed right after saving it.
+        # The agent looks for checkpoints once per second, but it must publish this one although the
+        # container is killed right after it was saved.
         kube.kill("ps-0")
         kube.kill("worker-0", reason="OOMKilled")
         line = run.wait_for("worker 0 begins at")
@@ -156,7 +156,7 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
     said = list(events.read(run.folder / "events.jsonl"))
     causes = [each.cause for each in said if isinstance(each, events.Restart)]
     assert "out of memory (OOMKilled, exit code 137)" in causes
-    # The restarted agent in the new pod found the program running, and did not start it again.
+    # The restarted agent found the program running, and did not start it again.
     assert sum("worker 0 begins at" in line for line in run.lines) == 2
     assert run.is_over(100)
     kube.store.wait(lambda: not kube.of_jobs())

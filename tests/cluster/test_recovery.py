@@ -80,10 +80,10 @@ def test_servers_that_live_keep_their_values_to_the_bit(leaving):
         for work in (started.kill, started.start):
             work(Task(role="ps", index=lost))
         second = said(started, 3)
-        # Only the chief died this time, so the restarted server's values are also kept.
+        # This time only the chief died, so the values of the restarted server are kept, too.
         third = said(started, 3)
     assert (second["found"], second["taken"]) == (STEPS, [1 - lost])
-    # The step count is kept even if its server is lost.
+    # The step count is kept even if the server that holds it is lost.
     assert second["step"] == 2 * STEPS
     stayed = {path for path, each in first["left"].items() if second["begun"][path] == each}
     living = {path for path, each in first["devices"].items() if f"task:{1 - lost}" in each}
@@ -138,13 +138,12 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
     assert killed == ["ps-0", "ps-1", "chief-0", "worker-1"]
     begun = [each.global_step for each in run.events(AttemptBegin)]
     assert begun == [0, *(each.global_step for each in lost), attempt.global_step]
-    # If an update was in progress on the server when its worker died, this update may also be
-    # counted.
+    # An update that was in progress on a server when its worker died may also be counted.
     assert end <= run.newest() <= end + 1
     saved = [step for _, step in list_checkpoints(run.checkpoints)]
     assert saved == [*range(0, end, EVERY), run.newest()]
     require_marked(run, lost)
-    # Each boundary is validated once, even if a server dies at a boundary before its validation.
+    # Each boundary is validated once, even if a server dies between a boundary and its validation.
     assert validated(run) == [1, 2, 3, 4, 5, 6]
 
 

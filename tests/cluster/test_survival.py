@@ -107,7 +107,7 @@ LONG_MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.long)
 
 @pytest.fixture
 def train(dataset, tmp_path, monkeypatch):
-    """Train a model that disturbs the end of training; return the run, its exit code and output."""
+    """Return a function that trains a model that disturbs the end of training."""
     (tmp_path / "ends.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
@@ -143,7 +143,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, 
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"
-    # A mirrored strategy also restarts its other workers.
+    # A mirrored strategy also restarts the other workers.
     assert {each.restarts for each in others} <= {1}
 
 
@@ -151,7 +151,8 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 CHIEF_ATTEMPTS_SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # With full recovery, the servers keep no values between attempts, which would take memory.
+    # With full recovery, the servers do not keep values between attempts. Kept values would take
+    # memory.
     "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 
@@ -180,7 +181,8 @@ def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
         assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)
 
 
-# More steps than any machine trains before the interrupt, but few enough for a complete history.
+# More steps than any machine trains before the interrupt, but not so many that the history omits
+# most rows.
 HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 
 
@@ -232,6 +234,5 @@ def test_a_run_that_changes_its_engine_twice_ends_at_its_exact_step(kube, run):
     steps = [row["global_step"] for row in read_history(checkpoints)]
     assert steps == sorted(set(steps))
     assert steps[-1] == reached[-1] + MORE
-    # Each engine has appended its own rows.
     for begin, end in itertools.pairwise([0, *reached, reached[-1] + MORE]):
         assert [step for step in steps if begin < step <= end]

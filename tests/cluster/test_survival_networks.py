@@ -28,8 +28,8 @@ from tests.cluster.pods import CHIEF, pods, why_not
 pytestmark = pytest.mark.cluster
 
 NAME = "pod.fleet.test"
-# Maximum time until a reconnection, in seconds. gRPC itself would resolve a name again only after
-# 30 s, and each of its connection attempts takes up to 20 s.
+# Maximum time until a reconnection, in seconds. Without Flotilla's settings, gRPC resolves a name
+# again only after 30 s, and each of its connection attempts takes up to 20 s.
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500
@@ -186,7 +186,7 @@ def _end(run) -> int:
 def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
     before = running_of_rejoin.pods[WORKER].address
     gone = running_of_rejoin.lose(WORKER)
-    # Wait until all earlier work of the worker has ended.
+    # Wait until all updates that the worker sent before the loss have ended.
     _, other = running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone)
     _, other = running_of_rejoin.wait_for(
         lambda e: isinstance(e, Progress) and e.global_step > other.global_step + 10 * TURN,
@@ -196,7 +196,7 @@ def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rej
     assert running_of_rejoin.pods[WORKER].address != before
     step = _end(running_of_rejoin)
     assert len([e for _, e in running_of_rejoin.seen if isinstance(e, AttemptBegin)]) == 1
-    # Updates in an unfinished turn are not counted for any worker.
+    # The updates of an unfinished turn are not counted for any worker.
     assert 0 <= step - running_of_rejoin.attempt_steps <= TURN
 
 
@@ -213,7 +213,7 @@ def test_after_a_server_has_come_back_at_another_address_an_attempt_begins(runni
 
 CUT_OFF_EVERY, STALL = 500, 10
 TIME, TIMEOUT = "grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms"
-# Maximum time until a call ends, in seconds; a hanging call would last until the test times out.
+# Maximum time until a call ends, in seconds. A call that hangs would last until the test times out.
 CUT_OFF_CEILING = 120
 
 
@@ -259,8 +259,8 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
                 **os.environ,
                 **signals.parent_environment(),
                 "GRPC_FAIL_FAST": "use_caller",
-                # gRPC's bandwidth probe is also a ping. It is disabled, because it would end the
-                # call only if a probe happens to be in progress.
+                # gRPC also pings to probe the bandwidth. The probe is disabled, because it would
+                # end the call only if it happened to be in progress.
                 liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
             },
             stdin=subprocess.PIPE,
@@ -305,7 +305,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # These pings are far more frequent than Flotilla's; gRPC tolerates them only while data flows.
+    # These pings are far more frequent than Flotilla's. gRPC tolerates them only while data flows.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
@@ -313,8 +313,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         run.cut_off(WORKER)
         _, at = run.seen[-1]
-        # The connection is cut for longer than it takes to reach a boundary, where all workers are
-        # idle.
+        # Keep the connection cut until a boundary has been reached, where all workers are idle.
         run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
         assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
 
@@ -323,12 +322,11 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
-    # Only packets from this worker to the server are lost; other tasks can reach the worker.
+    # Only packets from this worker to the server are lost. Other tasks still reach the worker.
     with pods(tmp_path, dataset, settings_of_cut_off("sync_parameter_server"), ROLES) as run:
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         connect = run.cut_off(WORKER, PS)
         while not run.lost:
-            # The chief exits and is restarted.
             assert run.pods[CHIEF].process.wait() == BEGIN_AGAIN, run.log(CHIEF)
         connect()
         _, attempt = run.wait_for(lambda e: isinstance(e, AttemptBegin), after=run.lost[0])

@@ -109,7 +109,7 @@ def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_p
         tasks.processes[stops].send_signal(signal.SIGSTOP)
         assert tasks.end_of(waits) == BEGIN_AGAIN, tasks.log(waits)
     message = termination.read(tmp_path / str(waits))
-    # TensorFlow's own heartbeats may have timed out first.
+    # A heartbeat of TensorFlow may have timed out first.
     assert message.startswith(
         (
             f"no progress for {STALL_SECONDS} s: worker-1 does not answer",

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 NEAR = 1e-5
 SLOW_STEPS = 50
-# A long run unrolls its steps in a graph, even if few steps remain.
+# A long run unrolls its steps in a graph, even if only a few steps remain.
 IN_TURNS = pytest.mark.parametrize("steps", [LONG_RUN, 100], ids=["in turns", "one by one"])
 
 
@@ -141,7 +141,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert local_steps(waiting.reports[-1])["worker-2"] == waiting.global_step == SLOW_STEPS
     ahead = three_workers.lead(slowed(needed=2, runs=runs))
     assert_adds_up(ahead, runs, needed=2)
-    # The limit is measured in the slow worker's steps, not in time.
+    # The limit is measured in steps of the slow worker, not in time.
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS

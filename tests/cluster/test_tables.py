@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# Bytes that a lookup transfers per example: an ID to the server, a row back, and a gradient to the
-# server.
+# Bytes that a lookup transfers per example: an ID to the server, a row back, and the row's gradient
+# to the server.
 EXAMPLE = 4 + 2 * DIMENSION * 4
 # Maximum size of all other messages of a step, in bytes: announcements, learning rate, counters and
 # small variables.
@@ -211,7 +211,7 @@ def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
         again = other.lead(trial("async_parameter_server", [10], 1, 1, start=start))
     later = grown(again)
     assert 10 * GROWING_BATCH > IDS
-    # Training resumed from the old rows: new rows would be within 0.05 of zero.
+    # New rows would be within 0.05 of zero, so these were restored.
     apart = max(np.abs(later[each] - rows[each]).max() for each in rows)
     assert apart < 0.2 < min(np.abs(row).max() for row in rows.values())
 
@@ -279,7 +279,7 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# This strategy has no chief, while the table tests below do. `make test-long` runs the other cases.
+# The only strategy without a chief. `make test-long` runs the others.
 LED_DIFFERENTLY = ("multi_worker_mirrored",)
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
@@ -335,7 +335,6 @@ def require_begun_with(uri, found, run):
     assert storage.read_manifest(found[0]).fields["global_step"] == 0
     assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
     assert {event.uri for event in run.events(WarmStart)} == {uri}
-    # Training has changed the weights.
     last = values(found[max(found)])
     assert any((last[key] != first[key]).any() for key in first)
 

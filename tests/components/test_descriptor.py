@@ -165,7 +165,6 @@ def test_a_confusion_matrix_has_the_true_classes_as_rows(tmp_path):
     matrix = confusion.metadata["confusionMatrix"]
     assert [each["displayName"] for each in matrix["annotationSpecs"]] == ["cat", "dog"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 2]]
-    # The matrix is also written to the artifact's file, which the UI opens.
     assert json.loads(Path(confusion.path).read_text(encoding="utf-8")) == confusion.metadata
 
 

@@ -66,7 +66,6 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
     code, line = refused(finish.finish.python_func, *given, capsys=capsys)
     assert code == 1
     assert line.startswith("cannot write ")
-    # The local report is still written.
     assert Page((tmp_path / "folder" / "report.html").read_text(encoding="utf-8")).words
 
 

@@ -70,9 +70,7 @@ def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, pre
     assert prepared("run-1") == ("1.0.0", True)
     assert prepared("run-2") == ("1.1.0", False)
     assert prepared("run-2") == ("1.1.0", True)
-    # A configured version takes precedence over the newest one.
     assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
-    # The version is reported only when the newest one was looked up.
     assert said == ["1.0.0", "", "1.1.0", "", ""]
 
 

@@ -114,7 +114,6 @@ class TestTrainModel:
         )
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
-        # `global_step` is still the last step that was trained.
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
         assert metrics["handed_on_as"] == "best by validation loss"
         assert metrics["loss"] == 1 / 9
@@ -219,8 +218,6 @@ class TestTrainModel:
 
 
 class TestProgram:
-    """Tests how training by a user's own program ends."""
-
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
         """Return a dict for tests to fill: the checkpoints to publish, from step to model path."""

@@ -74,8 +74,8 @@ def wrong_settings(params):
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # If the file is not in the repository, the settings must be valid for at least one of two
-    # bases.
+    # If the configuration file is not in the repository, the settings must be valid for the digits
+    # configuration or without a configuration.
     is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
     refusals = []
     for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
@@ -117,7 +117,6 @@ def wrong_command(words, *, whole=True):
         return wrong_kubectl(words)
     if words[0] == "pip" and "install" in words:
         return wrong_install(words)
-    # Also match a command that runs under a debugger.
     if words[0] == "python" and "flotilla.trainer" in words and whole:
         return wrong_task(words)
     return ""

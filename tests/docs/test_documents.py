@@ -64,8 +64,7 @@ def test_every_snippet_of_a_configuration_is_valid():
         tree = yaml.load(block.text, yaml.CSafeLoader)
         assert isinstance(tree, dict), where
         if "apiVersion" not in tree:
-            # The check includes the job, so that a setting is rejected if the engine does not
-            # support it.
+            # Also render the job, which rejects settings that the engine does not support.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
             assert render_job(config)["kind"] == kind, where
@@ -158,7 +157,7 @@ def public_name(node):
 
 
 def test_every_block_has_a_known_language():
-    # A `text` block shows output. All others are checked above or run by `test_guides.py`.
+    # A `text` block shows output. All other blocks are checked above or run by `test_guides.py`.
     assert {block.language for document in PAGES for block in document.blocks} <= {
         "", "dockerfile", "python", "sh", "text", "yaml",
     }  # fmt: skip

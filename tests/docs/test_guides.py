@@ -180,10 +180,9 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
         "review": tf.constant(["Great,\nwould buy again! 7 days", ""]),
     }
     answers = loaded.signatures["serving_default"](**inputs)
-    # Importing `tabular` registers its layers, which the model needs to be loaded.
+    # The import of `tabular` registers its layers. Without them, Keras cannot load the model.
     assert tabular
     own = keras.saving.load_model(model / "model.keras")
-    # The positive class is the rarer one, `yes`.
     expected = tf.sigmoid(own(inputs)).numpy().ravel()
     np.testing.assert_allclose(answers["probability"].numpy().ravel(), expected, atol=1e-5)
     assert expected[0] > 0.5

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
-# Search queries of users, each with a page whose index entry must contain its words.
+# Search queries of users, each with the page in which a section must contain all of its words.
 QUESTIONS = {
     "tensorflow serving": "start/predictions.html",
     "exit code": "start/failures.html",

@@ -55,7 +55,7 @@ def test_ids_are_sparse_and_have_nothing_of_their_order():
         ids = np.unique(drawn[name])
         assert ids.min() >= 0
         assert 2**51 < ids.max() < 2**52
-        # The median gap between ids equals the median gap between random numbers.
+        # For random numbers, the median gap is ln 2 times the mean gap.
         assert np.median(np.diff(ids)) == pytest.approx(2**52 / len(ids) * np.log(2), rel=0.1)
 
 
@@ -94,7 +94,7 @@ def test_popularity_drifts_by_as_much_as_was_asked_for():
     ids = np.unique(joined(everyone.draw(0, 0, part) for part in range(3))["item"])
     days = [everyone.exposure(ids, day) for day in range(11)]
     moved = [np.abs(after - before).sum() / 2 for before, after in pairwise(days)]
-    # Within ten days, the ranking changes completely, by an equal share on each day.
+    # With a drift of 0.1, all of the popularity moves within ten days, an equal share each day.
     np.testing.assert_allclose(moved, np.abs(days[10] - days[0]).sum() / 20, rtol=1e-6)
     assert sum(moved) > 0.5
     still = Clickstream(**{**SMALL, "new_items": 0}, drift=0.0)
@@ -183,7 +183,7 @@ def test_no_table_of_users_or_items_is_held():
     Clickstream(users=10**9, items=10**9).draw(7, 0, 0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # One column of a billion numbers would need 8 GB.
+    # A column of a billion numbers would need 8 GB.
     assert peak < 60_000_000
 
 
@@ -198,7 +198,6 @@ def test_a_dataset_is_made_of_the_events_of_its_days(tmp_path):
     assert fields["version"] == "1.1.6"
     assert set(fields["inputs"]) == {"category", "item", "segment", "shown"}
     assert (fields["targets"], fields["group"]) == (["label"], "user")
-    # TFDS wrote no file.
     assert not list(tmp_path.rglob("dataset_info.json"))
 
 

@@ -91,7 +91,6 @@ def test_a_dataset_is_taken_or_asks_for_one_key(rows):
     assert len(rows) == 71
     able = [name for name, each in rows.items() if not each.first or asked(each.first)]
     assert len(able) >= 66
-    # With the settings of the table, each dataset is accepted, and a task supports its label.
     assert not [name for name in able if rows[name].last or not rows[name].task]
 
 

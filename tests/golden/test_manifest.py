@@ -77,7 +77,6 @@ CASES = {
         "cluster": {"kubernetes": {"pod": {"image": "own/program:1"}}, **JOBSET},
     },
     "jobset-cpu": {**CPU, "cluster": {**CPU["cluster"], **JOBSET, "evaluator": True}},
-    # Kueue admits either all pods or none.
     "jobset-gpu-kueue": {
         "cluster": {**with_job(GPU, {"queue_name": "gpus", "suspend": True}), **JOBSET}
     },

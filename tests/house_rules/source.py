@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("trainer", "components", "pipelines")
-# Folders to skip if git is not available, for example in an unpacked archive.
+# Folders to skip if git is not available, for example in an unpacked source archive.
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}
 
 

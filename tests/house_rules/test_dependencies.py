@@ -37,8 +37,8 @@ IMAGE_EXTRAS = re.findall(
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)(?: ; ([^\\]+?))?((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
-# Maximum number of lines that import private TensorFlow or Keras modules. Each of them must be
-# checked at an upgrade.
+# Maximum number of lines that import private TensorFlow or Keras modules. Check each of them when
+# upgrading TensorFlow or Keras.
 MOST_PRIVATE_IMPORTS = 20
 PRIVATE = ("tensorflow.python", "tensorflow.core", "keras.src")
 
@@ -206,7 +206,8 @@ def test_nothing_is_installed_without_its_hash():
     for file in ("Makefile", "Dockerfile"):
         whole = re.sub(r"\\\n\s*", " ", text(Path(file)))
         for call in re.findall(r"pip install (.*?)(?:&&|;|\n|$)", whole):
-            # Each lock is complete. Only the project itself is installed without a lock.
+            # Each lock file lists all packages. Only the project itself is installed without a lock
+            # file.
             assert "--no-deps" in call, f"{file}: {call}"
             assert "--no-build-isolation" in call, f"{file}: {call}"
             assert ("--require-hashes" in call) is ("--requirement " in call), f"{file}: {call}"

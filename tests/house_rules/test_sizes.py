@@ -17,7 +17,7 @@ FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
-# Maximum number of lines per folder. A decision that raises a number says what was removed in
+# Maximum number of lines per folder. The commit that raises a number says what was removed in
 # return.
 BUDGETS = {
     "components": 1786,

@@ -73,7 +73,6 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
-# The original function, before the fixture replaces it.
 _COMPILE = compile._text_of_pipeline
 _COMPILED: dict[str, str] = {}
 

@@ -45,7 +45,6 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        # Default pipeline root of runs.
         self.pipeline_root = ""
         # URI of the folder that contains the buckets of the cluster's object store.
         self.disk = ""

@@ -537,7 +537,6 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     instance.has_ui = True
     path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
     assert get(path)[:2] == (200, "text/html")
-    # The UI's address also serves the API.
     assert nodes(get, run_id)
 
 

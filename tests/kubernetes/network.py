@@ -34,7 +34,6 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(pod: str, namespace: str) -> str:
-    """Return a pod's name in the cluster's DNS."""
     return f"{pod}.{namespace}.{DOMAIN}"
 
 

@@ -126,7 +126,6 @@ class Store:
             changed = self._record("MODIFIED", kind, tree)
             meta = tree["metadata"]
             released = before["metadata"].get("finalizers") and not meta.get("finalizers")
-            # Remove a deleted object when its last finalizer is removed.
             if released and meta.get("deletionGracePeriodSeconds") == 0:
                 self.remove(kind, namespace, name)
             return changed

@@ -63,7 +63,6 @@ def test_the_main_container_starts_after_the_probe_and_ends_the_job(kube):
     kube.store.wait(lambda: kube.pods_of("chief-0")[-1]["status"]["phase"] == "Succeeded")
     assert lines(kube, uid) == ["['ready', 'starts']"]
     assert lines(kube, f"{uid}/agent") == ["sidecar", "sidecar ends"]
-    # The sidecar's exit code is ignored.
     assert status(kube, "initContainerStatuses")["state"] == {"terminated": {"exitCode": 3}}
     kube.store.wait(lambda: kube.jobset()["status"].get("terminalState") == "Completed")
 

@@ -167,7 +167,7 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 @pytest.mark.parametrize(
     "image",
     [
-        # YAML would not parse these values as text.
+        # YAML would not parse these values as strings.
         "123",
         "1e5",
         "12:30",

@@ -251,7 +251,7 @@ def refused_in_one_line(look):
 
 @pytest.fixture
 def attack(template, tmp_path):
-    """Damage one record in a copy of the template, and call its readers."""
+    """Return a function that damages one record in a copy of the template and calls its readers."""
     runs = tmp_path / "runs"
     shutil.copytree(template, runs)
     records = records_of(runs)

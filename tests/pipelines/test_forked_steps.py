@@ -78,7 +78,7 @@ sys.exit(3)
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
     # The server loads KFP first, which may take long.
     monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
-    # Preparation is the only command that never needs TensorFlow, so the server does not load it.
+    # `prepare` does not always need TensorFlow, so the server does not import it.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
         assert forked.VARIABLE not in os.environ

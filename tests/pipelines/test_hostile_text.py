@@ -108,7 +108,7 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
         arguments = [instance.url if each == "URL" else each for each in arguments]
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            # Logging is not configured, just as in a command's process.
+            # As in the process of a command, no logging handler is configured.
             patch.setattr(logging.getLogger(), "handlers", [])
             try:
                 code = call(list(arguments))
@@ -185,7 +185,6 @@ def names(template, commands, seed, count, some):
     """Pass hostile names to each command at least once; return the failures."""
     chance = random.Random(seed)
     wrong = []
-    # Call each command once, then randomly chosen ones.
     first = {command[0]: command for command in chance.sample(some, len(some))}
     rest = [chance.choice(some) for _ in range(2 * count)]
     for some_commands in zip(*[iter([*first.values(), *rest])] * 2, strict=False):

@@ -295,7 +295,7 @@ def test_the_answers_are_those_of_the_evaluation(trained):
     assert made.code == 0, made.err
     of_file = probabilities(folder / "f.csv")
     assert list(of_file) == [str(number) for number in range(200)]
-    # The order of rows in the shards differs from the file.
+    # In the shards, the rows have a different order than in the file.
     found = np.sort(list(of_file.values()))
     assert np.abs(found - np.sort(expected)).max() <= TOLERANCE
 

@@ -109,8 +109,8 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
         policy = task.get("retryPolicy")
         if not policy:
             continue
-        # The limit counts from the start of the first attempt; KFP's default of one hour would end
-        # longer steps.
+        # This window includes the first attempt. With KFP's default of one hour, a step that runs
+        # longer would never be retried.
         window = int(policy["backoffMaxDuration"].removesuffix("s"))
         assert window == RUN_SECONDS
         assert window > int(pods[step]["activeDeadlineSeconds"]), step

@@ -20,7 +20,7 @@ def keep(config: str, root: str, run_id: str, path: str):
 
 
 def two_steps(wiring: training.Wiring, path: Any) -> None:
-    """Resolve the form; the result is written to `path`."""
+    """Resolve the form, and write the result to `path`."""
     prepared = wiring.prepare(published="file:///nowhere")
     kept = {**training.common_inputs(prepared), "path": path}
     keep(**kept).set_caching_options(False)

@@ -129,7 +129,7 @@ class Faulty(BaseHTTPRequestHandler):
             self._answer(fault.kind, fault.body)
             return False
         if fault.kind == "mangle":
-            # Change the first half, which contains the beginning of a manifest.
+            # Damage the first half, which contains the beginning of a manifest.
             sent = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             sent[len(sent) // 4] ^= 1
             self.rfile = io.BytesIO(sent)

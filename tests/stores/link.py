@@ -8,15 +8,15 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.ports import held_port
 
-# A fault is one of: `refuse` (no process listens), `unanswered` (no response to a SYN, until the
-# client's own timeout), `silence` (accepted, but never answered), `reset` and `close` (ended at
-# once, with RST and FIN respectively), `tear` and `cut` (ended with RST and FIN in the middle of a
-# long response).
+# Each fault is one of: `refuse` (no process listens), `unanswered` (a SYN gets no response until
+# the client's own timeout), `silence` (the connection is accepted, but never answered), `reset` and
+# `close` (it is ended at once, with RST or FIN), `tear` and `cut` (it is ended with RST or FIN in
+# the middle of a long response).
 PARTIAL = ("tear", "cut")
 FAULTS = ("refuse", "unanswered", "silence", "reset", "close", *PARTIAL)
 _CHUNK = 1 << 16
-# Number of bytes of a response passed on before `tear` and `cut`. A response without content is
-# shorter, and one with content is longer.
+# Number of bytes of a response that are passed on before `tear` and `cut` end it. Responses without
+# content are shorter, and responses with content are longer.
 _PASSED = 700
 
 

@@ -21,7 +21,8 @@ from tests.kubernetes.cluster import Cluster
 
 SECONDS = 180
 ROOT = Path(__file__).parents[3]
-# The process imports no test module: the simulated cluster takes as long as the launcher.
+# A launcher in its own process. It imports no test module, because importing the fake cluster would
+# double its start time.
 LAUNCH = """
 import json, sys
 from pathlib import Path
@@ -45,7 +46,6 @@ def job_of(tree: dict[str, Any], *uris: str, **named: str) -> Job:
 def _described(
     tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs://b/d"
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the configuration of a job, and its URIs."""
     config = {**tree, "cluster": {"launcher": "tfjob", **tree.get("cluster", {})}}
     return config, {"dataset": dataset, "checkpoints": f"{root}/checkpoints"}
 

@@ -204,8 +204,7 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    # How long a job that was suspended again must wait depends on other jobs, so it has no
-    # deadline.
+    # A job that is suspended again waits for other jobs, so it has no deadline.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
     assert deadlines.find_exceeded([]) == ""
@@ -309,7 +308,7 @@ class TestStart:
         said = "all tasks are running, but training has made no step yet"
         assert deadlines.start(pods) == (2, said)
         assert not deadlines.is_training
-        # The cause is, for example, a Service of another job with the same name.
+        # A possible cause is a Service of another job with the same name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
         assert deadlines.start(pods)[1].endswith(
             "no step yet; these names do not resolve: a-ps-0-0.a"

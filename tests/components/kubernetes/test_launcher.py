@@ -411,7 +411,6 @@ def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
 def test_a_refused_heartbeat_is_retried(kube):
     attempt = watching_attempt(kube, heartbeat=1)
     kube.run_all()
-    # Wait until the first heartbeat has been accepted.
     kube.wait_renewed()
     kube.faults.add("PATCH .*leases", 403, times=2)
     kube.store.wait(lambda: kube.faults.hits.get("PATCH .*leases") == 2)

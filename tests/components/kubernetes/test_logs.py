@@ -54,7 +54,7 @@ def test_times_without_trailing_zeros_are_compared_as_times():
 
 @pytest.fixture
 def read(kube, monkeypatch):
-    """Create a job with running pods; return the lines that its log followers read."""
+    """Create a job with running pods; yield its log followers and the lines that they read."""
     monkeypatch.setattr(logs, "_RETRY_SECONDS", 0.05)
     kube.store.create("tfjobs", NAMESPACE, manifest(job_of(settings()), Place(namespace=NAMESPACE)))
     kube.run_all()

@@ -54,7 +54,6 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {fifth}"):
         assert out.count(line) == 1
     assert [each.global_step for each in run_events(Progress)] == [5, 10]
-    # An event that a model prints does not become an event of the step.
     assert not run_events(StepEnd)
 
 

@@ -115,7 +115,6 @@ def test_a_blessed_run(run):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
-    # The start of the first attempt is not listed as an incident.
     assert "attempt 2 begins" in page.words
     assert "attempt 3 begins" not in page.words
 

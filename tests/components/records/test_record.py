@@ -160,7 +160,6 @@ def test_a_bug_is_recorded_and_raised(emitted, capsys):
     assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
-    # The error is reported in one line, even if a library's message contains line breaks.
     assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
@@ -196,7 +195,6 @@ def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsy
 def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
     step = record_stage("check_gate")
     step.__enter__()
-    # Without a traceback, no frame of this test file can count as user code.
     with pytest.raises(SystemExit) as ended:
         step.__exit__(SystemExit, SystemExit(0), None)
     assert ended.value.code == 1
@@ -352,7 +350,6 @@ class Run:
 
     def page(self):
         published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
-        # The UI shows a copy of the published report.
         assert (self._folder / "report").read_bytes() == published
         page = Page(published.decode())
         assert f"{RUN}: {page.verdict}" in (self._folder / "summary").read_text(encoding="utf-8")
@@ -385,7 +382,6 @@ def failed(run, root, tmp_path, monkeypatch):
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
     assert word == "blessed"
-    # The run is not finished yet.
     assert failed.page().verdict == "running"
     assert failed.exported(decision) == "promoted"
     page = failed.page()
@@ -401,7 +397,6 @@ def test_both_tries_are_on_the_time_line(failed):
     assert [each for each in page.words if each.startswith("evaluate_model, try")] == [
         "evaluate_model, try 1", "evaluate_model, try 2",
     ]  # fmt: skip
-    # Only the first of the two bars is marked as failed.
     assert page.attributes.count(("class", "bad")) == 1
 
 

@@ -33,5 +33,4 @@ def test_a_stage_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
     assert found["metrics"] == {
         "progress": "reading: 75 %  3/4 rows", "share": 0.75, "seconds_left": -1.0,
     }  # fmt: skip
-    # The final metrics replace the progress when the stage ends.
     assert written(at)["metrics"] == {"train": 4}

@@ -97,7 +97,6 @@ def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     (event,) = emitted(tmp_path)
     assert isinstance(event, FromScratch)
     assert event.reason == f"digits has no champion yet below {root}"
-    # A champion that is promoted after the run has started does not change the run.
     crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == ""
 
@@ -215,13 +214,11 @@ def test_each_night_trains_on_what_is_new(nights):
     assert nights.begin() == (["4"], "")
     nights.finish("refused")
     assert nights.begin() == (["4"], "run-3")
-    # Add a late file, and rewrite an existing one.
     nights.come(3)
     nights.come(1, text="other rows")
     assert nights.begin() == (["1", "3", "4"], "")
     nights.finish()
     assert nights.begin() == (["1", "3", "4"], "run-5")
-    # Removing an old span does not count as new data.
     (nights.files / "s-3.csv").unlink()
     assert nights.begin() == (["1", "3", "4"], "run-5")
 
@@ -237,7 +234,6 @@ def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
 
 def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.come(1)
-    # A location without files is rejected.
     with pytest.raises(UserError, match=r"no file|nothing at"):
         resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()

@@ -195,7 +195,6 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     page, summary = pods.finished(words="Task run failed.")
     assert page.verdict == "failed"
     assert f"train_model: {REASON}" in page.text
-    # The step's own message is more precise than KFP's.
     assert "KFP says" not in page.text + summary
     assert "train\\_model: worker-0 ended with exit code 137 \\| \\<killed\\>" in summary
     for step, status in (

@@ -45,7 +45,7 @@ def flotilla(monkeypatch, capsys):
 
 @pytest.fixture
 def refused(flotilla):
-    """Run a command that must fail, with and without `--json`; return its error line."""
+    """Return a function that calls a failing command, also with `--json`, and returns its error."""
 
     def call(*arguments, code=2):
         assert flotilla(*arguments)[:2] == (code, "")

@@ -87,7 +87,7 @@ def test_a_failure_has_the_same_keys(capsys, workdir):
 
 
 def test_an_object_is_what_json_can_say():
-    """Non-finite numbers become null, and text without credentials is unchanged."""
+    """Non-finite numbers become null, credentials are masked, and other text is unchanged."""
     metrics = {"cookie": 0.5, "loss": math.nan, "bounds": [math.inf, (1, -math.inf)]}
     message = "s3://me:secret@bucket has \x1b[1m"
     text = Answer(metrics=metrics, message=message, more={"at": Path("a")}).json()

@@ -259,7 +259,7 @@ def called(known, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ends(monkeypatch, called):
-    """Call a command with a given outcome, without and with `--json`, and return its message."""
+    """Return a function that calls a command with a given outcome, without and with `--json`."""
 
     def end(name, words, code, does=None):
         row = ROWS[name]

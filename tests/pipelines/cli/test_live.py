@@ -43,7 +43,7 @@ def progress(step, time, **fields):
 
 @pytest.fixture
 def lines_of(capsys):
-    """Show events and return the lines on standard error; standard output must be empty."""
+    """Return a function that shows events and returns the lines on standard error."""
 
     def show(*events):
         with Display() as display:
@@ -141,7 +141,6 @@ def test_progress_with_a_terminal_is_a_bar(lines_of):
     assert "150/300" in text
     assert "loss 0.25 " in text
     assert "━" in text
-    # The cursor is hidden while the view is drawn, and shown again afterwards.
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 

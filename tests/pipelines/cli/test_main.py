@@ -32,7 +32,7 @@ def heard():
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """Send a signal while a module is being loaded; return the exit code and both streams."""
+    """Return a function that interrupts a command while it loads a module."""
 
     def send(module, number, *arguments):
         # With `-v`, Python writes a line to standard error for each module that it loads.
@@ -43,7 +43,6 @@ def interrupted(tmp_path):
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[3]),
-                # No file may remain in this folder.
                 "TMPDIR": str(tmp_path),
             },
             stdout=subprocess.PIPE,
@@ -124,7 +123,6 @@ def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_fil
     assert list(tmp_path.iterdir()) == []
 
 
-# Commands that print a document, a table, lines on standard error, a JSON object, or an error.
 COMMANDS_THAT_WRITE = [
     (["gc", "--json", "--workdir", "runs"], 0),
     (["status", "absent", "--json"], 2),
@@ -185,7 +183,7 @@ def test_lines_that_nobody_can_read_change_no_exit_code(arguments, code, tmp_pat
         assert called(arguments, tmp_path, stderr=full)[0] == code
 
 
-# The first one writes a JSON object, as `completion` does in `test_app`.
+# Leave out the first command, because `test_app` covers JSON output with `completion --json`.
 @pytest.mark.parametrize(("arguments", "code"), COMMANDS_THAT_WRITE[1:])
 def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, code, tmp_path):
     with open("/dev/full", "wb") as full:
@@ -199,7 +197,7 @@ def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, co
 
 
 TIMED = "import time:"
-# Number of bytes that the process may write ahead, so that it cannot finish before the signal.
+# Capacity of the pipe in bytes, which is so small that the process cannot finish before the signal.
 AHEAD = 4096
 
 
@@ -218,7 +216,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
         command, cwd=tmp_path, env=settings, stdout=-1, stderr=-1, text=True, pipesize=AHEAD
     ) as process:
         names = (line.split("|")[-1].strip() for line in process.stderr)
-        # The test cannot control signals during earlier imports.
+        # Python itself handles an interrupt that arrives before this import.
         assert "flotilla.pipelines.cli.__main__" in names
         assert module in names
         process.send_signal(signal.SIGINT)

@@ -179,7 +179,7 @@ def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
 
 @pytest.fixture
 def deployment(jobset):
-    """Replace the controller's deployment by one that differs from a release."""
+    """Return a function that replaces the controller's deployment with an unusual one."""
 
     def give(place, name, image):
         jobset.store.remove("deployments", PLACE, CONTROLLER)

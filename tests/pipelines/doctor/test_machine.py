@@ -61,7 +61,6 @@ def test_a_wrong_configuration_is_a_check_and_wrong_usage(doctor):
     assert report.code == 2
     assert report.failed() == ["configuration"]
     assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
-    # Checks that do not depend on the configuration still run.
     assert report.states()["loopback"] == "ok"
 
 

@@ -139,7 +139,7 @@ def test_a_priority_class(of_job, kube, setting):
 
 def test_a_queue_of_kueue(of_job, kube, there):
     queue = "cluster.kubernetes.job.queue_name=gpus"
-    # Without Kueue, which the loop then installs, the queue is also reported as missing.
+    # The queue is missing both without Kueue and after the loop has installed Kueue.
     for _ in range(2):
         report = of_job(queue, "cluster.kubernetes.job.suspend=true")
         assert report.failed() == ["queues of Kueue"]

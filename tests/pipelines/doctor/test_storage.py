@@ -89,7 +89,6 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     assert report.failed() == ["storage"]
     assert of(report)["message"] == "no answer in 3 s"
     assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
-    # The file is removed even though the check is still waiting for its write.
     assert store.keys(store.bucket) == []
 
 

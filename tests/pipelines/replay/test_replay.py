@@ -95,7 +95,6 @@ class TestArguments:
             },
             [],
         )
-        # The replay uses the original run's data.
         taken = replace(found.stages[0], metrics={"data_version": "0" * 32})
         arguments, _ = arguments_of(replace(found, stages=(taken,)))
         assert arguments["settings"]["data"] == {"seed": 5, "version": "0" * 32}
@@ -317,7 +316,6 @@ def test_training_that_has_succeeded_runs_with_a_cluster_of_its_own(run):
     assert result.replayed.metrics["global_step"] == 20
     # With one worker, updates have a fixed order.
     assert result.replayed.metrics["loss"] == pytest.approx(record.metrics["loss"], rel=1e-5)
-    # The replay started from scratch, not from its own checkpoints.
     written = (result.folder / "storage" / run.run_id / "checkpoints").glob("step-*")
     assert {each.name for each in written} >= {"step-00000010", "step-00000020"} or list(written)
 

@@ -72,7 +72,6 @@ def nights(root: Path, runs: int, versions: int, **lineage) -> None:
     for number in range(1, runs + 1):
         days = runs - number + 0.01
         key = root / "datasets" / f"digits-{number // 10:03d}"
-        # Ten nights share one dataset.
         dataset = storage.uri_of(key) if key.exists() else manifest(key, "dataset", days)
         made = run_of(root, number, days, dataset)
         if number % every == 0:

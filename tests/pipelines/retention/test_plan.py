@@ -207,7 +207,6 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
         },
         models=found.models,
     )
-    # A second plan would keep the same files.
     again = make_plan(after, wanted, NOW)
     assert not {each.path for each in again.going}
     # Old versions are removed; beyond the limit, only versions for a rollback are kept.

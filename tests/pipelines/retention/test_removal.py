@@ -83,7 +83,6 @@ def test_500_runs_and_50_versions(root, capsys):
     assert [each.number for each in registry.versions(uri, "digits")] == list(range(41, 51))
     assert len(registry.promotions(uri, "digits")) == 50
     assert registry.rollback(uri, "digits", by="test").version == 49
-    # The training data of all champions is still known.
     assert len(trained.read_champion_data(uri, "digits").spans) == 49
     assert not swept(root, keep_versions=10)
     assert "leftover files removed" in err

@@ -47,7 +47,7 @@ def sweep_in(folder, root, days=90):
     """Write a sweep with two trials that ended some days ago; return its folder."""
     data = manifest(root / "datasets" / "d", "dataset", days)
     sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
-    # These run IDs do not contain the time.
+    # Use run IDs without a time, as `run_of` does.
     trials = tuple(replace(each, run_id=f"digits-{each.number:04}") for each in sweep.trials)
     for trial in trials[:2]:
         run_of(root, trial.number, days, data)

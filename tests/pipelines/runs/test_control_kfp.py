@@ -35,7 +35,6 @@ def test_runs_newest_first_over_pages(instance, remote):
     assert answer.code == 0
     names = [row["name"] for row in answer.json["runs"]]
     assert names == [f"n{number}" for number in range(129, 4, -1)]
-    # No more pages are read than the requested number of runs needs.
     sizes = [re.search(r"page_size=(\d+)", each)[1] for each in instance.asked("GET .*/runs")]
     assert sizes == ["100", "25"]
     instance.requests.clear()
@@ -170,7 +169,6 @@ def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     instance.store.end_run(started, "SUCCEEDED")
     answer = remote("logs", started)
     assert answer.code == 0
-    # The instance's error message is not shown as a log.
     assert "error_message" not in answer.out
     assert "train_model     done in 1.5 s" in answer.out
     [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]

@@ -104,7 +104,7 @@ CANCELLED = [begin("train_model"), terminated, over("FAILED")]
 
 @pytest.fixture(params=["api", "page", "api, a day later", "page, a day later"])
 def waits(request, instance, remote):
-    """Submit a run and wait for it, with or without pods, through the API or the UI's address."""
+    """Return a function that waits for a run, with or without pods, through the API or the UI."""
     address, _, later = request.param.partition(", ")
     instance.has_ui = address == "page"
 
@@ -120,7 +120,7 @@ def waits(request, instance, remote):
 
 @pytest.fixture
 def waited(instance, remote):
-    """Submit a run through the API's address and wait for it, with its pods."""
+    """Return a function that waits for a run through the API's address, with the run's pods."""
 
     def wait(play):
         instance.store.play = [*play]

@@ -58,7 +58,6 @@ def read_elsewhere(root, called, folder):
 
 
 def test_it_is_blessed_and_read_from_the_store_alone(root, server, tmp_path):
-    # The store fails repeatedly during this run.
     server.plan.add(Fault(503, every=40, times=20), Fault("drop", every=61, times=10))
     called = call("run", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     server.plan.clear()
@@ -87,7 +86,7 @@ def logs(server, root):
 def test_a_run_is_resumed_from_the_store(root, tmp_path):
     first = call("train", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     assert first.code == 0, first.err + first.log
-    # All local files except the configuration are lost.
+    # The local files of all tasks are lost.
     shutil.rmtree(first.folder / "cluster")
     more = setting(training__steps=260, storage__root=root)
     again = call(

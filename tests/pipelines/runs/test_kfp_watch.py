@@ -93,7 +93,7 @@ def test_of_logs(instance, calling, remote):
     process = calling("logs", run_id, "-f")
     assert looked.wait(SECONDS)
     assert process.stdout.readline().split(None, 1) == ["train_model", "a line\n"]
-    # All commands that wait handle both signals by the same handler.
+    # All commands that wait handle SIGINT and SIGTERM in the same way.
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130

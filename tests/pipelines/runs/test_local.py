@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from tests.pipelines.step_events import done
 
 CONFIG = Config()
-# A runner that reports its start and ignores requests to stop.
+# A runner that reports its start and each request to stop, but does not stop.
 DEAF = (
     "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
     "print('there', flush=True)\n"
@@ -457,6 +457,5 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
-    # Only the step's error is printed; the runner adds no error.
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

@@ -66,7 +66,6 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
     text = prepared.err.partition("step  ")[2]
     assert "train=1293" in text
     assert "reused=no" in text
-    # A path below the current folder is displayed as a relative path, as a user would type it.
     assert " it's a $wörk dir" in text
     assert "file:" not in text
 
@@ -75,7 +74,6 @@ def test_everything_is_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
     assert names - {".lock"} == {"datasets", "in_use", prepared.answer["run_id"]}
-    # The runner's temporary files for each step are removed.
     assert not (prepared.folder / "tmp").exists()
 
 

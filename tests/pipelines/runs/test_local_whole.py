@@ -122,7 +122,6 @@ class TestBlessed:
         assert {**measured["metrics"], **baselines} == blessed.answer["metrics"]
         assert measured["split"] == "test"
         assert measured["global_step"] == STEPS
-        # A few seconds of training give an accuracy far above chance.
         assert measured["metrics"]["accuracy"] > 0.7
 
     def test_the_decision_says_why(self, blessed):
@@ -388,7 +387,8 @@ def test_it_goes_on_from_there(resumed, interrupted, reached):
 
 @pytest.mark.slow
 def test_it_goes_on_with_the_configuration_of_the_run(resumed):
-    # No configuration file was specified, so only the newly set values differ.
+    # The resumed run was given no configuration file, so only the values that were set again
+    # differ.
     kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
     assert f'"checkpoint_every": {ENDLESS}' in kept
 

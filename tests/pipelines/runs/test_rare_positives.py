@@ -51,8 +51,8 @@ def night(tmp_path_factory):
             "label": "left",
             "splits": {"column": "part"},
         },
-        # Use a small model. A larger one that is trained on shuffled labels may by chance rank
-        # customers better than random.
+        # Use a small model. A larger model may rank customers better than chance, even if its
+        # training labels are shuffled.
         "model": {"name": "tabular", "args": {"pieces": 0, "hidden_units": [64, 32], "dropout": 0}},
         "training": {
             "strategy": "single",
@@ -115,7 +115,8 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
     assert whole == measured["examples"]
-    # Test examples with a duplicate in this model's own training split are not counted, but rare.
+    # Test examples that also occur in this model's own training split are not counted, but there
+    # are few of them.
     assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]

@@ -25,7 +25,7 @@ def fire(instance, remote, uploaded):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Call these functions in turn, one in each pause between two queries."""
+    """Return a list of functions, to be called one by one in the pauses between queries."""
     calls = []
 
     def sleep(_seconds):

@@ -84,7 +84,6 @@ def test_names_and_places_are_passed_on(instance, remote):
     assert first["display_name"] == "mine"
     assert first["runtime_config"]["pipeline_root"] == "gs://b/r"
     assert (first["service_account"], second["service_account"]) == ("trainer", "pipeline-runner")
-    # The experiment is created only once.
     assert len(instance.store.experiments) == 1
 
 
@@ -193,7 +192,7 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     answer = remote("submit")
     assert answer.code == 1
     assert "it is unknown whether the run was started: see `flotilla runs`" in answer.err
-    # Write requests are never repeated.
+    # Only GET requests are retried.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1
 
@@ -236,7 +235,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def submitted(instance, remote, folder, root):
-    """Submit with `--code`; return the parameters that the instance received."""
+    """Return a function that submits with `--code` and returns the parameters that were sent."""
 
     def call(*words):
         own = ("--set", "model.name=blocks:residual", "--code", folder)

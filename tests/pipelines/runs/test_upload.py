@@ -129,7 +129,7 @@ def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
         instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
     answer = remote("upload", "--json")
     assert answer.json["version"]["name"] == uploaded
-    # Each version in a list includes its complete spec.
+    # Lists are short, because each version in a list includes its complete spec.
     assert sizes(instance) == [5, 1]
     instance.requests.clear()
     answer = remote("upload", "--image", MINE, "--json")
@@ -338,7 +338,6 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     )
     assert remote("submit", "--version", "by-hand").code == 0
     assert the_run_of(instance) == "by-hand"
-    # No remark is needed if the user specified the version.
     assert "the newest version" not in remote("submit", "--version", uploaded).err
 
 

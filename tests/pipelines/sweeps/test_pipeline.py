@@ -73,7 +73,7 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
     loops = [task for task in tasks_of(spec) if "parameterIterator" in task]
     sizes = [len(json.loads(each["parameterIterator"]["items"]["raw"])) for each in loops]
     assert sorted(sizes) == [1, 3, 9]
-    # A loop takes no output of a step, because KFP's local runner would replace it by the loop
+    # A loop takes no output of a step, because KFP's local runner would replace it with the loop
     # item.
     for loop in loops:
         given = loop["inputs"]["parameters"].values()

@@ -37,7 +37,6 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
-    # Wait for the first requests of the heartbeat.
     kube.store.wait(lambda: any(GET_LEASE.match(each) for each in kube.server.requests))
     worker = kube.finish("worker-0", 137)["metadata"]["uid"]
     kube.pod("worker-0", but=worker)
@@ -51,7 +50,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     delete_jobs(engines.engine(engine), Config().cluster.kubernetes, "run-1")
     asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
     granted = {(each.verb, each.resource) for each in required_rules(LAUNCHER, kind)}
-    # Only the stop of a JobSet patches the job itself, so add this request for TFJobs.
+    # Stopping a TFJob does not patch the job itself, but the rules allow it for both kinds of job.
     assert asked | {("patch", kind.resource.plural)} == granted
 
 

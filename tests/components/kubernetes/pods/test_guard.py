@@ -225,7 +225,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
     # The leader has announced its shutdown, but its process has not exited yet.
     waited.join(0.2)
     assert waited.is_alive()
-    # The exit of the leader's process would close its connections in the same way.
+    # Close the connections, as the exit of the leader's process would do.
     for accepted in server._connections:
         accepted.close()
     waited.join(60)
@@ -353,7 +353,7 @@ def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(kube, wa
 def test_without_a_lease_training_goes_on(kube, watched, tmp_path):
     kube.store.delete("tfjobs", NAMESPACE, "job")
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        # Wait for about three heartbeat limits.
+        # Wait for about three times the heartbeat limit.
         reads = "GET /apis/coordination.k8s.io/v1/namespaces/models/leases/job"
         kube.store.wait(lambda: kube.server.requests.count(reads) >= 30)
         assert process.poll() is None

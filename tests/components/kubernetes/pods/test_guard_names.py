@@ -44,7 +44,6 @@ def test_names_that_never_resolve_are_said_once_by_name(resolver, peers, caplog)
     for _ in range(3):
         assert peers.look()
     assert caplog.messages == [f"{names.UNRESOLVED}a-ps-0-0.a, a-ps-1-0.a"]
-    # A name that has resolved is not looked up again.
     assert resolver.asked.count("a-chief-0-0.a") == 1
 
 

@@ -96,7 +96,6 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
         return [rule.next_attempt(137, seconds).pause for _ in range(count)]
 
     assert pauses(6, 0.0) == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    # The pause is shortened by the time that the task has already run.
     assert pauses(1, 7.0) == [3.0]
     assert pauses(1, 59.0) == [1.0]
     assert pauses(2, 60.0) == [1.0, 1.0]
@@ -171,7 +170,7 @@ def test_a_task_that_is_asked_to_end_does_not_begin_again(tmp_path, number):
     assert starts(tmp_path) == 1
 
 
-# SIGUSR1 replaces the SIGTERM that a server receives before its leader has ended.
+# Here SIGUSR1 stands for the SIGTERM that a server receives before its leader has ended.
 ACKNOWLEDGES = (
     "signal.signal(signal.SIGUSR1, lambda *_: (process.begin_no_more(), print('signalled', "
     "flush=True)))\nprint('handles', flush=True)"

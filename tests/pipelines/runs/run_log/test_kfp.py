@@ -81,7 +81,7 @@ def test_a_step_that_the_run_does_not_have():
 
 @pytest.fixture
 def look(logs):  # noqa: ARG001
-    """Read the log of the run's only step from a pod; return the new lines."""
+    """Return a function that reads the log of a pod of the run's step and returns the new lines."""
     lines = []
     client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
     view = LogView(verbose=True)

@@ -82,7 +82,6 @@ def test_an_event_is_read_where_a_line_is_one():
     written = json.dumps(to_tree(event))
     [line] = read(LogText(utc=True), f"[chief-0] 2026-01-02 03:04:07,250 INFO {written}")
     assert (line.label, line.event) == ("chief-0", event)
-    # A line of the user that contains an event is treated as text.
     [line] = read(LogText(), f"got {written}")
     assert line.event is None
 
