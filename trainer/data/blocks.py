@@ -1,7 +1,7 @@
 """Blocks: the records of a shard.
 
 A block is a `tf.train.Example` that stores many rows column by column. Each feature is one list
-with the values of all rows: numbers as int64 or float32, texts and encoded images as bytes.
+with the values of all rows: numbers as int64 or float32, strings and encoded images as bytes.
 Tensors, and sequences of numbers, are stored as a single value: the concatenated bytes of all rows.
 The number of rows is a separate entry, and so are the lengths of each sequence.
 
@@ -27,18 +27,18 @@ from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-# Number of blocks whose rows are permuted together. A larger window mixes better, and windows of 8
-# to 256 blocks take the same time.
+# Number of blocks whose rows are permuted together. More blocks mix the rows better. Reading takes
+# the same time with 8 to 256 blocks.
 MIXED = 128
 # Number of blocks that are parsed together when files are read in order.
 IN_ORDER = 32
 Rows = Mapping[str, Any]
 #: Approximate size of a block in bytes; larger blocks are not faster to read.
 BYTES = 128 << 10
-# Maximum size of a block in bytes, even if all its rows are as large as the largest row.
+# Maximum size of a block in bytes if all its rows were as large as the largest row.
 _LARGEST_BYTES = 64 << 20
 _COUNT = "\0rows"
-# Types of stored scalars; everything else is stored as strings.
+# TensorFlow types of the features that are stored as numbers; all others are stored as strings.
 _SCALARS = {"int": tf.int64, "float": tf.float32}
 # `decode_raw` does not support these types, so the signed type of the same size is decoded.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
@@ -58,7 +58,8 @@ def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
     """Yield blocks of `size` rows of a table from `columns.make_table`; the last may have fewer."""
-    # Sort the features: entries of a protobuf map have no order, but equal rows give equal bytes.
+    # Sort the features, because equal rows must give equal bytes, and the entries of a protobuf map
+    # have no order.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
     for first in range(0, table.num_rows, size):
         last = min(first + size, table.num_rows)
@@ -125,7 +126,8 @@ class _Packed(NamedTuple):
 # Protobuf tags of length-delimited fields with the numbers 1 and 2
 # (https://protobuf.dev/programming-guides/encoding).
 _FIRST, _SECOND = b"\x0a", b"\x12"
-# Tags of the content of a `Feature`: a list of texts, one bytes value, packed floats, packed ints.
+# The first bytes of a `Feature`, which contains a list of strings, one bytes value, packed floats
+# or packed ints.
 _TEXTS, _BYTES, _FLOATS, _INTS = b"\x0a", b"\x0a\x0a", b"\x12\x0a", b"\x1a\x0a"
 _BITS, _MORE = 7, 0x80
 
@@ -158,7 +160,7 @@ def _content(column: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
 
 
 def _frame_all(texts: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
-    """Return texts as the values of a list, each preceded by its tag and its length."""
+    """Return strings as the values of a list, each preceded by its tag and its length."""
     sizes = pc.dictionary_encode(pc.binary_length(texts))
     heads = pa.array(
         [_FIRST + _varint(size) for size in sizes.dictionary.to_pylist()], pa.large_binary()

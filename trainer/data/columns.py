@@ -3,7 +3,7 @@
 A column has one of three forms:
 
 - numbers of a fixed shape: a NumPy array whose first axis is the example;
-- texts and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
+- strings and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
 - sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, one flat list per
   example (`bfloat16` is stored as `float32`).
 
@@ -28,7 +28,6 @@ from flotilla.trainer.features.names import length_name
 
 #: An `NDArray`, or a `pa.Array`, which has no type stubs.
 Column: TypeAlias = Any
-#: Columns of examples, by feature name.
 Columns = Mapping[str, Column]
 # Neither NumPy nor Arrow has this type; its values are truncated float32 values.
 _SHORT_FLOAT = "bfloat16"
@@ -37,7 +36,7 @@ _SHORT_FLOAT = "bfloat16"
 def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arrays and lists to columns in the forms of this module, and add length columns.
 
-    A feature of variable length, or an array of texts, may be given as an array or as a list of
+    A feature of variable length, or an array of strings, may be given as an array or as a list of
     arrays.
     """
     found = {
@@ -97,7 +96,7 @@ def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
 
 
 def make_rows(feature: FeatureSpec, column: Any) -> Any:
-    """Convert a column for a user's Python code: texts to bytes, sequences to arrays."""
+    """Convert a column for a user's Python code: strings to bytes, sequences to arrays."""
     if not isinstance(column, pa.Array):
         return column
     if not pa.types.is_large_list(column.type):

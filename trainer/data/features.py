@@ -37,7 +37,7 @@ class Selection(Roles):
 
     @property
     def example_bytes(self) -> int:
-        """Estimated size of an example in memory, in bytes; a text counts as one byte."""
+        """Estimated size of an example in memory, in bytes; a string counts as one byte."""
         return sum(math.prod(spec.sizes) * _item_size(spec.dtype) for spec in self.specs.values())
 
 

@@ -25,7 +25,6 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-#: Pillow modes by number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 # Modes that TensorFlow decodes to the same pixels as Pillow does, by format and channels.
 _GREY, _COLOURS = ("L", "LA", "I;16"), ("RGB", "RGBA")

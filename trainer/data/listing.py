@@ -201,7 +201,7 @@ def publish(listing: Listing, root: str) -> None:
         with suppress(storage.NotPublished):
             if storage.read_manifest(uri).fields == fields:
                 return
-            # Replace the listing, because the same files are now at another location.
+            # Replace the listing: the same files are now at another location.
             storage.delete(uri)
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 

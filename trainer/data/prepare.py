@@ -51,7 +51,8 @@ _NOT_CONTENT = {
 }
 
 _LONGEST = 60
-# With at least this many parts, finished parts are stored, so that a later attempt can resume.
+# With Beam, or with at least this many parts, finished parts are stored so that a later attempt can
+# resume.
 _LONG = 4
 _log = logging.getLogger(__name__)
 
@@ -73,8 +74,9 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     the end. If `TFDS_DATA_DIR` is set, TFDS stores its files there instead.
 
     Raises:
-        ConfigError: the dataset, version or folder does not exist.
-        UserError: the dataset cannot be downloaded, or cannot be used.
+        ConfigError: the dataset, version or folder does not exist, or the data cannot be used.
+        TransientError: a host or the store cannot be reached.
+        UserError: a file or the store cannot be read or written.
     """
     # Look up a known version without the builder; the installed builder may only have newer ones.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
@@ -216,7 +218,6 @@ def _require_same(uri: str, written: Written) -> None:
     try:
         there = storage.read_manifest(uri).fields.get("fingerprint")
     except storage.Corrupt:
-        # The fingerprint is unknown, because the manifest is corrupted.
         return
     if there and there != written.fingerprint:
         raise UserError(
@@ -241,7 +242,8 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
             storage.publish(place, storage.join(finished, place.name), kind="part")
         work.add(0, 1)
 
-    # The number of examples in the finished parts of an earlier attempt is unknown.
+    # The number of examples is unknown if an earlier attempt has finished some of the parts. Beam
+    # reports finished parts instead of examples.
     total = source.total if len(left) == len(parts) and not by_beam else 0
     size = 0 if total or len(left) < _LONG else len(left)
     with Work("encoding the examples", "rows", total, size=size) as work:

@@ -29,10 +29,11 @@ _AT_ONCE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumber:
-    """Graphs with which a worker reads examples by number, best `run` consecutive ones together.
+    """Graphs with which a worker reads examples by number.
 
     `held` returns a dataset of one element, which is the worker's state. `read` maps this element
-    and a vector of example numbers to a batch.
+    and a vector of example numbers to a batch. Reading is fastest in runs of `run` consecutive
+    examples.
     """
 
     held: Callable[[], tf.data.Dataset]

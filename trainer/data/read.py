@@ -190,7 +190,6 @@ def _batch_from_memory(
     spec: DatasetSpec, files: Files | Streaming, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
     def reorder(example: Any, number: Any) -> Any:
-        # Number of examples in this task's shards.
         count = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
         epoch = number + taken // count
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))

@@ -9,7 +9,6 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 MOST_NAMED = 20
-#: Default names of a label column.
 LABELS = ("label", "target")
 
 

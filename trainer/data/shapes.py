@@ -21,7 +21,6 @@ NO_LABEL = -1
 #: Size in `data.shapes` of a dimension that varies between examples.
 VARIES = 0
 _IMAGE_RANK = len(("height", "width", "channels"))
-# Sizes that messages suggest.
 _SIDE, _COLOURS = 64, 3
 _FRAMES = 16
 _LENGTH = 64
@@ -46,7 +45,7 @@ class Leaf:
 
     @property
     def dtype(self) -> str:
-        """The NumPy name of its type; "string" for texts."""
+        """The NumPy name of its type, or "string"."""
         name = np.dtype(self.tensor.np_dtype).name
         return "string" if name == "object" else name
 

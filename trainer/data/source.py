@@ -20,7 +20,10 @@ from flotilla.trainer.data.features import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A range of a split (`origin`) of a source, with JSON for the source; read by one process."""
+    """A range of a split of a source, which one process reads.
+
+    `origin` is the split, or empty, and `where` is the range as JSON values of the source.
+    """
 
     number: int
     origin: str

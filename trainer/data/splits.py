@@ -100,7 +100,7 @@ _ALIASES = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test",
 }  # fmt: skip
-# Names such as train, seg_test or Training_Set2.
+# Names of folders, such as train, seg_test or Training_Set2.
 _FOLDER = re.compile(
     rf"(?:.*[ _-])?({'|'.join(_ALIASES)})(?:[ _-]?(?:set|data|images))?[ _-]?\d*", re.DOTALL
 )

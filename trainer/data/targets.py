@@ -18,7 +18,6 @@ from flotilla.trainer.runtime.errors import UserError
 
 # An integer at or above this limit is a quantity, not a class.
 MOST_CLASSES = 1_000_000
-# Number of classes that a note names.
 _NAMED = 3
 
 
@@ -131,7 +130,6 @@ def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> 
 
 
 def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
-    # Convert to float64, because bfloat16 has no NumPy kind.
     wide = values.astype(np.float64)
     if not (finite := np.isfinite(wide)).all():
         raise UserError(

@@ -55,7 +55,8 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # With `data.map`, the examples of a feature may differ in shape, so read them one at a time.
+    # With `data.map`, the values of a feature may differ in shape, so read the examples one at a
+    # time.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})
@@ -67,7 +68,7 @@ def _arrays(
 def _column(values: list[Any]) -> Any:
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
-        # Convert a nested sequence to a list of lists.
+        # TensorFlow returns a nested sequence as a ragged value.
         found[index] = value.to_list() if hasattr(value, "to_list") else value
     return found
 

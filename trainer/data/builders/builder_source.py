@@ -20,7 +20,6 @@ from flotilla.trainer.data.preparation.beam import pipeline_options
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.data.splits import plan
 
-# Approximate memory of a part, in bytes.
 PART_BYTES = 64 << 20
 
 

@@ -118,7 +118,7 @@ def _own_class(name: str) -> type[Any]:
 
 
 def _refusal(config: DataConfig, error: Exception) -> str:
-    # Remove the TFDS call that precedes the reason.
+    # Remove the prefix that TFDS adds to the builder's message.
     reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.short_message(error))
     base, _, chosen = config.dataset.partition("/")
     if "BuilderConfig" in reason and chosen:

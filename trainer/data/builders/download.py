@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
-# HTTP status codes after which TFDS retries ten times.
+# HTTP status codes after which TFDS repeats a request, up to ten times.
 UNAVAILABLE = (500, 502, 503, 504)
 _FTP_PORT = 21
 _GCS = "https://storage.googleapis.com"
@@ -76,7 +76,8 @@ def _reason(error: Exception) -> str:
 
 
 _FILES_NAMED = 8
-# TFDS retries ten times within seconds; `RetryError` means that all attempts failed.
+# Errors that mean that a host is unreachable or the connection broke. `RetryError` means that the
+# last of ten retries also got a status in `UNAVAILABLE`.
 _BROKEN = (
     ConnectionError,
     TimeoutError,
@@ -125,7 +126,8 @@ def download(
         raise _kind(error)(_failure(name, error)) from error
 
 
-# Titles of the slow TFDS progress bars, with the activities to report. The download bar counts MiB.
+# The titles of the TFDS progress bars to report, and the activities that they show. The download
+# bar counts MiB.
 _TITLES = {"Dl Size": "downloading", "Extraction": "extracting", "Shuffling": "shuffling"}
 _MIB = 1 << 20
 
@@ -137,7 +139,7 @@ class _Bar:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
         known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
         what = next((words for begin, words in known.items() if title.startswith(begin)), "")
-        # Count only the bars of examples and bytes, not the enclosing bars of splits and URLs.
+        # Do not count the bars of splits and URLs, because they enclose other bars.
         is_counted = what and unit not in ("splits", "url")
         unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
         self._work = Work(what, unit, given.get("total") or 0) if is_counted else None

@@ -2,7 +2,7 @@
 
 The function is called with an example, a dict of values by name. It returns an example, or None to
 leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
-returns arrays with the same number of examples. Texts are `str`, encoded images are bytes, and
+returns arrays with the same number of examples. Strings are `str`, encoded images are bytes, and
 other values are numbers or NumPy arrays.
 
 The features of the result are inferred from the first examples; later examples must match.
@@ -270,7 +270,7 @@ def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]
 
 
 def _decode(values: Any) -> Any:
-    """Return texts as `str`, in arrays of the same shape; invalid UTF-8 is escaped."""
+    """Return strings as `str`, in arrays of the same shape; invalid UTF-8 is escaped."""
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
         if isinstance(value, bytes):
@@ -281,7 +281,7 @@ def _decode(values: Any) -> Any:
 
 
 def make_example(result: Any) -> Example:
-    """Return the values of an example as arrays; texts become object arrays of bytes.
+    """Return the values of an example as arrays; strings become object arrays of bytes.
 
     Python integers become int64. Python floats and other 64-bit floats become float32. Raises
     `UnsuitableError` if the result is not a mapping, or a value cannot be stored.
@@ -300,7 +300,7 @@ def make_value(name: str, value: Any) -> Value:
     if value is None:
         raise UnsuitableError(f"returns None for {name!r}; return NaN for a missing number")
     try:
-        # Store bytes as an object, because NumPy would strip trailing zero bytes.
+        # Store strings as objects, because NumPy strips trailing NULs from its own string types.
         array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
         raise UnsuitableError(f"returns lists of different lengths within {name!r}") from None
@@ -336,7 +336,7 @@ def convert_value(name: str, value: Value, said: str) -> Value:
 
 
 def get_dtype(value: Value) -> str:
-    """Return the NumPy name of the type of a value; "string" for texts."""
+    """Return the NumPy name of the type of a value, or "string"."""
     return "string" if value.dtype == _TEXT else value.dtype.name
 
 

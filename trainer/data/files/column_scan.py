@@ -19,14 +19,13 @@ from flotilla.trainer.data.files.text_values import LIST, parse_numbers
 #: Maximum number of classes of a label.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
-#: Kinds of numbers.
 NUMBERS = ("int", "huge", "float")
 #: Up to this value, a float type represents every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
-# Minimum number of representable steps within the range of a column: in its stored type, and in the
-# float32 predictions of a label.
+# A float type must have at least this many distinct values within the range of a column. The first
+# number applies to storing a column, the second to predicting a label in float32.
 _STEPS, _FEW_STEPS = 4096, 64
-# Below this magnitude, a float32 has fewer digits.
+# Below this magnitude, float32 loses precision.
 _TINY = 1e-37
 _NAMED = 3
 
@@ -38,11 +37,11 @@ class ColumnScan:
     Attributes:
         kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
             float, bool, time, text, tensor, image; a code is a number with leading zeros.
-        empty: number of values that are null, NaN or an empty text.
+        empty: number of values that are null, NaN or an empty string.
         marks: counts of words for a missing value, such as NA; not used for text columns.
         texts: the first text values, with their piece and row number.
-        writing: counts of the notations and units of formatted numbers and dates among the texts.
-        values: distinct values as texts; cleared if there are more than `most`.
+        writing: counts of the notations and units of formatted numbers and dates among the strings.
+        values: distinct values as strings; cleared if there are more than `most`.
         gathers: whether `values` includes fractions and elements of lists, because they may be
             classes.
         shapes: shapes of tensors, or sizes of images.
@@ -69,7 +68,7 @@ class ColumnScan:
     whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        """Add the values of rows; `parsed` is true if the format has only texts, such as CSV."""
+        """Add the values of rows; `parsed` is true if the format has only strings, such as CSV."""
         self.rows += len(array)
         kind = array.type
         if pa.types.is_dictionary(kind):
@@ -131,7 +130,7 @@ class ColumnScan:
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
-        # A constant has no differences to resolve.
+        # The values of a constant column need not be distinguished.
         fine = self.whole or range_ == 0 or range_ / largest >= _STEPS / EXACT[dtype]
         return fine and (largest == 0 or largest > _TINY) and largest <= EXACT[dtype]
 
@@ -142,7 +141,7 @@ class ColumnScan:
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
-        """Extend the range by the values; texts count only if they are numbers."""
+        """Extend the range by the values; strings count only if they are numbers."""
         if is_list_of_texts(array.type):
             return
         while is_list(array.type):
@@ -156,7 +155,7 @@ class ColumnScan:
             array = pc.cast(array, pa.string())
         if is_text(array.type):
             array = pa.array(text_values.numbers(array)[0])
-        # Skip a float32 column, because it is stored as float32 without loss.
+        # Ignore other types. A float32 column is stored as float32 without loss.
         if not pa.types.is_float64(array.type):
             return
         values = pc.cast(array.drop_null(), pa.float64()).to_numpy(zero_copy_only=False)
@@ -226,13 +225,13 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add times that are written as texts, as in JSON; return a mask of the other texts."""
+        """Add times that are written as strings, as in JSON; return a mask of the other strings."""
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))
         return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
-        """Add texts if all are plain numbers; this fast path is enough for most columns."""
+        """Add strings if all are plain numbers; this fast path is enough for most columns."""
         plain = text_values.parse_plain(known)
         if plain is None:
             return False
@@ -248,7 +247,7 @@ class ColumnScan:
         return True
 
     def _add_parsed(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the numbers, bools, times and lists among texts; return a mask of the rest."""
+        """Add the numbers, bools, times and lists among strings; return a mask of the rest."""
         left, numbers = np.ones(len(known), np.bool_), np.zeros(len(known), np.bool_)
         for kind, pattern in _PATTERNS.items():
             found = left & _mask(text_values.matches(known, pattern))
@@ -263,7 +262,7 @@ class ColumnScan:
     def _add_written(
         self, array: pa.Array, chosen: NDArray[np.bool_], counts: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Add lists that are written as texts; return a mask of the chosen texts that are lists."""
+        """Add lists among the chosen strings, and return a mask of the strings that are lists."""
         found = chosen.copy()
         for place in np.flatnonzero(found):
             values = parse_numbers(array[int(place)].as_py())
@@ -289,7 +288,6 @@ class ColumnScan:
             self.tensor = _wider(self.tensor, get_kind(kind))
 
 
-# Kinds of values that each type accepts.
 _FITTING = {
     "int": {"int"},
     "float": {"int", "huge", "float"},
@@ -318,7 +316,7 @@ def _mask(array: pa.Array) -> NDArray[np.bool_]:
 
 
 def _decode_texts(array: pa.Array) -> pa.Array:
-    """Return bytes as texts if they are UTF-8, which images never are."""
+    """Return bytes as strings if they are UTF-8, which images never are."""
     try:
         return pc.cast(array, pa.string())
     except pa.ArrowInvalid:
@@ -346,12 +344,12 @@ def get_kind(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is a text."""
+    """Return whether an Arrow type is a string."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is a list of texts, which may be nested."""
+    """Return whether an Arrow type is a list of strings, which may be nested."""
     if not is_list(kind):
         return False
     inner = kind.value_type

@@ -166,7 +166,6 @@ def _int_or_id(
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"
     elif gaps and max(scan.highest, -scan.lowest) > EXACT["float64"]:
-        # Only floats can represent a missing value.
         found = "whole numbers beyond 2^53, and some are missing"
     if not found:
         return "int", why, ""

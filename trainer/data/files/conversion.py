@@ -95,7 +95,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times or numbers by which examples are ordered, in full precision.
 
-    Missing and invalid values are left out. `said` is the configured kind; if it is empty, texts
+    Missing and invalid values are left out. `said` is the configured kind; if it is empty, strings
     are read as the kind that most of them have.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
@@ -163,7 +163,7 @@ def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Num
         bad = bad | (known & ~np.isin(values, (0, 1)))
     if kind != "int":
         return Numbers(values, missing, np.broadcast_to(bad, values.shape))
-    # Larger numbers may have lost digits when they were converted to float.
+    # From 2^53 on, whole numbers may have lost digits when they were converted to float.
     whole = known & (np.abs(values) < EXACT["float64"]) & (values == np.floor(values))
     bad = bad | (known & ~whole)
     return Numbers(np.where(whole, values, 0).astype(np.int64), missing, bad)
@@ -174,7 +174,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
         array = pc.cast(array, pa.timestamp("s"))
     units = pc.cast(array, pa.int64())
     known = pc.fill_null(units, 0).to_numpy(zero_copy_only=False)
-    # Round down to microseconds, as for texts, because a float of seconds cannot resolve more.
+    # Round down to microseconds, as for strings, because a float of seconds cannot resolve more.
     if array.type.unit == "ns":
         found = (known // 1000) / 10**6
     else:
@@ -197,7 +197,7 @@ def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
 
 
 def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Return values as texts, and a mask of bytes that are not valid UTF-8."""
+    """Return values as strings, and a mask of bytes that are not valid UTF-8."""
     good = np.zeros(len(array), np.bool_)
     if is_text(array.type):
         return array, good
@@ -279,7 +279,7 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
 def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
     """Convert a list to the shape of its column, padded if configured; None if it does not fit."""
     varies = None in column.shape
-    # If lists may have any length, a missing list is an empty one.
+    # Treat a missing list as empty if lists may have any length.
     given = [] if varies and row in (None, "") else row
     of_texts = column.dtype == "string"
     found = _of_texts(given) if of_texts else parse_numbers(given)
@@ -310,7 +310,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return a list of texts as bytes, empty if missing; None for other values."""
+    """Return a list of strings as bytes, empty if missing; None for other values."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None
@@ -320,7 +320,7 @@ def _of_texts(row: Any) -> NDArray[Any] | None:
 
 
 def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Crop values to `sizes`, or pad them at the end with zeros or empty texts."""
+    """Crop values to `sizes`, or pad them at the end with zeros or empty strings."""
     found = np.full(sizes, b"" if values.dtype == object else 0, values.dtype)
     here = tuple(slice(min(each)) for each in zip(sizes, values.shape, strict=True))
     found[here] = values[here]

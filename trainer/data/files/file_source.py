@@ -37,7 +37,6 @@ from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
 _ROWS = 1 << 16
-# Maximum number of notes on the layout of files.
 _NAMED = 5
 _Found = TypeVar("_Found")
 _log = logging.getLogger(__name__)
@@ -223,7 +222,8 @@ class FileSource(Source):
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # Stop the work before the pool, so that no thread continues after an interrupt.
+        # Leave `work` before the pool: this stops the work, so that no thread continues after an
+        # interrupt.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
@@ -270,7 +270,7 @@ class FileSource(Source):
             found = list(scan.families.get(name, {}).values())
             if name in self._said or len(found) <= 1:
                 continue
-            # A large file of texts may have different types in different pieces.
+            # A large text file may have different types in different pieces.
             if self._files.reader.parsed and found[0][0].file == found[1][0].file:
                 continue
             if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:
@@ -292,7 +292,7 @@ class FileSource(Source):
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         needed = self._list_required(roles)
         weight = scan.columns.get(roles.weight or "")
-        # The lowest value of a float32 column is unknown, which is `inf`.
+        # The lowest value of a float32 column is unknown, and `lowest` is then `inf`.
         below = weight and (
             weight.lowest < 0 or (weight.lowest == math.inf and "float" in weight.kinds)
         )

@@ -17,7 +17,8 @@ from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
-#: Maximum number of distinct whole numbers that are classes.
+#: Maximum number of distinct whole numbers in a label that is read as classes, unless the file
+#: format has them as strings.
 FEW_VALUES = 20
 _TWO = 2
 _NAMED = 3
@@ -39,9 +40,9 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Choose the type of a single-valued label, or an empty one to read it like other columns.
+    """Choose the type of a single-valued label; it is empty to read the label like other columns.
 
-    `said` is its type in `data.types`, or empty. Texts are `parsed` if they may be numbers, as in
+    `said` is its type in `data.types`, or empty. Strings are `parsed` if they may be numbers, as in
     CSV. Raises `UserError` if the label has no value, or formatted numbers.
     """
     spellings = _spellings(scan)
@@ -80,7 +81,7 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
 
 
 def rows_without_class(scan: ColumnScan) -> int:
-    """Count values that are not a class; among texts, a word such as `unknown` is a class."""
+    """Count values that are not a class; among strings, a word such as `unknown` is a class."""
     return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
 
 
@@ -166,12 +167,13 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
 
 @lru_cache(maxsize=16)
 def _index(classes: tuple[str, ...]) -> ClassIndex:
-    # Cache the index: a million classes take seconds to index, and rows are converted by block.
+    # Cache the index, because indexing a million classes takes seconds and each block of rows needs
+    # the index.
     return ClassIndex(classes)
 
 
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
-    """Return the class indices of texts; -1 for an unknown class."""
+    """Return the class indices of strings; -1 for an unknown class."""
     index = _index(tuple(classes))
     coded = pc.dictionary_encode(texts)
     known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)

@@ -33,7 +33,6 @@ _TURNED = (5, 6, 7, 8)
 _MOST_BYTES = 256 << 20
 # Errors that concern a single object; all others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
-# Absolute paths, including Windows paths.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
 
@@ -156,7 +155,8 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
             f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
         )
     height, width, channels = max(sizes, default=(1, 1, 1))
-    # Three channels is the default, so it counts as not configured; grey images need only one.
+    # The default of 3 channels counts as not configured. Grey images are then stored with one
+    # channel.
     if config.channels != ImageConfig().channels:
         channels = config.channels
     return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")

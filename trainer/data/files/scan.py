@@ -28,7 +28,6 @@ from flotilla.trainer.runtime.errors import UserError
 
 # Maximum number of distinct times for splits; above it, neighbouring times are merged.
 _MOST_TIMES = 1 << 21
-# Maximum number of positions that a message names.
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
 # Types in the same family have a common wider type.
@@ -36,7 +35,8 @@ _FAMILIES = {
     "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
     "image": "text", "tensor": "list",
 }  # fmt: skip
-# Family of a text column if it has at least `_SURE` values, all of the same kind.
+# Family of a text column by the kind of its values, if it has at least `_SURE` values, all of one
+# kind.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
 # If a larger share of rows is broken, do not suggest skipping them.
@@ -94,7 +94,7 @@ class BrokenRows:
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
-        """Return texts with the positions of the first broken rows, and the reasons."""
+        """Return strings with the positions of the first broken rows, and the reasons."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
     def check(self, name: str, allowed: float, place: Callable[[Piece, int], str]) -> None:
@@ -120,9 +120,9 @@ class BrokenRows:
 class Scan:
     """Statistics of files, into which the statistics of later pieces can be merged.
 
-    Columns in `index` are no data. `notes` on the layout of files have the indices of the files.
-    `families` has the position and type of the first value of each column and family of types.
-    `times` counts the times by which splits are made.
+    `index` has the columns that are an index and not data. `notes` maps each note on the layout of
+    files to the indices of these files. `families` has the position and type of the first value of
+    each column and family of types. `times` counts the times by which splits are made.
     """
 
     names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Parse texts of a file as numbers, bools, times, or lists of numbers."""
+"""Parse strings of a file as numbers, bools, times, or lists of numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _WRITTEN = (
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
 # Missing values as people write them, in lower case. They are missing in columns of numbers, bools
-# and times, and texts elsewhere.
+# and times, and strings elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
-# Number of texts that are parsed before all others.
 _HEAD = 256
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
@@ -55,7 +54,7 @@ TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
-#: A text that may be a list, such as [0.1, 2] or [[1 2] [3 4]].
+#: A string that may be a list, such as [0.1, 2] or [[1 2] [3 4]].
 LIST = r"^\[(?:[\[\]\s\d.,+\-eE]|nan|NaN|null|None)*\]$"
 # NumPy separates numbers with spaces, and writes 1. for 1.0.
 _GAP = re.compile(r"(?<=[\d.\]naN])\s+(?=[\d.\[+\-nN])")
@@ -64,7 +63,7 @@ _NO_NUMBER = re.compile("nan|None|null")
 
 
 class Counted(NamedTuple):
-    """Trimmed texts of some rows, "" for null, and the number of rows with each text.
+    """Trimmed strings of some rows, "" for null, and the number of rows with each string.
 
     `places` has the index in `values` for each row; it is None if each row has its own entry.
     """
@@ -75,7 +74,7 @@ class Counted(NamedTuple):
 
 
 def count_texts(array: pa.Array) -> Counted:
-    """Trim the texts of some rows and count them, so that each text is processed only once."""
+    """Trim the strings of some rows and count them, so that each string is processed only once."""
     if not values_repeat(array):
         return Counted(trim_texts(array), np.ones(len(array), np.int64), None)
     coded = array.dictionary_encode(null_encoding="encode")
@@ -85,7 +84,7 @@ def count_texts(array: pa.Array) -> Counted:
 
 
 def trim_texts(array: pa.Array) -> pa.Array:
-    """Return texts without surrounding spaces, and "" for null."""
+    """Return strings without surrounding spaces, and "" for null."""
     # Few Arrow functions accept the large strings that pandas writes.
     short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return pc.fill_null(pc.utf8_trim_whitespace(short), "")
@@ -98,25 +97,25 @@ def format_float(value: Any) -> str:
 
 
 def is_missing(array: pa.Array) -> pa.Array:
-    """Return a mask of the trimmed texts that mean a missing number, bool or time."""
+    """Return a mask of the trimmed strings that mean a missing number, bool or time."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
 
 
 def is_null(text: str) -> bool:
-    """Return whether a trimmed text is a tool's notation for a missing value."""
+    """Return whether a trimmed string is a tool's notation for a missing value."""
     return text in _WRITTEN
 
 
 def matches(array: pa.Array, pattern: str) -> pa.Array:
-    """Return a mask of the texts that match a pattern."""
+    """Return a mask of the strings that match a pattern."""
     return pc.match_substring_regex(array, pattern)
 
 
 def parse_plain(array: pa.Array) -> pa.Array | None:
-    """Parse texts as int64 or float64; return None unless all are numbers.
+    """Parse strings as int64 or float64; return None unless all are numbers.
 
-    This is the fast path for most columns. A few texts are tried first, because Arrow takes long to
-    report texts that are not numbers.
+    This is the fast path for most columns. A few strings are tried first, because Arrow takes long
+    to report strings that are not numbers.
     """
     if not pc.any(matches(array, _NOT_PLAIN)).as_py():
         for kind in (pa.int64(), pa.float64()):
@@ -129,12 +128,12 @@ def parse_plain(array: pa.Array) -> pa.Array | None:
 def is_fraction(array: pa.Array) -> pa.Array:
     """Return a mask of the numbers that have a decimal point or an exponent."""
     found = pc.match_substring(array, ".")
-    # This pattern is slower, and rarely needed.
+    # Matching this pattern is slower than searching for a point, and rarely needed.
     return found if pc.all(found).as_py() else matches(array, "[.eE]")
 
 
 def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as numbers, NaN if missing, and return a mask of the invalid ones."""
+    """Parse trimmed strings as numbers, NaN if missing, and return a mask of the invalid ones."""
     present = pc.invert(is_missing(array))
     known = pc.if_else(present, array, pa.scalar(None, array.type))
     try:
@@ -151,7 +150,7 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Parse trimmed texts as ints, and return a mask of those that are invalid or missing."""
+    """Parse trimmed strings as ints, and return a mask of those that are invalid or missing."""
     right = matches(array, INT)
     bare = pc.replace_substring_regex(array, r"^\+", "")
     found = pc.cast(pc.if_else(right, bare, pa.scalar(None, array.type)), pa.int64())
@@ -159,7 +158,7 @@ def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 
 def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as 0 and 1, NaN if missing, and return a mask of the invalid ones."""
+    """Parse trimmed strings as 0 and 1, NaN if missing, and return a mask of the invalid ones."""
     true, false = (
         pc.is_in(pc.utf8_lower(array), value_set=words).to_numpy(zero_copy_only=False)
         for words in (_TRUE, _FALSE)
@@ -170,7 +169,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts as seconds since 1970, NaN if missing; also return the invalid ones."""
+    """Parse trimmed strings as seconds since 1970, NaN if missing; also return the invalid ones."""
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
     known = pc.if_else(right, array, pa.scalar(None, array.type))

@@ -22,7 +22,7 @@ from flotilla.trainer.data.files.text_values import matches
 
 #: A column has a type if at least this share of its values has it.
 NEARLY_ALL = 0.9
-# A column with more units probably has texts that only begin with a number, such as addresses.
+# A column with more units probably has strings that only begin with a number, such as addresses.
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
@@ -69,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed texts, NaN if invalid or in another unit; also return a mask of the NaNs."""
+    """Parse trimmed strings, NaN if invalid or in another unit; also return a mask of the NaNs."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -84,14 +84,14 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 
 
 def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> Counter[str]:
-    """Count the texts of each notation; a unit such as kg is counted as `unit kg`.
+    """Count the strings of each notation; a unit such as kg is counted as `unit kg`.
 
-    Texts without a unit are counted too, except 0, which is the same in all units. `counts` has the
-    number of times that each text occurs; None means once.
+    Strings without a unit are counted too, except 0, which is the same in all units. `counts` has
+    the number of times that each string occurs; None means once.
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts
-    # A text without a digit is not a number, and 007 is a code.
+    # A string without a digit is not a number, and 007 is a code.
     kept = pc.and_not(matches(array, r"[1-9]|0$|0\D"), matches(array, r"^0\d+$"))
     kept = pc.and_(kept, pc.less_equal(pc.utf8_length(array), _LONGEST))
     short, counts = array.filter(kept), counts[kept.to_numpy(zero_copy_only=False)]
@@ -121,7 +121,7 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
 def find_kind(
     writing: Mapping[str, int], *, texts: int, whole: int = 0, fractions: int = 0, others: int = 0
 ) -> str:
-    """Return the type that reads nearly all values of a column as numbers, or an empty text.
+    """Return the type that reads nearly all values of a column as numbers, or an empty string.
 
     `writing` is the result of `count_writing` for the `texts`. The other values are plain numbers
     (`whole` or `fractions`), or `others`.

@@ -31,7 +31,6 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
-# Interval between two checks for finished parts, in seconds.
 _LOOK_SECONDS = 5.0
 
 
@@ -150,7 +149,8 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-# Named in full, because Beam may download and use another runner instead of its direct runner.
+# The class is named in full, because Beam may download and use another runner instead of its direct
+# runner.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
 

@@ -162,7 +162,6 @@ def run(descriptor: int) -> None:
     answers = Connection(descriptor, readable=False)
     try:
         mapping.map(parts, answers.send, lambda _part: answers.send(None))
-    # The parent raises the exception again.
     except Exception as error:
         answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
 

@@ -17,7 +17,6 @@ from flotilla.trainer.data.shards.shard_store import AT_ONCE
 from flotilla.trainer.data.tfrecords import places
 
 INDEX_FILE = "blocks.index"
-#: Columns of the index.
 SHARD, OFFSET = range(2)
 # Number of consecutive blocks to read together, about 1 MiB, which even slow disks read
 # efficiently.

@@ -18,7 +18,7 @@ from flotilla.trainer.data.shards.shard_store import (
     part_range,
 )
 
-# Number of private threads for datasets, because waiting for shards would block shared threads.
+# Number of private threads for datasets. Datasets that wait for shards would block shared threads.
 _THREADS = 8
 _NOTHING = "nothing"
 

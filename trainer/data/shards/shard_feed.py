@@ -29,7 +29,7 @@ from pathlib import Path
 from flotilla.trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
 from flotilla.trainer.storage.errors import report_errors
 
-# Returns the shards of an epoch in order, from the seed and the number of the epoch.
+# A function that returns the shards of an epoch in order, given a seed and the number of the epoch.
 Order = Callable[[int, int], Sequence[str]]
 _CHUNK = 1 << 16
 
@@ -63,7 +63,8 @@ class ShardFeed:
             gates = (self._folder / f"{reader}.gate{odd}" for reader in orders for odd in (0, 1))
             for path in (workdir / ASK, *gates):
                 os.mkfifo(path)
-            # Open the pipe for writing too, so that it never ends and no writer blocks.
+            # Also open the pipe for writing, so that reads never reach its end and writers never
+            # block.
             self._requests = os.open(workdir / ASK, os.O_RDWR | os.O_NONBLOCK)
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()

@@ -87,7 +87,7 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
             f"read while one of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
-    # While `at_once` shards are read, as many are fetched, with room for one more.
+    # Leave room for `at_once` shards that are read, as many that are fetched, and one more.
     room = (limit - max(largest, other)) // (2 * largest)
     return Streaming(limit=limit, at_once=max(1, min(AT_ONCE, room)))
 

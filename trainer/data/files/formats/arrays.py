@@ -34,8 +34,8 @@ from flotilla.trainer.runtime.errors import UserError
 
 _TIMES = ("datetime64[s]", "datetime64[ms]", "datetime64[us]", "datetime64[ns]")
 _SUFFIX = ".npy"
-# Magic number of a netpbm image file (netpbm.sourceforge.net/doc/pgm.html), by the number of axes
-# of a batch and the number of channels.
+# Magic numbers of netpbm image files (netpbm.sourceforge.net/doc/pgm.html). A key is the rank of a
+# batch, followed by the number of channels if there is an axis for them.
 _IMAGES = {(3,): b"P5", (4, 1): b"P5", (4, 3): b"P6"}
 _KINDS = "biufUSM"
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError)
@@ -56,7 +56,7 @@ class _Array:
 
 
 class NpzReader(Reader):
-    """Reads files of `numpy.savez`: numbers, texts, vectors, and images (uint8, image-shaped)."""
+    """Reads files of `numpy.savez`: numbers, strings, vectors, and images (uint8, image-shaped)."""
 
     at_once = 1 << 16
 
@@ -178,7 +178,6 @@ def _blocks(array: _Array, start: int, stop: int, step: int) -> Iterator[NDArray
 
 def _read(array: _Array, values: int, shape: tuple[int, ...]) -> NDArray[Any]:
     data = array.file.read(values * array.dtype.itemsize)
-    # This raises an error if the file is truncated.
     found = np.frombuffer(data, array.dtype, values)
     return found.reshape(-1, *shape)
 

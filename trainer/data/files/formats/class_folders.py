@@ -16,7 +16,6 @@ from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import UserError
 
 IMAGE, LABEL = "image", "label"
-#: Name of the column with the path of an image in the listing.
 PATH = "path"
 _AT_ONCE, _LISTED_AT_ONCE = 256, 4096
 _CLASS = -2

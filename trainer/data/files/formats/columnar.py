@@ -26,7 +26,7 @@ from flotilla.trainer.data.files.formats.raw_rows import (
 from flotilla.trainer.runtime.errors import UserError
 
 _BATCH = 1 << 16
-# Rows per batch if the length of values is unknown.
+# Number of rows per batch if the length of the values is unknown.
 _FEW = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
@@ -118,7 +118,8 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 def _rows_at_once(
     path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
 ) -> int:
-    # Repeated values are stored once, so the size of a file says little about its size in memory.
+    # Parquet stores repeated values once, so the size of a file says little about its size in
+    # memory.
     wanted = {*names}
     most = float(_BATCH)
     for number in groups:
@@ -140,13 +141,14 @@ def _rows_at_once(
 
 
 def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
-    """Return the maximum memory of a row group's column, in bytes."""
+    """Estimate the memory that a row group's column needs at most, in bytes."""
     stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
     width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
     if chunk.physical_type != "BYTE_ARRAY":
         return count * int(width)
     if "DELTA_BYTE_ARRAY" in chunk.encodings:
-        # With delta encoding, a value shares a prefix with the previous one and may be much longer.
+        # With delta encoding, a value shares a prefix with the previous one, so it may be much
+        # longer than its stored bytes.
         return count * min(stored, BLOCK_BYTES // _FEW)
     if not chunk.has_dictionary_page:
         return stored

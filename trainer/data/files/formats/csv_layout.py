@@ -41,7 +41,8 @@ _CHUNK = 4 << 20
 # Below this share of distinct values in its first rows, a column has a fixed set of values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
-# Message of the csv module for a quote within a value; its other messages are for unclosed quotes.
+# Part of the csv module's message for a quote within a value. Its other messages are for unclosed
+# quotes.
 _NOT_AN_END = "expected after"
 # A larger quoted value is considered unclosed. The limit applies to all users of the csv module.
 csv.field_size_limit(8 << 20)
@@ -103,7 +104,7 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
 
 
 def _records(head: bytes) -> list[_Record]:
-    """Return the first records as texts; bytes that are not UTF-8 are escaped."""
+    """Return the first records as strings; bytes that are not UTF-8 are escaped."""
     found: list[_Record] = []
     start = 0
     while start < len(head) and len(found) < _SAMPLE:
@@ -325,7 +326,7 @@ def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
     except (csv.Error, StopIteration):
-        # Python's csv rejects values above 8 MiB, and newlines of other systems.
+        # Python's csv module rejects values above 8 MiB, and a carriage return within a row.
         return text.split(delimiter)
 
 

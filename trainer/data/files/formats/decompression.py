@@ -24,7 +24,7 @@ import pyarrow as pa
 from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-#: Maximum ratio of expansion. DEFLATE reaches at most 1,032; tables of text stay below 100.
+#: Maximum expansion ratio. DEFLATE reaches at most 1,032; tables of text stay below 100.
 MOST_RATIO = 200
 FREE_BYTES = 256 << 20
 _SAMPLE = 512
@@ -43,7 +43,6 @@ _WIDE = {
     "utf-16-be": rb"(?:\0[^\0]){4,}",
 }
 _AS_CSV = "; write the table as CSV or Parquet"
-# Formats that are not text, each with advice.
 _FOREIGN = {
     rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
     rb"\xd0\xcf\x11\xe0": "an Excel workbook (xls); save it as CSV",

@@ -1,4 +1,4 @@
-"""Read the records of CSV files, and find safe positions to divide a file. All values are texts."""
+"""Read the records of CSV files, and find safe positions to divide a file. Values are strings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
 
 
 class CsvReader(Reader):
-    """Reads CSV with pyarrow, with all values as texts."""
+    """Reads CSV with pyarrow, with all values as strings."""
 
     parsed = True
 
@@ -162,8 +162,8 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
         for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
             broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
             bad[place] = True
-    # Concatenated files repeat the header. A file with one column is not checked, because a value
-    # may equal the column's name.
+    # Concatenated files repeat the header. Do not check this if a single column is read, because a
+    # value may equal the column's name.
     if len(columns) > 1 and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
         for name in columns[1:]:
             again = pc.and_(again, pc.equal(table[name], name))

@@ -52,12 +52,12 @@ class ExampleReader(RecordReader):
                 raise UserError(f"data.source: {path}, {error}") from None
 
     def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to lists of numbers or texts, or to single bytes values."""
+        """Convert values to lists of numbers or strings, or to single bytes values."""
         of_bytes = any(value and isinstance(value[0], bytes) for value in values)
         if of_bytes and all(value is None or len(value) < len("ab") for value in values):
             return pa.array([value[0] if value else None for value in values], pa.binary()), False
         if of_bytes:
-            # Treat lists of several values as texts, because an image is a single value.
+            # Treat lists of several values as strings, because an image is a single value.
             with suppress(pa.ArrowInvalid, pa.ArrowTypeError):
                 return pa.array(values, pa.list_(pa.binary())).cast(pa.list_(pa.string())), False
         try:
@@ -82,7 +82,6 @@ def _example(data: bytes) -> dict[str, Any] | str:
         if name in values:
             return f"{name!r} is both a feature and a list of features"
         each = [_values(step) for step in steps.feature]
-        # If every step has one value, the steps become a flat list.
         flat = all(len(step) == 1 for step in each)
         values[name] = [step[0] for step in each] if flat else each
     return values

@@ -29,7 +29,8 @@ _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 # Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Limits above which records are considered to have different keys.
+# Among more than `_FEWEST` records, the keys are considered to differ if more than the share
+# `_NEARLY_ALL` of them occurs only once.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 _AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
@@ -86,7 +87,7 @@ class JsonReader(RecordReader):
             yield _flat(record) if isinstance(record, dict) else record
 
     def array(self, _path: Path, _name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to an array; values of several types become texts."""
+        """Convert values to an array; values of several types become strings."""
         try:
             return pa.array(values), False
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -203,7 +204,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
 
 
 def _explain(record: Mapping[str, Any]) -> str:
-    """Explain why a file's only object is a table, not a row; return an empty text otherwise."""
+    """Explain why a file's only object is a table, not a row; return an empty string otherwise."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"

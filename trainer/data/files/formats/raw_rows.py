@@ -18,13 +18,13 @@ from flotilla.trainer.runtime.errors import UserError
 #: Called with the number of a broken record, and the reason.
 Broken = Callable[[int, str], None]
 END = -1
-#: Maximum number of columns. Reading this many takes a minute.
+#: Maximum number of columns. Reading a table with this many takes a minute.
 MOST_COLUMNS = 10_000
 # With more than `_SOME` columns, at least the share `_FILLED` of a block's cells must be filled.
 _SOME, _FILLED = 1000, 0.02
 #: Maximum size of the decompressed data of a file in memory, in bytes.
 BLOCK_BYTES = 64 << 20
-#: The values of a record by name; or why it is broken; or None for an empty line.
+#: The values of a record by name, or the reason why it is broken, or None for an empty line.
 Record = dict[str, Any] | str | None
 OnOpen = Callable[[IO[bytes]], None]
 
@@ -46,7 +46,7 @@ class Piece:
 class Rows:
     """Records of a piece, and their numbers within the piece.
 
-    Columns in `mixed` had values of several types, which were converted to texts. `size` is the
+    Columns in `mixed` had values of several types, which were converted to strings. `size` is the
     number of bytes that the records take in the file, or 0.
     """
 
@@ -69,7 +69,7 @@ class Reader(ABC):
     """Reads one format. A reader holds no open file.
 
     Attributes:
-        parsed: whether a file has only texts, in which numbers have to be parsed.
+        parsed: whether a file has only strings, in which numbers have to be parsed.
         varies: whether records may have different columns.
         lists: whether a single value is stored as a list of one.
         at_once: approximate number of records per block; 0 if blocks are limited only by bytes.
@@ -118,7 +118,7 @@ class RecordReader(Reader):
 
     @abstractmethod
     def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to an array; also return whether values of several types became texts."""
+        """Convert values to an array; tell whether values of several types became strings."""
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
