@@ -13,11 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
-#: Pairs of words for false and true.
 _PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
 _SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
-# Excludes single letters, because `T` and `t` may be different classes in a column that also has
-# other classes.
+# Single letters are excluded, because `T` and `t` may be different classes in a column that also
+# has other classes.
 _WORDS = {word for pair in _PAIRS[:3] for word in pair}
 _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
@@ -29,14 +28,14 @@ _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 def normalize_text(text: str) -> str:
-    """Return a text in Unicode form NFC, without invisible characters or redundant whitespace."""
+    """Return a string in Unicode form NFC, without invisible characters or redundant whitespace."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number, such as `1` for `+1.0`; empty for other texts."""
+    """Return the canonical spelling of a number, such as `1` for `+1.0`; empty if it is none."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -61,7 +60,7 @@ class Spellings:
     """The spellings of a column's classes, grouped by class."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Group the texts of a column, which must not contain missing values."""
+        """Group the strings of a column, which must not contain missing values."""
         self.by_key: dict[str, list[str]] = {}
         for text in sorted({normalize_text(each) for each in texts}):
             self.by_key.setdefault(class_key(text), []).append(text)
@@ -76,7 +75,7 @@ class Spellings:
         return len({_SENSES[key.lower()] for key in self.by_key} if self.is_truth else self.by_key)
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted class names: false before true, numbers by value, texts by spelling."""
+        """Return the sorted class names: false before true, numbers by value, others by name."""
         if self.is_truth:
             return self._name_bools()
         if self.are_numbers:
@@ -145,7 +144,7 @@ class ClassIndex:
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:
-        """Return the index of a class; -1 if the text is unknown."""
+        """Return the index of a class; -1 if the string is unknown."""
         if text in self._exact:
             return self._exact[text]
         key = class_key(text)

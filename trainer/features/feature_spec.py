@@ -5,9 +5,9 @@
     "raw"       bytes of the tensor, little-endian, in row-major order
     "int"       an int64
     "float"     a float32
-    "bytes"     texts
+    "bytes"     strings
     "image"     an encoded PNG or JPEG of any size; it is resized to `shape` when it is read
-    "sequence"  bytes of a tensor, or texts, with a variable first dimension
+    "sequence"  bytes of a tensor, or strings, with a variable first dimension
 
 This module does not import TensorFlow.
 """
@@ -20,10 +20,10 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """The shape of one example, the NumPy type ("string" for texts), and the stored format.
+    """The shape of one example, the NumPy type ("string" for strings), and the stored format.
 
     A first dimension of None varies between examples: batches are padded to the longest example
-    with `padding`, or with empty texts. If the values are classes, `num_classes` is their number;
+    with `padding`, or with empty strings. If the values are classes, `num_classes` is their number;
     `labels` are their names, if known.
     """
 

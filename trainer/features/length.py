@@ -27,7 +27,7 @@ WITHOUT_GAIN = 16
 LEAST_STEPS = 50
 # Minimum default for the number of steps if the run validates. Even a small table needs this many.
 LEAST_CEILING = 1_500
-# An epoch has one validation per `MOST_STEPS` steps, but at most `MOST_VALIDATIONS` of them.
+# An epoch has one validation per `MOST_STEPS` steps: at least one, and at most `MOST_VALIDATIONS`.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
 # Before about 100 updates, Adam's second moments are unreliable (Ma and Yarats 2021, On the
 # Adequacy of Untuned Warmup).

@@ -74,7 +74,7 @@ class Accumulator:
             features: the features of the dataset.
             inputs: the features by which examples are compared.
             targets: the features whose association with the others is measured.
-            vocabulary: the maximum number of values to keep of a text or class.
+            vocabulary: the maximum number of values to keep of a string or class.
             seed: the seed of the sample; it must differ between parts that are merged.
         """
         self.examples = 0
@@ -195,7 +195,7 @@ class Accumulator:
 
     def _counters(self) -> Iterator[tuple[str, BoundedCounter | Hashes]]:
         for each in self._counts.values():
-            # `settle` also counts the words of pending texts.
+            # Settle the counts first, because this also adds the words of pending strings.
             each.settle()
         kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
         for kind, parts in ({"value": self._values} | kinds).items():
@@ -237,7 +237,6 @@ class Accumulator:
         filled = pc.not_equal(texts, b"").to_numpy(zero_copy_only=False)
         present = filled[places]
         of_texts = np.empty(len(texts), np.uint64)
-        # Equal texts have equal digests, so any of them may be stored.
         of_texts[places] = digest(coded) if is_list else digests
         self._values[name].add(combine({"": of_texts[filled]}, 0))
         counts = np.bincount(places, minlength=len(texts))
@@ -294,7 +293,7 @@ class Accumulator:
             means=tuple(np.ravel(elements.mean).tolist()) if elements else (),
             stds=tuple(np.ravel(elements.std).tolist()) if elements else (),
             quantiles=tuple(quantiles.tolist()) if is_number else (),
-            # Count the texts first, because counting them also adds their words.
+            # Count the strings first, because counting them also adds their words.
             counts=self._counts[name].counts() if name in self._counts else {},
             distinct=self._distinct(name),
             words=self._words[name].counts() if name in self._words else {},
@@ -339,7 +338,7 @@ def _is_vector(feature: FeatureSpec) -> bool:
 
 
 def _encode_texts(values: Any) -> pa.Array:
-    """Dictionary-encode texts; lists of texts are unchanged."""
+    """Dictionary-encode strings; lists of strings are unchanged."""
     array = to_arrow(values)
     is_coded = pa.types.is_dictionary(array.type) or pa.types.is_large_list(array.type)
     return array if is_coded else array.dictionary_encode()

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Number of leading values that are checked for repetition, and the maximum share of distinct values
-# among them. Of 5,000 equally frequent values, about 1,680 are among the first 2,048.
+# among them. A column with 5,000 equally frequent values has about 1,680 of them (82 %) among the
+# first 2,048.
 _HEAD, _DISTINCT = 2048, 0.9
 
 
@@ -85,7 +86,7 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
 def to_arrow(values: Any) -> pa.Array:
     """Convert rows of bytes to an Arrow array without nulls, and rows of arrays to Arrow lists.
 
-    The lists contain numbers, or bytes for arrays of texts. Arrow arrays are returned unchanged.
+    The lists contain numbers, or bytes for arrays of strings. Arrow arrays are returned unchanged.
     """
     if isinstance(values, pa.Array):
         return values

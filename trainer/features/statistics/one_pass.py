@@ -1,9 +1,9 @@
-"""Mergeable one-pass statistics of numbers and texts, in bounded memory.
+"""Mergeable one-pass statistics of numbers and strings, in bounded memory.
 
 Mean and variance are merged part by part (Chan, Golub, LeVeque, "Updating formulae", 1979), because
 the difference of two sums of squares would lose the digits of numbers with a large mean.
 
-The counts of texts are exact up to a limit of distinct texts. Above it, the rarest are dropped
+The counts of strings are exact up to a limit of distinct strings. Above it, the rarest are dropped
 ("Lossy counting", Manku and Motwani 2002); a dropped text that occurs again is counted from 0.
 """
 
@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-#: Texts, as large_binary, with the count of each.
+#: Strings, as large_binary, with the count of each.
 Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
-# Number of counted texts per requested text, so that requested texts are rarely dropped.
+# Number of counted strings per requested string, so that requested strings are rarely dropped.
 _MARGIN = 4
-# Maximum number of pending texts, and their maximum size in bytes.
+# Maximum number of pending strings, and their maximum size in bytes.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
 # Differences of integers below this bound do not overflow.
 _CLOSE = 2.0**62
@@ -92,16 +92,16 @@ def _measure(values: NDArray[Any]) -> Moments:
 
 
 class BoundedCounter:
-    """Counts texts; if there are too many distinct texts, the rarest are dropped.
+    """Counts strings; if there are too many distinct strings, the rarest are dropped.
 
     Attributes:
         is_whole: whether no text has been dropped.
     """
 
     def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
-        """Create an empty counter; `counts` returns up to `most` texts.
+        """Create an empty counter; `counts` returns up to `most` strings.
 
-        `on_counted` is called with each batch of distinct texts before any of them are dropped.
+        `on_counted` is called with each batch of distinct strings before any of them are dropped.
         """
         self.is_whole = True
         self._most, self._on_counted = most, on_counted
@@ -111,7 +111,7 @@ class BoundedCounter:
         self._size = self._bytes = 0
 
     def add(self, texts: pa.Array, counts: NDArray[np.int64]) -> None:
-        """Add texts, an Arrow array of large_binary, with their counts."""
+        """Add strings, an Arrow array of large_binary, with their counts."""
         self._pending.append((texts, counts))
         self._size += len(texts)
         self._bytes += texts.nbytes
@@ -119,7 +119,7 @@ class BoundedCounter:
             self.settle()
 
     def settle(self) -> None:
-        """Count all pending texts."""
+        """Count all pending strings."""
         if self._pending:
             found = _sum(self._pending)
             self._pending, self._size, self._bytes = [], 0, 0
@@ -136,14 +136,14 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """The number of kept texts; if `is_whole` is set, the number of all distinct texts."""
+        """The number of kept strings; if `is_whole` is set, the number of all distinct strings."""
         self.settle()
         return len(self._texts)
 
     def counts(self) -> dict[str, int]:
-        """Return the most frequent texts and their counts, with ties sorted by value.
+        """Return the most frequent strings and their counts, with ties sorted by value.
 
-        Texts that are not valid UTF-8 are left out.
+        Strings that are not valid UTF-8 are left out.
         """
         self.settle()
         chosen = self._rank()[: self._most]
@@ -177,7 +177,7 @@ class BoundedCounter:
         self.is_whole = bool(arrays[f"{prefix}is_whole"])
 
     def _put(self, texts: pa.Array, counts: NDArray[np.int64]) -> None:
-        """Add counts, and drop the rarest texts above the limit."""
+        """Add counts, and drop the rarest strings above the limit."""
         self._texts, self._counts = _sum([(self._texts, self._counts), (texts, counts)])
         if len(self._texts) > _MARGIN * self._most:
             self.is_whole = False
@@ -185,7 +185,7 @@ class BoundedCounter:
             self._texts, self._counts = self._texts.take(pa.array(kept)), self._counts[kept]
 
     def _rank(self) -> NDArray[np.int64]:
-        """Return the indices of the texts, the most frequent first, with ties sorted by value."""
+        """Return the indices of the strings, the most frequent first, with ties sorted by value."""
         table = pa.table({"count": self._counts, "text": self._texts})
         keys = [("count", "descending"), ("text", "ascending")]
         ranks: NDArray[np.int64] = pc.sort_indices(table, keys).to_numpy().astype(np.int64)
@@ -193,7 +193,7 @@ class BoundedCounter:
 
 
 def _sum(parts: Sequence[Counted]) -> Counted:
-    """Return the distinct texts, each with the sum of its counts."""
+    """Return the distinct strings, each with the sum of its counts."""
     texts, counts = zip(*parts, strict=True)
     coded = pa.concat_arrays(texts).dictionary_encode()
     total = np.bincount(coded.indices, np.concatenate(counts), len(coded.dictionary))

@@ -129,7 +129,8 @@ class Hashes:
         """Return the number of distinct hashes; `of` is the number of added hashes, if known."""
         if self.is_whole:
             return len(self._found)
-        # If hashes occur about equally often, dividing `of` by their mean count is more accurate.
+        # If hashes occur about equally often, dividing `of` by their mean count is more accurate
+        # than the estimate below.
         if of is not None and self._copies.std() < self._copies.mean():
             return round(of / float(self._copies.mean()))
         found = round((len(self._found) - 1) / (float(self._bound) / 2.0**64))

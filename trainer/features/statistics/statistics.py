@@ -48,7 +48,7 @@ class FeatureStatistics:
         kind: number, text, class, tensor or image. For an encoded image, the statistics are those
             of its size in bytes.
         examples: number of examples of the split.
-        missing: number of examples without a value, such as NaN or an empty text.
+        missing: number of examples without a value, such as NaN or an empty string.
         mean: mean of the numbers, or of all elements of a tensor. Like `std`, `least` and `most`,
             it is None if there are no numbers.
         means: mean of each element of an input vector; `stds` has the standard deviations.
