@@ -1,8 +1,8 @@
 """Storage in the file system, where an atomic rename publishes a directory.
 
 A writer first writes the files to a staging folder, which it locks while it runs. The next writer
-deletes the staging folders of dead writers. Object stores have no locks and record the identifier
-that `writer` returns.
+deletes the staging folders of dead writers. Object stores have no locks. Instead, they record the
+identifier that `writer` returns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, cou
 from flotilla.trainer.storage.uri import local_path, uri_of
 from flotilla.trainer.storage.waiting import wait_until
 
-# Maximum wait for a lock, which is held only for a rename, and the poll interval, in seconds.
+# Maximum time to wait for a lock, and the interval between two attempts, in seconds.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
@@ -180,8 +180,8 @@ class FileStore:
         return [uri_of(path) for path in delete_orphans(_path(uri))]
 
     def read_clock(self, uri: str) -> float:
-        """Set the folder's modification time to now. The file system may use a server's clock."""
-        # Unlike a new file, this also works on a full disk.
+        """Set the folder's modification time to now by the file system's clock, and return it."""
+        # Unlike creating a file, this works on a full disk.
         os.utime(_path(uri))
         return _path(uri).stat().st_mtime
 
@@ -299,7 +299,10 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Yield a staging folder for `name`, or with `resume` a dead writer's. Delete it at the end."""
+    """Yield a staging folder for `name`, and delete it at the end.
+
+    With `resume`, use the folder that a dead writer of `name` has left, if there is one.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
     # Delete orphans only now, so that the inherited folder is kept.
@@ -377,7 +380,8 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
             if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
-            # Remove the folder here, because the process that holds the lock may lack the rights.
+            # Remove the folder here, because the process that holds the lock may lack the
+            # permission to do so.
             with suppress(OSError):
                 stage.rmdir()
 

@@ -152,7 +152,7 @@ class Manifest:
             tree = parse(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-            # Check the schema first, because another schema may have different names.
+            # Check the schema first, because the keys of another schema may differ.
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:

@@ -451,7 +451,8 @@ class _Meter:
 
 
 def _tag(stored: Stored) -> str:
-    # The store hides the checksum of an object that is encrypted with a customer-supplied key.
+    # The store hides the checksum of an object that is encrypted with a customer-supplied key. Use
+    # the time of creation instead.
     return stored.digest or f"{stored.created:.6f}"
 
 

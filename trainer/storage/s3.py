@@ -56,7 +56,6 @@ _ANSWERED = {
     "CompleteMultipartUpload": "ETag",
     "ListObjectsV2": "IsTruncated",
 }
-# Error codes of a store that does not support conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
 # These classes have no common base: botocore's connection errors do not derive from Python's.
 _TRANSIENT = (

@@ -16,7 +16,6 @@ KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
 # The secret with the credentials of KFP's object store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
-# Environment variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # Environment variables that select credentials other than KFP's secret: a key, a role or a profile.
 _OTHERS = (

@@ -114,7 +114,6 @@ WRITER = "flotilla-writer"
 # The suffix of the object `KEY.TOKEN.flotilla-upload`, which marks a multipart upload in progress.
 # The object records its writer, because a store does not record which process started an upload.
 UPLOAD_MARK = ".flotilla-upload"
-# Maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
 
 
@@ -266,5 +265,5 @@ def tls_trouble(error: BaseException) -> Trouble:
         if plain or isinstance(cause, ssl.SSLCertVerificationError):
             return Trouble.NO_TLS
         cause = cause.__cause__ or cause.__context__
-    # All other TLS errors come from dropped connections.
+    # Treat all other TLS errors as dropped connections.
     return Trouble.TRANSIENT

@@ -22,7 +22,6 @@ from flotilla.trainer.runtime.masking import find_credentials
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
-#: The forms of a storage URI, as listed in messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
 # Options that KFP and the Go CDK write. Those that have no effect here are also accepted.
 OPTIONS = (
@@ -69,12 +68,12 @@ def find_scheme(uri: str) -> str:
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text begins with a known scheme that is followed by a path or bucket."""
+    """Return whether a string begins with a known scheme that is followed by a path or bucket."""
     return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
 
 
 def speaks_s3(text: str) -> bool:
-    """Return whether a text is the URI of an S3-compatible store."""
+    """Return whether a string is the URI of an S3-compatible store."""
     scheme, mark, _ = text.partition("://")
     return bool(mark) and SCHEMES.get(scheme) == "s3"
 
@@ -108,7 +107,7 @@ def join(uri: str, *parts: str) -> str:
 def split_names(text: str) -> list[str]:
     """Return the names in the path of a URI, decoded once, as they were given to `join`.
 
-    Any other text is split at its slashes.
+    Any other string is split at its slashes.
     """
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in SCHEMES:
