@@ -59,9 +59,10 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum number of test examples, and of training examples except for recommendations.
 MOST_ROWS = 100_000
 _NAMED = 3
-# Suffixes and names of classes in scikit-learn, for classification and for regression.
+# The suffixes of the tree classes, and the linear models, of scikit-learn, for classification and
+# for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees of one boosting iteration (about 0.1 s on a core).
+# Maximum product of columns, rows and trees in a boosting iteration (0.1 s on a core).
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
 # Maximum numbers of training examples for recommendations, and of output values (64 MB).

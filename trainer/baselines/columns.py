@@ -19,10 +19,10 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Maximum size of a tensor of rank 2 or more. Larger ones are left out: they may be images.
+# Maximum size of a tensor of rank 2 or more. Larger tensors may be images, and are left out.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Tables with up to this many columns get 255 histogram bins, others 63. Both need up to 160 MB.
+# Above this number of columns, histograms have 63 bins instead of 255, to limit their memory.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
@@ -70,7 +70,6 @@ class Columns:
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
         """Determine the kind of each feature for a model with `classes` classes."""
         self.is_narrow = width(spec, [*rows.columns]) <= _FEW_COLUMNS
-        #: Maximum number of histogram bins of a tree.
         self.bins = 255 if self.is_narrow else 63
         self._classes = classes
         # The most frequent values of each category feature, sorted by value.
@@ -179,7 +178,7 @@ class Columns:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # At most 2^20 coefficients (8 MB) per text feature, because a solver holds 20 copies.
+        # Limit the coefficients of a text to 2^20 (8 MB), because a solver holds 20 copies of them.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

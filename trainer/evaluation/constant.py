@@ -52,7 +52,8 @@ _SHUFFLES = 399
 # Limits for a permutation: the maximum numbers of examples and of label values, and the minimum
 # number of examples.
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
-# A mean that is this many standard deviations above the constant is not due to chance.
+# A mean of permuted metrics that is this many standard deviations above the constant is not due to
+# chance.
 _FAR = 3
 _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ def compare_constant(
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
     if mine is None or value is None or constant is None:
-        # A metric may be undefined, such as an area if all examples are of one class.
+        # A metric may be undefined, such as the area under a curve if all examples are of one
+        # class.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
@@ -192,7 +194,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Compare with a constant by permutation; return {} if the metric is compared by example."""
+    """Compare with a constant by permutation; return {} if the metric cannot be tested so."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
@@ -203,7 +205,7 @@ def compare_shuffled(
     others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(others, np.float64), axis=0).T
     if not np.isfinite([*values, *evidence, *found]).all():
-        # A small sample may lack a rare class.
+        # A metric is undefined if a small sample lacks a rare class.
         return {}
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
@@ -214,7 +216,7 @@ def compare_shuffled(
     gain = mine - max(constant, float(values.mean()))
     # The sample may be smaller than the split, and chance differences shrink with the size.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # The test statistic of a sample is not sufficient evidence for the split.
+    # Use the test statistic only for a whole split. That of a sample is not sufficient evidence.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:

@@ -124,7 +124,7 @@ class Metric:
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # Spread a small part over few groups, because the sums of each group cost a call.
+                # Divide a small part among few groups, because summing up each group takes a call.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks
@@ -182,7 +182,7 @@ def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Est
             continue
         found, of_each = influences(yes, score, weights)
         values.append(getattr(found, area))
-        # The rarer class limits the precision. For a class with one example there is no variance.
+        # The rarer of two classes limits the precision.
         added += getattr(of_each, area) * weights * np.where(yes, *map(correct_bias, kinds))
         fewest = min(kinds) if scores.shape[1] == 1 else fewest
     if not values:

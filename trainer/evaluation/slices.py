@@ -20,7 +20,7 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 MOST_VALUES = 20
 # Maximum number of distinct values to count; values that first occur later get no slice.
 _MOST_COUNTED = 1 << 16
-# Condense the tallies after this many examples or outputs, which need a quarter of a gigabyte.
+# Condense the tallies after this many examples or output values, to limit their memory.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
@@ -112,7 +112,6 @@ def _cut(counter: Counter[Any], names: tuple[str, ...], column: str, examples: E
 
 
 def _order(value: Any) -> Any:
-    # Put NaN last.
     return (value != value, value)  # noqa: PLR0124
 
 

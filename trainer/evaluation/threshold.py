@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# Maximum number of examples to read, because more would hardly change the threshold.
+# Maximum number of examples to read. More would hardly change the threshold.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12

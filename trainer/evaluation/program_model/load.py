@@ -27,7 +27,6 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.objective import Objective
 
-# The manifest field that marks the checkpoint of a program.
 PROGRAM = "program"
 
 
