@@ -32,7 +32,6 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out
 # Parts of Keras's error messages about unknown classes and functions, and about duplicate names.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
-# Maximum number of inputs to list in a message.
 _NAMED = 6
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 

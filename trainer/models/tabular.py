@@ -282,7 +282,7 @@ class Places:
 
 
 class _Cut:
-    """A number, and the quantiles of the training examples at which it is cut into pieces."""
+    """A numeric input, whose range is cut into pieces at quantiles of the training examples."""
 
     def __init__(self, spec: InputSpec, name: str, most: int) -> None:
         # Before the dataset is prepared, assume the range of the artificial examples of a dry run.
@@ -295,7 +295,8 @@ class _Cut:
         self._most = most
         self._edges = (edges - middle) / spread
         self.ends = self._edges[[0, -1]].astype(np.float32)
-        # Scale by the interquartile range: with outliers, other numbers could be equal in float32.
+        # Scale by the interquartile range. With a scale that depends on outliers, other numbers
+        # could become equal in float32.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )

@@ -49,7 +49,7 @@ def _make_distinct(values: Sequence[str]) -> list[str]:
     """Return the values for a Keras layer, with duplicates replaced by unused strings."""
     texts = [each.decode() for each in strip_spaces(tf.constant([*values], tf.string)).numpy()]
     first = {each: place for place, each in reversed([*enumerate(texts)])}
-    # Keras refuses an empty vocabulary.
+    # Return at least one string, because Keras refuses an empty vocabulary.
     return [
         each if first[each] == place else f"{_NO_TEXT}{place}" for place, each in enumerate(texts)
     ] or [f"{_NO_TEXT}0"]
