@@ -16,9 +16,9 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 # Minimum numbers of numeric features and of rows for testing all features together.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# A value is compared only if it occurs at least `_FEWEST_EXAMPLES` times, and more than `_TWICE`
-# times as often as the rarest counted value, because it has then almost certainly been counted in
-# the other sample, too.
+# If a sample has uncounted values, a value is compared only if it occurs at least
+# `_FEWEST_EXAMPLES` times, and more than `_TWICE` times as often as the rarest counted value. Such
+# a value has almost certainly been counted in both samples.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -60,7 +60,7 @@ def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, floa
     for each in (new, old):
         whole = max(each.present, sum(each.counts.values()))
         counts = {name: float(each.counts.get(name, 0)) for name in names}
-        # The line feed keeps this name distinct from all values.
+        # The line feed makes it unlikely that a value has this name.
         yield {**counts, "\nothers": whole - sum(counts.values())}
 
 

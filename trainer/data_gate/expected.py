@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
-# Maximum number of distinct values of a text feature that is treated as a category.
+# Maximum number of distinct values of a text or class that an inferred schema lists.
 _MOST_VALUES = 50
 
 

@@ -33,11 +33,11 @@ _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
 _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
 # Share of the examples that frequent classes must cover.
 _MOST_OF_ALL = 0.9
-# Maximum number of intervals per class.
+# Maximum number of intervals per class, on average.
 _INTERVALS = 2
 # A threshold cuts a distribution in two if examples are dense around it: 10 examples there span at
-# most 2.5 times the lower quartile of the spans of 10 examples on one side, if this side has more
-# than 30 examples.
+# most 2.5 times the lower quartile of the spans of 10 examples on one side. A side with up to 30
+# examples is not compared.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -177,7 +177,6 @@ def _thresholds(
     names: Sequence[str],
 ) -> str:
     """Describe the first of a few thresholds that separate the classes."""
-    # Sort missing values below all others.
     x = np.where(np.isfinite(x), x, -np.inf)
     order = np.lexsort((y, x))
     x, y, weights = x[order], y[order], weights[order]

@@ -1,7 +1,7 @@
 """Two-sample tests on stored statistics.
 
-Each test returns an effect size in addition to a p-value, because with many examples even a tiny
-difference is significant, and with few examples even a large one is not.
+Comparisons of distributions return an effect size in addition to a p-value, because with many
+examples even a tiny difference is significant, and with few examples even a large one is not.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find features whose numbers equal the champion's numbers after a unit conversion."""
+    """Find features whose numbers are distributed like the champion's after a unit conversion."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
