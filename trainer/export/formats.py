@@ -126,7 +126,7 @@ class Format:
             path `format_path` returns.
         write: writes a model to a path; the last argument has calibration examples by feature.
         read: returns a predictor for each way to call the model; all must predict the same.
-        tolerance: the largest allowed difference of a prediction from the original's.
+        tolerance: the largest allowed relative difference of a prediction from the original's.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
             worse the main metric may be.
     """

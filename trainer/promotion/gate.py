@@ -37,7 +37,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: The key of the rule that the model must be comparable with the champion.
+#: Key of the rule that requires a model that can be compared with the champion.
 COMPARABLE = "the champion"
 # Maximum number of lost classes that a rule lists.
 _FEW = 4

@@ -94,7 +94,6 @@ def home(root: str, name: str) -> str:
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
     found = storage.list_published(storage.join(root, "registry", "names"), NAME)
-    # Each of these directories has the name of a model.
     return [storage.name_of(uri) for uri, _ in found]
 
 
