@@ -20,7 +20,8 @@ from pydantic import (
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import find_credentials, mask
 
-#: The largest whole number that a run parameter may have, because KFP passes numbers as doubles.
+#: The largest whole number that a run parameter may have. KFP passes numbers as doubles, which
+#: represent every whole number up to this one.
 MOST = 2**53
 #: The value that stands for a number to be determined from the data, in Python and in YAML.
 AUTOMATIC, AUTO = -1, "auto"

@@ -15,7 +15,7 @@ Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
 def server_number(name: str) -> int:
-    """Return the index in a parameter server's name such as "ps:0", or -1 for any other text."""
+    """Return the index in a parameter server's name such as "ps:0", or -1 for any other string."""
     role, _, index = name.partition(":")
     # `isdigit` accepts digits of other scripts, some of which `int` rejects.
     return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1

@@ -32,15 +32,12 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
 _SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for each in some)])
-# Wildcards and placeholders in a file name pattern.
 _PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
 # The maximum length of a name that, with a digest, fits into the 50 characters of `Config.name`.
 _NAME_LETTERS = 43
 #: Types for numbers as people write them, with a decimal point or with a decimal comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")
-#: The types that a column of files can be declared as.
 TYPES = ("int", "float", *NUMBERS_IN_WRITING, "bool", "text", "class", "time", "image")
-#: The partition that assigns examples to workers as they become free.
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -110,8 +107,9 @@ class SplitsConfig(Whole):
     """How examples from files are split into training, validation and test.
 
     `train`, `validation` and `test` name separate files, by a path below the source or by a URI.
-    `column` contains the split of each row. Otherwise the shares `data.validation` and `test` of
-    the examples are drawn at random.
+    `column` contains the split of each row. Otherwise `data.validation` and `test` are shares of
+    the examples. With `time`, they are the latest examples. Otherwise they are drawn at random, in
+    whole groups if `group` is set.
     """
 
     train: str = key("", "files of the training split: a path below the source, or a URI")

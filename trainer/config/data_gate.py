@@ -13,8 +13,6 @@ REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
 #: The key in `rules` for all rules that are not listed there.
 ALL = "all"
-#: Each rule with its default action and meaning. The default is to refuse data from which no model
-#: can learn or that make a metric wrong, and to warn about findings that a person has to judge.
 RULES = {
     "missing_feature": (
         REFUSE,

@@ -2,7 +2,8 @@
 
 Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
 other keys, as in a YAML file. A key that has a field is rejected there, so that each key is set in
-one place. To use a value that a drop-down list lacks, choose its entry `settings`.
+one place. To use a value that a drop-down list lacks, choose its entry `settings`, and set the key
+in the field `settings`.
 
 In local runs, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
 runner changes the types of values in a mapping.
@@ -26,8 +27,8 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-#: The field for all other keys, which is also an entry of drop-down lists, and the key in its value
-#: that contains a whole configuration.
+#: `SETTINGS` is the field for all other keys, and also an entry of each drop-down list. `WHOLE` is
+#: the key, in the value of this field, that contains a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")
@@ -207,7 +208,8 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field in the form."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # With `auto` steps, keys of `BY_DATA` that are left out would not get their usual defaults.
+        # If steps are `auto`, parsing sets missing keys of `BY_DATA` to other values than their
+        # usual defaults, so write all of these keys.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

@@ -1,8 +1,8 @@
 """The section `cluster.kubernetes`: settings of the job and its pods, with defaults and limits.
 
 `pod` applies to all roles, and a role's own value overrides it: mappings are merged by key, and any
-other non-empty value replaces the whole. The text in an `Annotated` type is the name of that type
-on the reference page.
+other value that is not empty replaces the value in `pod`. The text in an `Annotated` type is the
+name of that type on the reference page.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# These are the fields of a pod's security context. The API server would silently drop a field of a
-# container, which belongs in `security`, or an unknown one.
+# The fields of a pod's security context. The API server would silently drop any other field, such
+# as a field of a container's security context, which belongs in `security`.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",

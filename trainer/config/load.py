@@ -55,16 +55,15 @@ _MOST_LETTERS = 1000
 
 _TAG = "tag:yaml.org,2002:"
 _READ_AS_OTHERS = {f"{_TAG}{name}" for name in ("bool", "int", "float", "timestamp")}
-# Sections that contain column names.
 _OF_COLUMNS = ("data", "evaluation")
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that keeps texts and rejects duplicate keys.
+    """A YAML loader that keeps strings as written and rejects duplicate keys.
 
     YAML 1.1 reads `no` as false, `2` as a number and `2025-01-01` as a date. This loader keeps keys
-    as written, and also the values of keys that take texts, such as column names. It reads `1e6` as
-    a number, which YAML 1.1 does not, because learning rates are often written this way. A
+    as written, and also the values of keys that take strings, such as column names. It reads `1e6`
+    as a number, which YAML 1.1 does not, because learning rates are often written this way. A
     duplicate key would silently replace the first one.
     """
 
@@ -82,7 +81,7 @@ class _Loader(yaml.SafeLoader):
 
 # Maximum size of a configuration, in bytes. PyYAML needs 20 s to read 1 MB.
 _MOST_BYTES = 1 << 17
-# Maximum depth at which texts are kept. The limit is needed because a node may contain itself.
+# Maximum depth at which strings are kept. The limit is needed because a node may contain itself.
 _DEEPEST = 6
 # Maximum number of values. Aliases of aliases could multiply a value until the memory is full.
 _MOST_VALUES = 100_000
@@ -179,7 +178,7 @@ def _choose_by_roles(tree: dict[str, Any]) -> None:
 
 
 def _choose_by_data(tree: dict[str, Any]) -> None:
-    """Set unset training keys to `auto` if no number of steps is given."""
+    """Apply the defaults of `BY_DATA` if `training.steps` is `auto`, explicitly or by default."""
     data, training = (tree.get(name) or {} for name in ("data", "training"))
     if not isinstance(data, Mapping) or not isinstance(training, Mapping):
         return
@@ -281,7 +280,7 @@ def _load(text: str, path: Sequence[str] = ()) -> Any:
 
 
 def _keep_texts(node: Any, path: Sequence[str]) -> None:
-    """Keep scalars as texts below a path whose keys take texts."""
+    """Keep scalars as strings below a path whose keys take strings."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and len(path) < _DEEPEST:

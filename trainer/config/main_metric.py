@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from flotilla.trainer.runtime.json_records import is_number
 
 LOSS = "loss"
-#: The prefix of a validation metric's name in a row.
 VALIDATION = "validation_"
 VALIDATION_LOSS = f"{VALIDATION}{LOSS}"
 _Value = TypeVar("_Value")

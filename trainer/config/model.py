@@ -3,10 +3,10 @@
 A model's function checks its own arguments, which requires TensorFlow. The arguments of dynamic
 embedding tables are also checked here, so that a mistake is found before data are prepared.
 
-A text in `training.warm_start` names the source of all weights: the URI of a checkpoint, a `.keras`
-file or an exported model, the path of a `.keras` file, or `champion`. A mapping `{from, include,
-exclude}` selects some weights: `include` and `exclude` are lists of globs for the paths of the
-model's variables.
+A string in `training.warm_start` names the source of all weights: the URI of a checkpoint, a
+`.keras` file or an exported model, the path of a `.keras` file, or `champion`. A mapping `{from,
+include, exclude}` selects some weights: `include` and `exclude` are lists of globs for the paths of
+the model's variables.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODELS = {
 #: The models whose argument `tables` configures the embedding tables of features.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")
 _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
-#: The largest count of an id without a row, because the count is stored in a byte.
+#: The largest count of an id without a row. The count is stored in a byte.
 MOST_COUNTED = 255
 #: Default number of steps for which a row must be unused before another id may get it.
 MIN_AGE = 16
@@ -121,7 +121,7 @@ class InitialWeights:
         return bool(self.include or self.exclude)
 
     def value(self) -> str | dict[str, Any]:
-        """Return the value of the key, which is a text if all weights are loaded."""
+        """Return the value of the key, which is a string if all weights are loaded."""
         globs = {_INCLUDE: list(self.include), _EXCLUDE: list(self.exclude)}
         named = {name: each for name, each in globs.items() if each}
         return {_FROM: self.source, **named} if named else self.source

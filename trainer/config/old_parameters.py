@@ -1,4 +1,4 @@
-"""The run parameters of old pipelines, which had one text or number for each configuration key.
+"""The run parameters of old pipelines, which had one string or number for each configuration key.
 
 `training.steps` was `training_steps`, and a list or a mapping was JSON. Existing schedules still
 contain these parameters. An error message says how to set each of them now.
@@ -81,7 +81,7 @@ def _deep(value: Any, field: Any) -> Any:
         return int(value)
     if kind in (str, int, float, bool) or not isinstance(value, str):
         return value
-    # A key whose default is a text accepts a text or a mapping. Do not parse a text.
+    # A key whose default is a string accepts a string or a mapping. Do not parse a string.
     if isinstance(field.default, str) and not value.lstrip().startswith("{"):
         return value
     with suppress(ValueError):

@@ -17,7 +17,6 @@ OPTIMIZERS = (
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
 
-# The value of `training.optimizer.name` for the optimizer that the model is compiled with.
 OF_MODEL = "model"
 
 
@@ -76,7 +75,7 @@ class ExponentialArgs(Section):
 
 
 class PiecewiseArgs(Section):
-    """The learning rate times one of `factors`: the next one after each of `boundaries`."""
+    """The learning rate times one of `factors`; each boundary switches to the next one."""
 
     boundaries: tuple[int, ...] = Field(
         min_length=1, description="global steps, in ascending order"

@@ -1,6 +1,6 @@
 """Validates the pod settings of a user as Kubernetes does, such as quantities and tolerations.
 
-Each function returns its value, or raises a `ValueError` that states the allowed values. Without
+A validator returns its argument, or raises a `ValueError` that states the allowed values. Without
 this check, the pod's controller would reject the value minutes later, in an event that few users
 see.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 from flotilla.trainer.runtime.errors import nearest
 
-# From apimachinery, `resource.ParseQuantity`, but without a sign, because pods accept no negative
-# quantities.
+# Quantities that `resource.ParseQuantity` of apimachinery accepts, but without a sign, because pods
+# accept no negative quantities.
 _QUANTITY = re.compile(
     r"(?P<number>[0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
     r"(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
@@ -23,8 +23,8 @@ _QUANTITY = re.compile(
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
 _LEAST_MEMORY = 2**20
-# From github.com/distribution/reference. The first part is a host if it contains a dot, a port or
-# brackets (IPv6). Only a host may contain capital letters.
+# Image names as in github.com/distribution/reference. The first part is a host if it contains a
+# dot, a port or brackets (IPv6). Only a host may contain capital letters.
 _HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?)"
 _PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(

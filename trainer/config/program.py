@@ -33,7 +33,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
 # A value that is not a secret: a number, a switch, or the path of a file that may contain one.
 _PUBLIC = re.compile(r"|\d{1,6}|true|false|[./{].*", re.IGNORECASE | re.DOTALL)
-# Variables that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
 #: For each section, the keys that have no effect with a program. No key of the section `model` has
 #: an effect either.
@@ -49,7 +48,7 @@ _OWN = {
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace the placeholders in a text. Raises `ValueError` for an unknown one."""
+    """Replace the placeholders in a string. Raises `ValueError` for an unknown one."""
     return _PLACEHOLDER.sub(lambda found: _look_up(found[1], values), text)
 
 
@@ -219,7 +218,7 @@ def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def own_roles(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the roles that a configuration's program sets, or none if the strategy does."""
+    """Return the roles that a configuration's program sets; empty if the strategy sets them."""
     program = config.get("program")
     own = program.get("roles") if isinstance(program, Mapping) and program.get("command") else None
     return own if isinstance(own, Mapping) else {}

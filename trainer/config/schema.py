@@ -250,7 +250,7 @@ class TrainingConfig(Section):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _precision(cls, value: object) -> object:
-        """Accept true and false, the values of earlier versions, including as texts."""
+        """Accept true and false, the values of earlier versions, including as strings."""
         known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
         return known.get(value, value) if isinstance(value, bool | str) else value
 
@@ -447,7 +447,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_recommender(self) -> Config:
-        """A recommender of files needs `data.inputs`; `recommendation` needs `data.group`."""
+        """A recommender of files needs `data.inputs` or `data.map`.
+
+        The task `recommendation` needs `data.group`.
+        """
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(
@@ -493,7 +496,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_dynamic_partition(self) -> Config:
-        """`data.partition: dynamic` needs a built-in strategy, and excludes `data.disk`."""
+        """`data.partition: dynamic` excludes `data.disk` and your own programs and strategies."""
         if self.data.partition != DYNAMIC:
             return self
         if self.program.command:

@@ -26,7 +26,6 @@ _SHORT = {
     "acc": "accuracy",
     "roc_auc": "auc",
 }
-#: Old names of metrics, with their present names.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 

@@ -78,7 +78,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
 def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
     """Parse the flags of TensorFlow's published examples into the cluster and this task.
 
-    `hosts` has a text `host:port,host:port` for each role. Raises `ConfigError`.
+    `hosts` has a string `host:port,host:port` for each role. Raises `ConfigError`.
     """
     named = {role: text.split(",") for role, text in hosts.items() if text}
     task = {"type": job_name, "index": task_index}
@@ -175,8 +175,7 @@ class Topology:
 
     Attributes:
         implementation: the class as `package.module:Class`.
-        chief: whether one task only coordinates. Otherwise every worker runs the outer loop, and
-            worker 0 publishes.
+        chief: whether there is a chief. Otherwise worker 0 publishes.
         servers: whether variables are on parameter servers.
         workers: whether there are workers. Otherwise the chief trains alone.
         counts: the number of tasks of each role, if the topology fixes it.
@@ -200,7 +199,11 @@ class Topology:
         return {role: count for role, count in used.items() if count}
 
     def leads(self, task: Task) -> bool:
-        """Return whether a task runs the outer loop: the chief, or workers if there is no chief."""
+        """Return whether a task runs the outer loop.
+
+        The chief runs it. Without a chief, worker 0 runs it if there are servers; otherwise every
+        worker does.
+        """
         if self.chief or task.role != "worker":
             return task.role == "chief"
         return not self.servers or task.index == 0
