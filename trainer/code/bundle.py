@@ -177,8 +177,8 @@ def _scratch() -> Path:
         ) from None
 
 
-#: Name of the file that lists a run's bundles. Name of the folder for the files that list the
-#: bundles of schedules.
+#: The name of the file that lists the bundles of a run, and the name of the folder with a file for
+#: each schedule.
 OF_RUN = "code.json"
 OF_SCHEDULES = "code-of-schedules"
 

@@ -33,7 +33,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# Maximum number of folders to search, because a user may give a home directory.
+# Maximum number of folders to search. The limit matters if a user gives a home directory.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"

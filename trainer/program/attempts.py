@@ -4,8 +4,8 @@ If there are neither a chief nor parameter servers, all workers start together, 
 worker except the leader writes a new ticket next to the checkpoints when it starts. The leader
 starts an attempt when each of these workers has a ticket that the previous attempt did not use. It
 then writes the checkpoint and these tickets to a file, so that no two tasks ever start from
-different checkpoints. A worker whose ticket is not in the file waits. If the leader finds a new
-ticket of a worker, it restarts, and so does a worker that finds a new attempt.
+different checkpoints. A worker whose ticket is not in the file waits. The leader restarts if it
+finds a new ticket of a worker, and a worker restarts if it finds a new attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import ClusterLostError
 from flotilla.trainer.runtime.json_records import read_record
 
 FOLDER, FILE = "program", "attempt.json"
-# Polling intervals in seconds, because a store sends no notifications.
+# Polling intervals in seconds. Polling is needed, because a store sends no notifications.
 LOCAL_SECONDS, REMOTE_SECONDS = 0.5, 3.0
 
 

@@ -45,7 +45,7 @@ class Stored:
         files: its files, relative to the folder.
         number: the step in its name; -1 if there is none.
         modified: Unix timestamp of its last change.
-        signature: a text that changes if one of its files changes; `times` parses it.
+        signature: a string that changes if one of its files changes; `times` parses it.
         state: the state file that names it, relative to the folder, or empty.
         prefix: its name in the state file.
     """
@@ -112,7 +112,6 @@ def _walk(folder: Path, top: Path) -> Iterator[tuple[Path, list[str], list[str]]
     waiting = [folder]
     while waiting:
         here, folders, names = waiting.pop(), list[str](), list[str]()
-        # The folder may have been removed.
         with suppress(OSError), os.scandir(here) as entries:
             for each in entries:
                 if each.is_dir(follow_symlinks=False):
@@ -250,7 +249,8 @@ def _ends_at(head: bytes) -> int:
     if version not in at:
         return -1
     size, first = head[at[version][0]], at[version][1]
-    # The superblock has three addresses: base, free space or extension, and end of file.
+    # The first three addresses of the superblock are the base, free space or an extension, and the
+    # end of the file.
     return int.from_bytes(head[first + 2 * size : first + 3 * size], "little")
 
 

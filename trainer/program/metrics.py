@@ -23,7 +23,7 @@ from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.runtime.json_records import is_number, parse_mapping
 
 MAX_ROWS = 2000
-# The largest step, because larger integers are not exact in JSON.
+# The largest step. Larger integers are not exact in JSON.
 _MOST_STEPS = 2**53
 _MOST_NAMES, _LONGEST_NAME = 200, 100
 _PROGRESS_SECONDS = 0.5

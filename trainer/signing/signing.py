@@ -143,7 +143,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # A failed publication may have left a file with this suffix. Readers and servers ignore it.
+        # Readers and servers ignore files that a failed publication has left.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)

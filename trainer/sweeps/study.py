@@ -193,7 +193,7 @@ def read(folder: Path) -> Sweep:
 
 
 def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    # The direction of the trials' main metric is not known yet; `Study._sign` corrects for it.
+    # The direction of a main metric is not known yet. `Study._sign` negates values if necessary.
     is_higher = plan.objective.better == "higher"
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
