@@ -17,14 +17,14 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Maximum numbers of table files, images, and class folders in a sample. At least one image is taken
-# from each of these folders.
+# Maximum number of table files in a sample, number of images that are divided among class folders,
+# and maximum number of class folders. At least one image is taken from each of these folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
-# Remote files are skipped once their total size exceeds this number of bytes.
+# Maximum total size of the remote files in a sample, in bytes. Other remote files are skipped.
 _FETCHED = 64 << 20
-# A larger CSV file is replaced by a copy of its first bytes, because the CSV reader searches the
-# whole file for quotes.
+# A larger local CSV file is replaced by a copy of its first bytes, because the CSV reader searches
+# the whole file for quotes.
 _HEAD = 8 << 20
 _ENDS = 1000
 
@@ -48,7 +48,7 @@ class FewFiles:
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     """Return some files of a source, evenly spaced.
 
-    Of large CSV files, only the start is used, which is copied to `scratch`.
+    Of large local CSV files, only the start is used, which is copied to `scratch`.
 
     Raises:
         UserError: the format of the files cannot be inferred.

@@ -33,7 +33,7 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
-# Maximum number of rows if a column has image paths, because an image takes milliseconds to read.
+# Maximum number of rows if a column has image paths. Reading an image takes milliseconds.
 _PICTURES = 64
 # In an incomplete sample, one in this many rows is put into each of the test and validation splits.
 _TENTH = 10

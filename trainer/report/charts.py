@@ -15,7 +15,8 @@ _LARGEST = 1e100
 # Maximum ratio of the largest to the smallest value on a linear scale. Above it, a log scale is
 # used if the chart allows one.
 MOST_LINEAR = 20.0
-# An axis starts at zero if its lowest value is at most this share of its highest value.
+# A horizontal linear axis starts at zero if its lowest value is at most this share of its highest
+# value.
 _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 5, 5
 # Space above and below the values, as a share of their range, so that no line touches the border.
@@ -148,8 +149,8 @@ def fit_axis(
 ) -> Axis:
     """Return an axis with round ticks that covers the values.
 
-    The axis starts at zero if the lowest value is close to it, unless `is_exact`. A vertical axis
-    has some space at both ends.
+    A horizontal linear axis starts at zero if the lowest value is close to it, unless `is_exact`. A
+    vertical axis has some space at both ends.
     """
     low, high = _spread(values)
     is_log = is_log and low > 0

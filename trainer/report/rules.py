@@ -27,7 +27,7 @@ from flotilla.trainer.report.wording import (
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
-#: Prefixes and suffixes of metric names in rules that measure a difference.
+#: A prefix and a suffix of metric names in rules that measure a difference.
 EXPORTED = "difference of "
 DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}

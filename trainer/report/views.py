@@ -26,9 +26,8 @@ _MOST_TILES = 4
 _ACROSS = {"roc": "false positive rate", "pr": "recall"}
 _DARKEST = 55
 _MOST_COLUMNS = 12
-# Marks of the timeline that are closer than this, in percent of the run, are merged.
+# Resolution of the timeline, in percent of the run.
 _MARK_APART = 0.25
-# Names of incidents in charts.
 _CALLED = {
     "restart": "restart", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",

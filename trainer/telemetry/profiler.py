@@ -22,7 +22,7 @@ from flotilla.trainer.telemetry.scalars import TRAIN
 # Minimum and maximum duration of the traces of other tasks, in milliseconds. The maximum limits the
 # memory, because traces are kept in memory.
 SHORTEST, LONGEST = 100, 10_000
-# Maximum number of other tasks to trace, because each of them writes megabytes.
+# Maximum number of other tasks to trace. Each of them writes megabytes.
 MOST_TASKS = 8
 # Maximum time that training waits for the files of the other tasks, in seconds.
 FILES_SECONDS = 30.0

@@ -25,7 +25,7 @@ SECRET_KEYS = {
 }
 #: All tracking variables that a manifest may contain.
 VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
-# Address of the Model Registry, used if `registry.hub` is empty.
+# Environment variable with the address of the Model Registry, used if `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
 log = logging.getLogger(__name__)
 

@@ -271,7 +271,6 @@ def _write_example(folder: Path, inputs: Sequence[Mapping[str, Any]]) -> dict[st
         kind = {"type": "ndarray", "format": "tf-serving"}
     else:
         columns = [each["feature"] for each in inputs]
-        # A missing number becomes null.
         data = [
             [finite(_name_class(each, row[each["argument"]])) for each in inputs] for row in rows
         ]

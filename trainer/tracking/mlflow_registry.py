@@ -74,7 +74,6 @@ def is_champion_known(name: str, uri: str) -> bool:
 def _ensure_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    # Only a missing model is expected; all other errors are raised.
     try:
         client.get_registered_model(name)
     except MlflowException as error:

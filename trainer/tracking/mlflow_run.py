@@ -44,7 +44,8 @@ _SETTINGS = {
 # Maximum number of points, of all curves together, that are kept while MLflow is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
-# The trials of a sweep start at the same time and must find or create the same parent.
+# Held while a run finds or creates its parent, because the trials of a sweep start at the same time
+# and have the same parent.
 _CREATING = threading.Lock()
 
 
@@ -292,7 +293,7 @@ def find_run(client: Any, name: RunName) -> tuple[str, Any]:
             return experiment, run
     else:
         experiment = find_experiment(client, name.place, name.experiment)
-    # The id of a run contains no quotes.
+    # The id needs no escaping, because it contains no quotes.
     chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
     runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
     return experiment, client.get_run(runs[0].info.run_id) if runs else None
