@@ -172,7 +172,7 @@ class Checkpoints:
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do the slow preparations for saving these variables, before training starts."""
+        """Do the slow preparations for saving these variables, ahead of the first save."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:

@@ -64,8 +64,8 @@ class Retention:
     """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: minimum time between further checkpoints to keep, in hours, beginning with the
-            first checkpoint. With 0, no further ones are kept.
+        every_hours: minimum time between other checkpoints to keep, in hours, starting with the
+            first one. With 0, no others are kept.
     """
 
     newest: int

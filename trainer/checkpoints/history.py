@@ -242,7 +242,7 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # Also delete the old file of a last segment without rows, which is not written.
+            # A last segment without rows is not written, so delete its old file too.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:

@@ -129,7 +129,7 @@ class RemoteCheckpoints(Checkpoints):
         try:
             self._measured = read_validations(self.uri)
         except UserError as error:
-            # Only log the error, because early stopping alone needs the validations.
+            # Only log the error, because nothing but early stopping needs the validations.
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:

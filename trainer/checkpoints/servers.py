@@ -165,7 +165,7 @@ def _once(server: int, action: str, where: Callable[[], str], work: Callable[[],
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return the results of `work`, run for all servers in parallel. Its errors hold no tensors."""
+    """Run `work` for all servers in parallel, and return the results; errors hold no tensors."""
 
     def run(server: int) -> Result:
         try:

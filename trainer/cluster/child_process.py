@@ -107,7 +107,7 @@ def answer(code: int, out: str, errors: str) -> dict[str, Any]:
 
 
 def failure(code: int, errors: str) -> ChildError:
-    """Return the error of a process that ended with `code`, from its standard error."""
+    """Return the error of a process that ended with `code`, from the lines in `errors`."""
     if code < 0:
         name = signal.Signals(-code).name
         return ChildLostError(f"ended by {name}; is there enough memory?")

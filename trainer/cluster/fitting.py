@@ -12,7 +12,7 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# Time limit of the dry run, in seconds. Loading TensorFlow can take ten seconds.
+# Time limit of the dry run, in seconds. It includes loading TensorFlow, which can take ten seconds.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class NotKnownError(ConfigError):
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit; log a warning if this is unknown."""
+    """Raise `ConfigError` if model and dataset do not fit; log a warning if the dry run fails."""
     if config.program.command:
         return
     try:
@@ -41,7 +41,7 @@ def begin(
     on_mistake: Callable[[ConfigError], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Start a dry run in a thread, which passes an error of the configuration to `on_mistake`.
+    """Start a dry run in a thread, which passes a configuration error to `on_mistake`.
 
     If the dry run ends without a result and `is_over` returns true, nothing is logged.
     """

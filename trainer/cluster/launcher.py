@@ -44,6 +44,6 @@ class Launcher(Protocol):
     def __call__(self, job: Job) -> None:
         """Train until the final checkpoint is published and no task is running.
 
-        Raises a `UserError` that names the task and its error, or `RunInterruptedError` if a stop
-        was requested and the last checkpoint is published.
+        Raises a `UserError` that names the task and its error, or `RunInterruptedError` after a
+        request to stop.
         """

@@ -189,10 +189,11 @@ class Lease(NoLease):
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # Set the start time only now, because this call may have waited for the lease.
+            # Set the start time only now, because the caller may have waited for the lease.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # If two jobs write at once, or a response is lost, only the store knows the holder.
+            # Another job may have written at the same time, or the response was lost, so read the
+            # result.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
@@ -236,8 +237,8 @@ class Lease(NoLease):
     def release(self) -> None:
         """Release the lease; raises `LeaseLostError` if it is lost.
 
-        The file is kept, and the next holder uses the next number, so that a late write of this
-        holder is never mistaken for one of the next holder.
+        The file is kept, and the next holder uses the next number, so that a late write by this
+        holder cannot replace the file of the next holder.
         """
         with self._mutex:
             self._read_holder()
@@ -316,7 +317,8 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Only note the interrupt: logging would swallow an exception from a signal handler.
+        # Only record the interrupt, because logging would swallow an exception from a signal
+        # handler.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)
@@ -350,7 +352,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # The thread continues after any error of the store's client, as long as training does.
+    # If the store fails, the loop logs the error and tries again after the interval.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease cannot be renewed"
     ).start()

@@ -114,11 +114,13 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Otherwise, the connection was refused, the host is unknown, or the task was killed.
+        # Any other error means that the connection was refused, the host is unknown, or the task
+        # was killed.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# TensorFlow reads this variable when it opens the first channel: NAME=NUMBER,NAME=NUMBER.
+# TensorFlow reads this variable when it opens the first channel. Its format is
+# NAME=NUMBER,NAME=NUMBER.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
     # The minimum interval between two name resolutions.
@@ -128,14 +130,15 @@ CHANNEL_OPTIONS = {
     # Despite its name, this is the timeout of a connection attempt. It is long enough for TCP to
     # resend two lost packets, and shorter than the start of a task.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # A gRPC server closes a channel that sends more than two pings within 300 s without data, for
-    # example during a call of several hours; TensorFlow has no option to raise that limit.
+    # The interval of pings, longer than 300 s: a gRPC server closes a connection with more than two
+    # earlier pings without data, for example during a long call, and TensorFlow cannot change that.
     "grpc.keepalive_time_ms": 310_000,
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC also uses this as TCP_USER_TIMEOUT: how long sent data may be unacknowledged. A task may
-    # be stopped or swapped out for this long (see `training.stall_timeout`).
+    # gRPC also sets TCP_USER_TIMEOUT to this value: the time that sent data may stay
+    # unacknowledged. A task may be stopped or swapped out for this long (see
+    # `training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
     # Send pings during the whole call. By default, gRPC stops after two.
     "grpc.http2.max_pings_without_data": 0,

@@ -5,7 +5,7 @@ Their address cannot be set, but their port can be shared (SO_REUSEPORT). Theref
 this process listens first, and a filter makes the kernel choose between the two: a connection over
 loopback goes to the server, and any other one to this socket, which drops it. The filter is active
 before the server listens. Until then, a loopback connection also goes to this socket, which closes
-it at once; the client retries after a second. See `docs/decisions/0032-pods-and-networks.md`.
+it at once; the client tries again. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _open_listener(port: int, passed: list[tuple[int, int, int, int]]) -> socket
 
 
 def _bound(port: int) -> socket.socket:
-    """Return a socket on all addresses with gRPC's options: only equal sockets share a port."""
+    """Return a socket with gRPC's options: sockets share a port only if their options are equal."""
     family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -128,7 +128,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# This makes TensorFlow load Keras 2, but only on use, instead of Keras 3. Servers use neither.
+# This makes TensorFlow load Keras 2 on first use, and not Keras 3 at import. Servers use neither.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
@@ -308,7 +308,8 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide the task's own messages.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Let gRPC read a message in one piece: all of it is already in this machine's memory.
+            # Let gRPC wait for a whole message before it reads, because all senders are on this
+            # machine.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),

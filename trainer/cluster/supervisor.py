@@ -13,8 +13,8 @@ Every event is a `TaskEvent` in one queue: the end of a task, or a request to st
 
 TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: tens of
 megabytes per attempt on a parameter server, and a hundred or more on a worker. When a chief
-restarts, `ServerMemory` also restarts each server that would otherwise grow to more than twice its
-size during the next attempt.
+restarts, `ServerMemory` also restarts each server that would otherwise grow, during the next
+attempt, to more than twice its size at the end of the first one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 GRACE_SECONDS = 60.0
 # Time for the evaluator to measure each remaining checkpoint after training, in seconds.
 EVALUATION_SECONDS = 600.0
-# Maximum growth of a server's memory, relative to the end of the first attempt. It is not lower,
+# Maximum growth of a server's memory, relative to the end of the first attempt. It is no lower,
 # because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
-# later.
+# after ten minutes anyway.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
 # Maximum number of restarts of a failing evaluator, which do not count towards
@@ -188,15 +188,16 @@ class Supervisor:
                 self._start_evaluator(self._evaluator.handle_end(end))
                 continue
             if end.code == DONE and process is not self._leader and self._is_program:
-                # No record is needed, because only the leader of a program says that training is
-                # over.
+                # No record is needed: only the leader's exit shows that the training of a program
+                # is over.
                 continue
             if end.code == DONE:
                 # If all workers run the outer loop, they may end shortly before the leader.
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # Do not restart only the leader: it would wait for workers that have left.
+                # Even a failed leader is not restarted, because it would wait for workers that have
+                # ended.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# Number of cells in a block. Number of cells that count one id. Minimum number of blocks; a larger
-# shard has one block per slot. Number of ids per block above which all cells may be halved.
+# In this order: the cells in a block, the cells that count one id, the minimum number of blocks (a
+# larger shard has one per slot), and the ids per block above which all cells may be halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -30,8 +30,8 @@ class CountMinSketch:
 
         Args:
             seen: the cells, uint8 [blocks, CELLS].
-            window: int64 [2], the number of ids counted since the last halving, and the number in
-                the largest lookup.
+            window: int64 [2], the number of ids counted since the last halving, and the number
+                counted in the largest lookup, which is halved with the cells.
             min_count: the number of times that an id must occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count

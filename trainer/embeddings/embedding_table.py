@@ -64,7 +64,6 @@ class EmbeddingTable(keras.layers.Layer):
     #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
     grows = True
 
-    # There are many arguments, because each is also a configuration key.
     def __init__(  # noqa: PLR0913
         self,
         capacity: int,

@@ -111,8 +111,8 @@ class Shard:
             # The number of steps of earlier runs. Ages are measured by this number plus the global
             # step.
             self.earlier = made(0)
-            # Two numbers of ids: those counted since the sketch was last halved, and those in the
-            # largest lookup.
+            # The number of ids that the sketch has counted since it was last halved, and the number
+            # that it counted in the largest lookup, which is halved with the sketch.
             self.window = made(lambda: tf.zeros([2], tf.int64))
             # Use random names, because servers outlive this process, and a sequential name might
             # belong to another table.

@@ -17,7 +17,7 @@ INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# Maximum number of events to keep. A run of weeks has more, of which only the newest are kept.
+# Only the newest 10,000 events of a kind are kept, because a run may take weeks.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -115,7 +115,8 @@ class RunState:
     def progress_since(self, began: float) -> dict[str, Any]:
         """Return the progress of the step that started at `began`, and of its current work.
 
-        The work is the text `progress` and, without training, `share` and `seconds_left` if known.
+        The work adds the text `progress`. If it reports a share and training reports no progress,
+        it also adds `share` and `seconds_left`.
         """
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)

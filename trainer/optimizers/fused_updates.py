@@ -110,7 +110,7 @@ class _Momentum(_Descent):
 
 
 def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
-    # A subclass may have another formula.
+    # Match the exact type, because a subclass may have another formula.
     kind = type(optimizer)
     if kind is keras.optimizers.SGD:
         return (_Momentum if optimizer.momentum else _Descent)(optimizer)

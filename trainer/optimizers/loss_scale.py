@@ -22,8 +22,8 @@ GROWTH = 2000
 # Maximum scale. If all gradients are zero, the scale would grow without limit, and the largest
 # float32 is about 2**128.
 LARGEST = 2.0**60
-# Number of halvings from the maximum scale to less than 1. If a gradient is still not finite, the
-# scale is not the cause.
+# Maximum number of halvings; they reduce the maximum scale to less than 1. If a gradient is still
+# not finite, the scale is not the cause.
 MOST_HALVINGS = 64
 
 

@@ -67,7 +67,10 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folders of this process and their parents. A container may see only `/`."""
+    """Yield the cgroup folder of this process and its parents.
+
+    In a container, only `/` may exist.
+    """
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]

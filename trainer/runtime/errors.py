@@ -21,7 +21,7 @@ BEGIN_AGAIN = 138
 # nonzero code means that the task has failed permanently.
 RETRYABLE = 128
 # The exit code of a task that fails with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is
-# below 128, so that the task is not restarted at once, because it has already retried for minutes.
+# below 128, so that the task is not restarted: it has already retried for minutes.
 TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "finished, and blessed if there is a gate",
@@ -70,7 +70,7 @@ def error_for_exit(code: int | None) -> type[UserError]:
 
 
 class RunInterruptedError(UserError):
-    """The user or the platform requested a stop, and the last checkpoint is published."""
+    """The run stops because the user or the platform requested it. It can be resumed."""
 
     exit_code = INTERRUPTED
 

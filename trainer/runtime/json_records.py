@@ -94,16 +94,16 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the whole number that a text of ASCII digits denotes, or None for any other text.
-
-    `str.isdigit` would also accept digits that `int` rejects, and numbers of any length.
-    """
+    """Return the whole number in a text of up to 18 ASCII digits, or None for any other text."""
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None
 
 
 def parse_time(text: object) -> datetime | None:
-    """Return the time in an ISO 8601 text, assuming UTC without a zone, or None for other texts."""
+    """Return the time in an ISO 8601 text, or None for any other text.
+
+    Without a zone, it is UTC.
+    """
     try:
         found = datetime.fromisoformat(str(text))
         found = found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -20,7 +20,8 @@ VARIABLES = (
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
 )  # fmt: skip
 _LEAST_SECRET = 8
-# An AWS secret may contain a slash. A port may follow the name of a host, but not of a bucket.
+# In the URI of a bucket, a colon always precedes a secret, which may contain slashes. In other
+# URIs, it may precede a port.
 _IN_AUTHORITY = re.compile(
     r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]+(?:@|%40)?)
       | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)

@@ -144,7 +144,7 @@ def end_with_parent() -> None:
         if os.getppid() != parent:
             _kill_self()
         return
-    # A shell may be between the two processes, because KFP's runner starts steps in a shell.
+    # KFP's runner starts steps in a shell, so the named process may not be the direct parent.
     try:
         wait = _watch_parent(parent)
     except ProcessLookupError:

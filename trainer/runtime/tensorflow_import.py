@@ -60,8 +60,7 @@ class _Uncollected(MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # Skip calls that this finder itself causes, because finders that wrap others, such as a
-        # tracer's, call all finders.
+        # `importlib.util.find_spec` below calls all finders, so ignore its call of this one.
         if fullname != "tensorflow" or self._searches:
             return None
         self._searches = True
@@ -106,7 +105,7 @@ def has_gpus() -> bool:
 def prepare() -> None:
     """Prepare this process to import TensorFlow faster and without noise, and to share GPUs."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    # TensorFlow logs a missing GPU at the same level as real errors.
+    # Without a GPU, hide errors too, because TensorFlow reports the missing GPU as an error.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
     logging.getLogger("tensorflow").addFilter(noise.QUIET)
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):

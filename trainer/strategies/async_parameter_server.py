@@ -103,7 +103,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Apply updates up to `boundary`, and wait for all of them if at most `steps` are left."""
+        """Apply updates, but none past `boundary`; wait for all if at most `steps` are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -139,7 +139,7 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # The workers have finished all turns earlier than expected.
+        # All turns that were dealt have been taken, so the closures end.
         self._join()
 
     def _complete(self, boundary: int) -> None:
@@ -157,7 +157,8 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Read only now: a worker that found no turn before `extend` has ended its closure.
+            # Read the counters after `extend`: a worker that found no turn before it has ended its
+            # closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
@@ -211,8 +212,8 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # TensorFlow evaluates the condition of a loop on the device of the loop, here the
-                # worker.
+                # The worker evaluates the condition of the loop, so it must not take turns itself:
+                # `take` runs in the body, on the server.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:

@@ -38,7 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, p): the n-th next example is at position p, later ones follow it."""
+        """Return pairs (n, p): the n-th next example is at position p, and later ones follow it."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))

@@ -158,7 +158,7 @@ class Replicated(KerasStrategy):
         return update
 
     def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update compiled by XLA, or only its gradient if the gradient is sparse."""
+        """Return an update that XLA compiles; if the gradient is sparse, it compiles only that."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)

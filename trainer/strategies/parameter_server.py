@@ -80,7 +80,8 @@ class Served(KerasStrategy):
             return
         except MisfitError:
             pass
-        # Unless a server was lost, remove the state: the next attempt would fail in the same way.
+        # If no server was lost, remove the state, because the next attempt would fail in the same
+        # way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -107,8 +108,9 @@ class Served(KerasStrategy):
         self.connected = self._create_strategy()
         optimize_once()
         self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
-        # TensorFlow would run a step, with a push, on each GPU, and would fail at the first update
-        # of a variable. With this setting, a worker is one replica on its first device.
+        # By default, TensorFlow runs a step, with a push, on each GPU of a worker, and fails at the
+        # first update of a variable. With this setting, a worker is one replica on its first
+        # device.
         self.connected.extended._num_gpus_per_worker = min(
             1, self.connected.extended._num_gpus_per_worker
         )
@@ -161,7 +163,8 @@ class Served(KerasStrategy):
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
         self.state.take(variables, parts, described, saved)
-        # Initialize the rest: the model function may create variables that Keras does not track.
+        # Initialize the variables without a name too: the model function may create variables that
+        # Keras does not track.
         self._kept.give_others(variables.values())
 
     def settle(self, *, is_whole: bool) -> None:

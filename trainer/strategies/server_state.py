@@ -262,10 +262,10 @@ class ServerState:
         """
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
-            # Only a checkpoint of a later global step was saved after the reset.
+            # A checkpoint of a later step than the reset contains the values after the reset.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # With a single server, nothing could be reused after its loss.
+        # If a single server is lost, nothing can be reused, so its global step is not recorded.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 

@@ -133,10 +133,12 @@ class SyncParameterServer(Served):
                 # Send `own` to the server once, instead of with every announcement.
                 own = tf.identity(own)
                 # After a restart, the previous loop of this worker may have taken the token of the
-                # open step, or may take the one put below. So start with the open step in any case.
+                # open step, or may take the one put below. Therefore, start with the open step
+                # without waiting for a token.
                 step = self._open.read_value()
                 tokens.put(step)
-            # TensorFlow evaluates the condition of a loop on the loop's device, here the worker.
+            # Do not place these loops on `HUB`, because the device of a loop evaluates its
+            # condition.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(

@@ -1,6 +1,7 @@
 """The loss, metrics and optimizer of a compiled model.
 
-The arguments of `model.compile(...)` are used, with two exceptions: the strategy decides how many
+The loss and the metrics in `model.compile(...)` are used unless the configuration replaces them,
+and the optimizer is used if `training.optimizer.name` is `model`. The strategy decides how many
 steps run in one call, and `training.jit_compile` whether they are compiled with XLA. Keras keeps
 the states of metrics in variables. Here, all states are in one vector of sums over examples, and
 `State` describes the range of one metric.

@@ -372,7 +372,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
 
 def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return the points of a curve, or `CURVE_POINTS` points evenly spaced along a longer curve."""
+    """Return the points of a curve; of a longer curve, up to `CURVE_POINTS` evenly spaced ones."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])

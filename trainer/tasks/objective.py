@@ -57,7 +57,8 @@ from flotilla.trainer.tasks.task_loss import (
     whole_losses,
 )
 
-# AutoGraph is slow, and these modules do not need it: they have no loops or branches over tensors.
+# Built-in tasks do not need AutoGraph, which is slow, because they have no loops or branches over
+# tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
 # Number of calls before a function is traced; with fewer calls, tracing would not save time.
 _UNTRACED = 8

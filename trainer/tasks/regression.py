@@ -43,8 +43,7 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# Maximum number of values in the sample for the median, and the number of examples if each example
-# has many values.
+# Number of values in the sample for the median, and minimum number of examples in this sample.
 _HELD, _LEAST = 1 << 22, 100_000
 
 

@@ -236,7 +236,8 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
         return _fit_dataset(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        # If rows are sorted, the first ones may be equal or have no weight, unlike artificial ones.
+        # If the first rows give no gradient, try artificial ones, because sorted rows may all be
+        # equal or have no weight.
         for examples in (uri, ""):
             try:
                 return _fit_dataset(config, reading, examples)
@@ -312,7 +313,7 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
     """Yield possible datasets that begin with these rows; their labels may have more classes."""
-    # Moments and counts of a few rows prove nothing.
+    # Drop moments and counts, because a few rows do not represent the dataset.
     sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
     for least in (TWO, TWO + 1):
         yield _add_classes(config, sample, least)
@@ -426,7 +427,7 @@ def _try_out(
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
-                # Two examples may be equal, or have no weight.
+                # Try more examples, because two may be equal, or have no weight.
                 more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)

@@ -48,11 +48,12 @@ from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
-# Duration of an inner loop: long enough to hide the work between two inner loops, even if workers
-# wait for each other; short enough to show progress and to react to a request to stop.
+# Duration of an inner loop, in seconds. It is long enough to hide the work between two inner loops,
+# even if workers wait for each other, and short enough to show progress and to react to a request
+# to stop.
 INNER_LOOP_SECONDS = 1.0
 # The number of steps of an inner loop is a multiple of this number, unless the loop ends at a
-# boundary. Strategies unroll up to 20 steps in a graph, so that no unrolled part is cut short.
+# boundary. Strategies unroll up to 20 steps in a graph, and no unrolled part should be cut short.
 STEP_MULTIPLE = 20
 # Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss.
 # The limit is needed because weights that Adam has moved far away give finite losses but never
@@ -293,7 +294,8 @@ class _OuterLoop:
         return step
 
     def _summaries(self, step: int) -> AbstractContextManager[None]:
-        # Opening the file is an operation of TensorFlow, for which all tasks have to answer.
+        # Open the file only for callbacks, because that is a TensorFlow operation, which waits for
+        # all tasks.
         return self._journal.summaries(step) if self._callbacks else nullcontext()
 
     def _process(self, step: int, result: _InnerResult) -> int:

@@ -45,7 +45,7 @@ class Request:
 
 
 def send(connection: socket.socket, request: Request, output: int) -> None:
-    """Send a request with its descriptors; `output` is the first; raises `OSError`."""
+    """Send `request`, `output` and the descriptors of the request; raises `OSError`."""
     connection.settimeout(_SECONDS)
     text = json.dumps(asdict(request)).encode()
     own = [output, *request.descriptors]
@@ -71,7 +71,10 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and its descriptors, which the caller closes; raises `OSError`."""
+        """Return the request and its descriptors, which the caller closes; raises `OSError`.
+
+        Returns None if the request is incomplete.
+        """
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(

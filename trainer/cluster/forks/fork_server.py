@@ -5,9 +5,9 @@ descriptors of two listening sockets. The server loads the modules AT_ONCE, and 
 server that loads the modules LATER. Each server handles the requests for its own modules. Both
 servers exit when standard input ends.
 
-A copy has only the thread that forked it, so no other thread may hold a resource that the copy
-needs. A server has one thread, and those of libraries: OpenBLAS (of NumPy and SciPy) and Arrow's
-allocator, which stop or restart their threads at a fork. TensorFlow has no threads before its first
+A forked process has only the thread that called fork, so no other thread may hold a lock that it
+needs. A server has one thread of its own. OpenBLAS (of NumPy and SciPy) and Arrow's allocator have
+threads too, but stop or restart them at a fork. TensorFlow has no threads before its first
 operation, and this module runs no operation.
 
 The kernel ends the server when its parent exits, and each process when the server exits.
@@ -35,11 +35,12 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Lowest number for temporary copies of inherited descriptors, above their final numbers.
+# Lowest number for temporary copies of inherited descriptors. Their final numbers are lower.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # See prctl(2).
-# Time to wait for the rest of a request, in seconds. A client sends it right after it connects.
+# Time to wait for the rest of a request, in seconds. A client sends its request right after it
+# connects.
 _MOMENT = 0.05
 
 
@@ -64,7 +65,8 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # Each process needs its own random numbers, and Python reseeds only its own generator.
+        # Without this, all processes would draw the same NumPy numbers; Python reseeds only
+        # `random` at a fork.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -105,7 +107,8 @@ class Server:
     def load(self, modules: Sequence[str]) -> _Copy | None:
         """Load modules and serve requests in between; return a value only in a forked process."""
         for name in modules:
-            # After an error, the client starts a new process, which reports the error.
+            # Clients start a module that cannot be imported without a fork, and that process
+            # reports the error.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
@@ -155,7 +158,8 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # Remove only this request: a copy must close the connections of all other requests.
+        # Remove the requests one by one, because a forked process closes the connections of those
+        # that remain.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -259,7 +263,7 @@ def main() -> None:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # Ignore signals to the process group, because this process ends when its runner ends.
+    # Ignore signals to the process group, because this process must run until its parent exits.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -269,7 +273,8 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Loading creates hardly any garbage, and a copy ignores the server's objects (`gc.freeze`).
+    # Importing modules creates hardly any garbage, and in a forked process the collector skips the
+    # server's objects (`gc.freeze`).
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
@@ -324,7 +329,7 @@ class _Map(ctypes.Structure):
 def show_command_line(words: Sequence[str]) -> None:
     """Set the command line that tools display; raises `OSError` if the kernel does not allow it."""
     text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
-    # The kernel reads a command line only from private memory.
+    # The kernel reads a command line only from private anonymous memory.
     memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(text)
     # The fields follow the name of the process, which may contain spaces.

@@ -16,7 +16,7 @@ from flotilla.trainer.cluster.forks.fork_request import Request
 
 # The variable with the server's address, which child processes inherit.
 VARIABLE = "FLOTILLA_FORK_SERVER"
-# The value by which a user disables forking.
+# The value that disables forking.
 NONE = "none"
 _HIGH = 200
 
@@ -56,7 +56,8 @@ class Forked:
         try:
             code, _ = fork_request.receive_number(self._connection)
         except OSError:
-            # The connection fails only if the server was killed, which also kills the process.
+            # The connection fails only if the server has ended, and the kernel then kills the
+            # process.
             code = -signal.SIGKILL
         self._connection.close()
         self.returncode = code

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from operator import itemgetter
 
-# The number of smaller units in a larger one, the seconds from which tenths are dropped, and the
+# Seconds in a minute and minutes in an hour, the seconds from which tenths are dropped, and the
 # hours from which days are used.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
@@ -41,7 +41,7 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # Later steps are tried again, too, which does not count as a further interruption.
+            # The steps that follow are tried again too, because of the same interruption.
             seen.clear()
         seen.add(step)
     return joined

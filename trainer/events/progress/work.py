@@ -55,8 +55,8 @@ class Work:
     size of the files, the share is computed from that measure.
     """
 
-    # The end of the last reported work. Work that starts soon after it is reported earlier than
-    # other work, because it is part of the same long work.
+    # The time at which the last reported work ended. The next work is reported sooner if it starts
+    # soon after, because both are parts of a longer operation.
     _ended_at = -math.inf
 
     def __init__(

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
-# The source of each message and the start of its line, after the time and level of a logger.
+# The source of each message, and a pattern for the start of its line, without the time and level
+# that a logger writes.
 TABLE: tuple[tuple[str, str], ...] = (
     ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
