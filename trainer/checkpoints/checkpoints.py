@@ -73,7 +73,7 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one, which each checkpoint records.
+    #: The positive class of each output that has one; each checkpoint records them.
     positive: Any = None
     #: A function that raises an error if the run may not continue from the newest checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
@@ -195,7 +195,6 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # Duration of the pause in training, in seconds.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri

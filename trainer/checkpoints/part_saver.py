@@ -242,7 +242,8 @@ class PartSaver:
         """Remove the parts of a save, and the remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
-            # If a server is unavailable, the save stays listed. Another thread may have removed it.
+            # If a server is unavailable, the save stays in the list. If another thread has removed
+            # it from the list, `remove` raises ValueError.
             with suppress(UserError, ValueError):
                 self._remove(each)
                 self._unwanted.remove(each)

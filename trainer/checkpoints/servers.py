@@ -158,7 +158,7 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# This is not nested, because an error would keep a nested function alive; see `side_by_side`.
+# This is a module-level function, because an error would keep a nested one and its tensors alive.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()

@@ -199,7 +199,8 @@ class Lease(NoLease):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder has used a higher number and released its lease since.
+                # Another holder has taken a higher number in the meantime, and has released its
+                # lease.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number

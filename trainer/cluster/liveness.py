@@ -123,15 +123,15 @@ def _answer(address: str, timeout: float) -> str:
 # NAME=NUMBER,NAME=NUMBER.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
-    # The minimum interval between two name resolutions.
     "grpc.dns_min_time_between_resolutions_ms": 1000,
     # The pause after the first refused connection; it grows with each failure (default: 1 s).
     "grpc.initial_reconnect_backoff_ms": 100,
     # Despite its name, this is the timeout of a connection attempt. It is long enough for TCP to
     # resend two lost packets, and shorter than the start of a task.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # The interval of pings, longer than 300 s: a gRPC server closes a connection with more than two
-    # earlier pings without data, for example during a long call, and TensorFlow cannot change that.
+    # The interval of pings. A gRPC server closes a connection that repeatedly sends pings less than
+    # 300 s apart without data, for example during a long call, and TensorFlow cannot change that
+    # limit.
     "grpc.keepalive_time_ms": 310_000,
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.

@@ -63,7 +63,7 @@ _SERVER_IF_LOOPBACK = [
     (_RETURN, 0, 0, 1),
     (_RETURN, 0, 0, 0),
 ]
-# This filter returns the number of bytes of a packet to keep.
+# The kernel keeps as many bytes of a packet as this filter returns, so 0 drops the packet.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
 # Maximum number of connections that wait to be accepted. Tasks that wait for this one connect
 # several times per second.

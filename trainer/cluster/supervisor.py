@@ -45,7 +45,8 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 
 # Time for a leader to publish its last checkpoint after a request to stop, in seconds.
 GRACE_SECONDS = 60.0
-# Time for the evaluator to measure each remaining checkpoint after training, in seconds.
+# Time to wait for the evaluator after training, in seconds. On Kubernetes, it is the time for each
+# remaining checkpoint.
 EVALUATION_SECONDS = 600.0
 # Maximum growth of a server's memory, relative to the end of the first attempt. It is no lower,
 # because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
@@ -74,7 +75,8 @@ class ServerMemory:
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that restarted for another reason has not served a whole attempt.
+            # A server that restarted after the chief began, and not because of its growth, has not
+            # served a whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)

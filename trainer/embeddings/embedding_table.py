@@ -133,7 +133,6 @@ class EmbeddingTable(keras.layers.Layer):
 
     def _make_noted(self, number: int, size: int) -> Noted:
         def note(name: str, shape: tuple[int, ...], initializer: str, dtype: str = "int64") -> Any:
-            # Keras has no initializer for -1.
             return self.add_weight(
                 name=f"shard_{number}_{name}",
                 shape=shape,

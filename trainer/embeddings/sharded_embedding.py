@@ -145,7 +145,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
-        # A GPU would return zeros without an error.
+        # For an invalid id, a GPU would return zeros without an error.
         message = f"{self.name}: ids outside of 0 to {self.rows - 1}:"
         check = tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(ids, ~inside)])
         with tf.control_dependencies([check] if check is not None else []):

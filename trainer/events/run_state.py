@@ -17,7 +17,7 @@ INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# Only the newest 10,000 events of a kind are kept, because a run may take weeks.
+# A list of the newest 10,000 events. A run may take weeks, and have more.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 

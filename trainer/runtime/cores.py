@@ -15,10 +15,9 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# The variables limit TensorFlow's intra-op threads, and the threads of NumPy, SciPy and Arrow.
+# These variables limit TensorFlow's intra-op threads, and the threads of NumPy, SciPy and Arrow.
 # Inter-op threads are not limited, because some of them only wait for others.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
-# The values that `limit_threads` has set.
 _LIMITED: dict[str, str] = {}
 
 

@@ -31,7 +31,6 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted; a run on this machine has stopped, and training has published a "
     "last checkpoint; a run on a KFP instance continues",
 }
-# TensorFlow's message when it cannot allocate a tensor.
 _NO_MEMORY = re.compile(
     r"OOM when allocating tensor with shape\[([\d,]*)\] and type (\w+) "
     r"on /job:(\w+)/replica:\d+/task:(\d+)/device:(\w+)"

@@ -243,7 +243,7 @@ class _Finder(MetaPathFinder):
         if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
             return None
         found = PathFinder.find_spec(fullname, [folder()], target)
-        # In a bundle, a folder without __init__.py may contain only data.
+        # In a bundle, ignore a folder without __init__.py, because it may contain only data.
         if not self.of_bundle or found is None or found.origin is None:
             return None if self.of_bundle else found
         installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]

@@ -212,8 +212,8 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # The worker evaluates the condition of the loop, so it must not take turns itself:
-                # `take` runs in the body, on the server.
+                # TensorFlow evaluates a loop's condition on the worker. Therefore, the body takes
+                # the next turn, on the server.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:

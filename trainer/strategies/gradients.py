@@ -412,7 +412,6 @@ def apply_and_count(
         arrived = [tf.identity(getattr(each, "values", each)) for each in here or gradient[:1]]
 
     def count_later(by: Any) -> Any:
-        # Run the addition on the counter's device, after the gradient has arrived there.
         with tf.device(counter.device), tf.control_dependencies(arrived):
             return count(by)
 

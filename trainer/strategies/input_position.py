@@ -135,7 +135,7 @@ class Stream:
             max_index=tf.constant(max(whole - 1, 0), tf.int64),
             rounds=4,
         )
-        # The last run stays in place if it is incomplete.
+        # If the last group of `run` examples is incomplete, it stays in place.
         in_runs = shuffled * self.run + places % self.run
         return tf.where(places < whole * self.run, in_runs, places)
 

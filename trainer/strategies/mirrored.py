@@ -288,7 +288,8 @@ class MultiWorkerMirrored(Replicated):
 
     def leave(self) -> None:
         """Wait until all other workers know that the last checkpoint is published."""
-        # The barrier fails for the others if the first worker that passes it exits at once.
+        # Ignore an error of the barrier: the first worker that passes it may exit while others
+        # wait.
         with suppress(tf.errors.OpError):
             self.barrier()
 

@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 # The file with the number of the worker, in the worker's working directory.
 NUMBER_FILE = "number.txt"
-# A closure and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -163,7 +162,7 @@ class Served(KerasStrategy):
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
         self.state.take(variables, parts, described, saved)
-        # Initialize the variables without a name too: the model function may create variables that
+        # Initialize skipped variables that have no name: the model function may create some that
         # Keras does not track.
         self._kept.give_others(variables.values())
 

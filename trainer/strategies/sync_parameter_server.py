@@ -164,9 +164,10 @@ class SyncParameterServer(Served):
                 # Wait for the previous step, so that only one batch of a turn is in memory.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
-                # Read the variables only after the step is open.
+                # `number` exists only once its step is open, so wait for it before reading the
+                # variables.
                 if whole:
-                    # Only the reads on the servers wait for the number.
+                    # With `number` as an argument, only the reads on the servers wait for it.
                     return gradient(batch, [number])
                 with tf.control_dependencies([number]):
                     return gradient(batch)

@@ -29,7 +29,6 @@ CALLED = (
     "on_test_begin",
     "on_test_end",
 )
-# Keras's prefix of validation metrics.
 _KERAS_PREFIX = "val_"
 
 

@@ -247,7 +247,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
                     break
     refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # Labels that look like classes may be quantities, with which the configuration may fit.
+        # Labels that look like classes may be quantities, so try that reading too.
         found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused
@@ -403,7 +403,7 @@ def _few_values() -> Iterator[None]:
         if left >= 0:
             initialize(self, initializer)
         else:
-            # Keras creates the value when a variable is read; a symbolic graph does not read it.
+            # Keras creates the value at the first read, and a symbolic graph does not read it.
             self._value, self._initializer = None, initializer
 
     def assign_existing(self: Variable, value: Any) -> None:

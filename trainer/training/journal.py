@@ -27,7 +27,6 @@ from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 2000
-# The checkpoint field with the input position.
 INPUT_POSITION = "input_position"
 
 _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds", "epoch")
@@ -127,7 +126,7 @@ class Journal:
         visited: Mapping[str, Any],
         recovered: Mapping[str, Any],
     ) -> str:
-        """Publish a checkpoint and return its URI; raises `UserError`."""
+        """Save a checkpoint and return its URI; raises `UserError`."""
         metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
         more = {INPUT_POSITION: dict(visited), RECOVERED: dict(recovered)}
         fields = {

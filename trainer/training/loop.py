@@ -135,11 +135,11 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
 
     A run without a checkpoint starts from `training.warm_start`, if set. The final checkpoint is
-    published when this returns.
+    saved when this returns, but a background thread may still publish it.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
-        RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is published.
+        RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is saved.
         ClusterLostError: the strategy lost a required task, or the tasks that run the outer loop
             found different checkpoints.
     """

@@ -1,4 +1,4 @@
-"""Stall detection, which ends a process if no step is made for `training.stall_timeout`.
+"""Stall detection, which ends a process if training makes no progress.
 
 A stopped task keeps its connections open, and TensorFlow waits on them forever. The exact counter
 shows progress, so a long inner loop with slow steps is not a stall.
@@ -28,7 +28,7 @@ _REMEDY = "raise training.stall_timeout if a step takes longer"
 
 
 class StallWatch:
-    """Ends this process with `BEGIN_AGAIN` if another task stalls training."""
+    """Ends this process with `BEGIN_AGAIN` if training stalls for `training.stall_timeout`."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
         """Watch the steps. `probe` checks the other tasks; the message is written to `folder`."""

@@ -107,7 +107,7 @@ class Server:
     def load(self, modules: Sequence[str]) -> _Copy | None:
         """Load modules and serve requests in between; return a value only in a forked process."""
         for name in modules:
-            # Clients start a module that cannot be imported without a fork, and that process
+            # If an import fails here, clients start that module without a fork, and its process
             # reports the error.
             with suppress(Exception):
                 importlib.import_module(name)

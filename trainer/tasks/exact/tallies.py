@@ -85,7 +85,7 @@ def _measure_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, interval
     )
     true = cells[:, 1].sum(axis=1)
     # F1 is an increasing function of the fraction of hits among all examples that are positive or
-    # predicted positive.
+    # predicted positive, so its interval is computed from that fraction.
     parts = {
         "accuracy": (right, all_of),
         "precision": (hits, taken),
@@ -189,8 +189,8 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
         variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
-            # F1 is an increasing function of the fraction of hits among all examples whose label or
-            # prediction is the class.
+            # F1 is a function of the fraction of hits among all examples whose label or prediction
+            # is the class. Its squared derivative scales the variance.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
