@@ -15,7 +15,7 @@ class LogFiles:
     """TensorBoard's files in a local folder, which are uploaded to an object store."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        """Upload the files below `folder` to the same paths below `uri`."""
+        """Copy the files in `folder` to the same paths below `uri` at each `upload`."""
         self.folder = folder
         self._uri = uri
         self._uploaded: dict[Path, int] = {}

@@ -50,7 +50,7 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Convert a file error of TensorFlow to a `UserError`. Other errors are not changed.
+    """Convert a file error of TensorFlow to a `UserError`. Other errors are unchanged.
 
     `action` is `WRITE` or `READ`. `where` returns the folder for the message. A transient error
     becomes `storage.Unavailable`.

@@ -55,7 +55,10 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Return true after `timeout` seconds without a heartbeat, false when the writer ends."""
+    """Return true after `timeout` seconds without a heartbeat, false when the writer ends.
+
+    The first heartbeat has at least `STARTING_SECONDS`.
+    """
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

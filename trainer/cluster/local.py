@@ -53,7 +53,10 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine. A signal saves a last checkpoint; a second one ends the run."""
+    """Train `job` on this machine.
+
+    After a SIGINT or SIGTERM, a last checkpoint is saved. A second signal ends the run at once.
+    """
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)

@@ -116,7 +116,7 @@ def _close_each(held: socket.socket) -> None:
 
 
 def can_close() -> bool:
-    """Test whether this system can close a port to other machines."""
+    """Return whether this system can close a port to other machines."""
     if sys.platform != "linux":
         return False
     try:

@@ -116,7 +116,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
 
 
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
-    """Return the variables that let a local task see only its own GPUs, by index.
+    """Return the variables that let a local task see only its own GPUs.
 
     If workers share a GPU, `cluster.gpu_memory_mb` or `gpu_memory_fraction` splits its memory.
     """

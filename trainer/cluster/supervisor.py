@@ -97,7 +97,7 @@ class EvaluatorSupervision:
         self.running = False
 
     def begin(self) -> TaskProcess | None:
-        """Return the process to start first."""
+        """Return the process to start, or None if there is no evaluator."""
         if self._process:
             # If the file cannot be removed here, the start of the process reports the error.
             with suppress(OSError):

@@ -428,7 +428,7 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
 
     If `every` lists kinds, all events of these kinds and all `RunBegin` events are yielded. Of each
     other kind, only the newest event of each start of the run is yielded, at the end of that start.
-    Thus a week of progress is read in a second. Raises `OSError`.
+    This way, a week of progress can be read in a second. Raises `OSError`.
     """
     whole = {event_name(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}

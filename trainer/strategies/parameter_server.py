@@ -193,9 +193,9 @@ class Served(KerasStrategy):
     ) -> Callable[..., tuple[tf.Tensor, list[Any]]]:
         """Return a function from the input of one step to the loss and the gradients.
 
-        The function first pulls all variables, in one message per server and dtype. If
-        `pulls_whole` returns false, it reads the variables on their servers, and lookups pull only
-        the rows of the batch. For `loss_on`, see `build_pulled_gradient`.
+        If `pulls_whole` returns true, the function first pulls all variables, in one message per
+        server and dtype. Otherwise, lookups pull only the rows of the batch. For `loss_on`, see
+        `build_pulled_gradient`.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:

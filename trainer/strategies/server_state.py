@@ -9,8 +9,9 @@ die, the next attempt reuses the remaining variables without transferring their 
 Two kinds of variables describe the named ones:
 
 - A `State` on each server, whose name depends only on the run. A restarted server has none.
-- The permit of the chief on `ps-0`, a fencing token that every change by the chief requires. The
-  next chief removes it, so that an earlier chief that is still running fails.
+- The permit of the chief on `ps-0`, a fencing token. The chief can change its record there, and
+  hand out turns, only while the permit exists. The next chief removes it, so that an earlier chief
+  that is still running fails.
 """
 
 from __future__ import annotations
@@ -329,7 +330,7 @@ class ServerState:
                 each.assign(tf.constant(astuple(said[number]), tf.int64), read_value=False)
 
     def _change(self, servers: Collection[int] = (), **values: int) -> None:
-        """Change the records of `servers` (default: all); `ps-0` checks the permit first."""
+        """Change the records of `servers` (default: all); on `ps-0`, only if the permit exists."""
         said = {
             number: replace(each, **values) if number in (servers or self.servers) else each
             for number, each in self._said.items()

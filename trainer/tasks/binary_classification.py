@@ -57,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the class names of a target, or default names if there are two, or ()."""
+    """Return the class names of a target, or default names if it may have two classes, or ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 

@@ -226,9 +226,9 @@ def require_metrics(config: Config, objective: Objective) -> None:
 def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
     """Build the model of a configuration for its dataset; try it unless it is large.
 
-    `uri` is empty before the dataset is prepared; `scratch` is removed. With `whole=False`, only
-    the first rows are known, so an error is raised only if it occurs under every assumption about
-    the other rows that is tried. Raises `UserError`.
+    `uri` is empty before the dataset is prepared; temporary files in `scratch` are removed. With
+    `whole=False`, only the first rows are known, so an error is raised only if it occurs under
+    every assumption about the other rows that is tried. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))

@@ -33,7 +33,7 @@ _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "second
 
 
 class Journal:
-    """The history rows and the checkpoints of a run, from a global step on."""
+    """Writes the history, the events and the checkpoints of an attempt."""
 
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
