@@ -39,7 +39,8 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # Time to watch an expired lease, in seconds. A live holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time to retry a release at exit, in seconds. The next holder can wait for the expiry.
+# Maximum time to retry a release at exit, in seconds. After that, the next holder has to wait until
+# the lease expires.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # Time after which the file of an expired lease may be deleted, in seconds. It is long, because a

@@ -69,8 +69,8 @@ _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN
 # several times per second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
-# Number of test connections, and the timeout of each in seconds. A kernel that accepts the filter
-# but ignores it distributes connections at random.
+# Number of test connections, and the timeout of each in seconds. One connection would not be
+# enough: a kernel that ignores the filter distributes connections at random.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
 # The sockets stay open as long as this process runs.
 _closed: list[socket.socket] = []

@@ -156,7 +156,8 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
             rows.update([(gradient, _tensor(v)) for gradient, v in touched], learning_rate)
 
     optimizer._backend_update_step = update
-    # Keras would call this method before the update and without the gradients.
+    # Keras calls this method before the update and without the gradients, so `update` decays the
+    # weights instead.
     optimizer._apply_weight_decay = lambda _variables: None
 
 

@@ -111,7 +111,8 @@ def list_slots(
         slot = slots[index]
         if not isinstance(slot, keras.Variable) or slot is variable:
             continue
-        # Adafactor has one slot with a value per row, and one with a value per column.
+        # Adafactor has one slot with a value per row, and one (`_c`) with a value per column. Only
+        # the first one belongs to the rows.
         if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
         yield slot.value, None if slots is averages else _first_value(slot)

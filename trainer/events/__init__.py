@@ -477,7 +477,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # Skip a line that a full disk has damaged. The exit code of the run shows the failure.
+            # Skip a line that a full disk has damaged.
             if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event

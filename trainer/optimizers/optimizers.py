@@ -21,8 +21,8 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Optimizers that cannot be used. The first two wrap another one; the third needs other weights in
-# an evaluation.
+# Optimizers that cannot be used: the first two wrap another optimizer, and the third one uses other
+# weights in an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
 # Arguments of Keras that are refused, because they have no effect, or because another key has the
@@ -38,7 +38,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-# Keras accepts any number for these arguments, even if training then diverges.
+# Arguments that are checked here, because Keras accepts any number, even if training then diverges.
 _SHARES = ("beta_1", "beta_2", "rho")
 _POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
 

@@ -133,7 +133,7 @@ def is_sent_openly(url: str) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    # Keep the `@` if there is one. In a bucket's name, a colon alone already marks a secret.
+    # Keep an `@` (or `%40`). In the URI of a bucket, there may be only a colon.
     return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
 
 

@@ -37,7 +37,7 @@ _LIBRARIES = (
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
 # Files with code that TensorFlow generates from the user's functions, or with the source of a KFP
-# component. The stack of a graph node starts in such files.
+# component, do not count as the user's. The stack of a graph node starts in such files.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 # Keras and TensorFlow put text before the error's message, and sometimes after it.

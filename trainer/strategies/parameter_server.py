@@ -157,7 +157,8 @@ class Served(KerasStrategy):
         }
         saved = dict(self.variables())
         variables = {STEP: saved[STEP], **saved, **unsaved, **others}
-        # If `training.freeze` differs, a slot of the same path may belong to another variable.
+        # Include `training.freeze`: if it differs, a slot of the same path may belong to another
+        # variable.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]

@@ -68,8 +68,8 @@ def choose_unit(steps: int, workers: int, turn: int) -> int:
 
 def adjust_unit(steps: int, workers: int, turn: int, now: int) -> int:
     """Return the number of updates per turn, with hysteresis around the current number `now`."""
-    # A single update takes about twice as long as an update within a turn. A turn should end within
-    # a second, so that a worker stops soon after a request.
+    # A turn should end within a second, so that a worker stops soon after a request. Single updates
+    # take about twice as long as those in a turn, so a margin prevents switching back and forth.
     fewest = 1 if now == turn else 2
     return turn if steps >= fewest * turn * workers else 1
 

@@ -77,14 +77,13 @@ from flotilla.trainer.training.task_contract import (
 MOST_TRIED = 10_000_000
 # Maximum number of layers in a user's model to export and read back: 150 layers take five seconds.
 MOST_LAYERS = 50
-# The strategies that support a custom train_step, because each of their replicas has the whole
-# model.
+# The strategies in which each replica has the whole model, so that a custom train_step can run.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # Number of examples in a step, and in a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
 _MADE_UP = "made-up"
-# Largest shard to fetch for its first examples, in bytes; the pipeline step requests little disk
-# space.
+# Maximum size of a shard that is fetched for its first examples, in bytes. It is limited, because
+# the pipeline step requests little disk space.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ _NUMBER = struct.Struct("!q")
 _MOST_DESCRIPTORS = 16
 _MOST_BYTES = 1 << 26
 _PART_BYTES = 1 << 16
-# Timeout of a transfer, in seconds; client and server are on the same machine.
+# Timeout of a transfer, in seconds. It is short, because client and server are on one machine.
 _SECONDS = 10.0
 
 

@@ -320,7 +320,8 @@ class ColumnAreas(NamedTuple):
         """Return the intervals of the means."""
         found, columns = {}, self._defined
         for at, name in enumerate(Areas._fields if len(columns) else ()):
-            # Assume that unseen examples are ranked at random.
+            # Unseen examples are assumed to be ranked at random: then the AUC is 1/2, and the
+            # average precision is the fraction of true examples.
             ends = [
                 intervals.metric_interval(
                     row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,)

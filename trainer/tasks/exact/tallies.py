@@ -185,12 +185,13 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     weigh = {"macro": np.full(len(often), 1 / len(often)), "weighted": often}
     for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
         count, shares = intervals.kish(*whole), _divide(right[0], whole[0])
-        # A class without errors in the sample may have errors elsewhere.
+        # A class without errors in the sample may have errors elsewhere, so its variance must not
+        # be zero.
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
         variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
             # F1 is a function of the fraction of hits among all examples whose label or prediction
-            # is the class. Its squared derivative scales the variance.
+            # is the class. The squared derivative of this function scales the variance.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
@@ -201,7 +202,8 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # The precision of a class without predictions may have any value.
+            # The precision of a class without predictions may have any value, which widens the
+            # interval.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
