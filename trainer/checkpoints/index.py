@@ -128,7 +128,7 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # Use the newest metric that is recorded: a run may be resumed with another metric.
+    # If the run was resumed with another main metric, the newest recorded one counts.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []

@@ -50,7 +50,7 @@ _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
 SEED = "seed_generator_state"
 # Strategies that keep a copy of all variables in each replica.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-# Functions that draw new rows; the key is the initializer without its seed.
+# Functions that draw new rows, by the initializer without its seed, and the length of a row.
 _DRAWS: dict[object, Any] = {}
 _log = logging.getLogger(__name__)
 

@@ -41,7 +41,6 @@ class Vectors:
         """Add examples: ids [n] and their vectors [n, size]."""
         known, first = np.unique(ids, return_index=True)
         self._ids.append(known)
-        # Copy the vectors, because a view would keep the whole part in memory.
         self._vectors.append(vectors[first].copy())
         if len(self._ids) > 1 and sum(map(len, self._ids[1:])) > len(self._ids[0]):
             self._merge()
