@@ -130,7 +130,7 @@ class ServerState:
         self.permit = self._permit(self._writer)
         self.found = self._find()
         for each in self.found.values():
-            # After this, no earlier chief can change the variables.
+            # After this, no earlier chief can hand out turns or change its record on `ps-0`.
             _destroy(self._permit(each.writer))
         self.found = self._find() if self.found else {}
         #: The servers whose values this attempt reuses.

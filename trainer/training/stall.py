@@ -63,8 +63,7 @@ class StallWatch:
             self._moved.set()
 
     def _read_counter(self) -> None:
-        # Ignore errors, because there is no counter before the cluster is connected. A read from a
-        # stopped server never returns.
+        # Ignore errors, because there is no counter before the cluster is connected.
         with suppress(Exception):
             step = self._strategy.global_step()
             if step != self._seen:
