@@ -10,8 +10,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-# Maximum time to wait for a connection, in seconds. On one machine, a connection is made or dropped
-# almost at once, except on a busy machine.
+# Maximum time to wait for a connection, in seconds. A connection within one machine is made or
+# dropped almost at once, but later if the machine is busy.
 SECONDS = 2.0
 
 

@@ -117,7 +117,7 @@ def test_events_and_the_exit_code_of_the_runner_are_an_outcome(events, returncod
         ([], "interrupted"),
         (done("prepare_data"), "interrupted"),
         (judged("blessed"), "interrupted"),
-        # The step was stopped so early that it left no record.
+        # The step was stopped so early that it did not record its end.
         ([*RESOLVED, begun("prepare_data")], KILLED),
     ],
 )

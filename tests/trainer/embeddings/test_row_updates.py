@@ -49,7 +49,7 @@ LAZY = [
 ]
 LEFT = ("rmsprop", "nadam", "adamax", "adadelta", "lamb", "adafactor", "lion")
 IDS = [name + " ".join(["", *args]) for name, args in LAZY]
-# Every batch has both rows, one of them twice.
+# Each batch looks up the rows 1 and 4, one of them twice.
 BATCHES = ([1, 4, 4], [4, 1, 4], [1, 1, 4], [4, 4, 1])
 
 

@@ -33,7 +33,7 @@ from tests.trainer.tasks.measuring import target
 DRAW = np.random.default_rng(17)
 COUNT, RARE_COUNT = 1200, 5600
 YES = (DRAW.random(COUNT) < 0.4).astype("int64")
-# Of 5600 examples, 57 are positive (1 %), as in a test split with a fifth of 28,000 rows.
+# 57 of 5600 examples (1 %) are positive. A test split like this is a fifth of 28,000 rows.
 RARE = np.zeros(RARE_COUNT, "int64")
 RARE[DRAW.permutation(RARE_COUNT)[:57]] = 1
 CLASS = DRAW.choice(4, COUNT, p=[0.4, 0.3, 0.2, 0.1])
