@@ -38,7 +38,7 @@ _STRADDLING = "straddling"
 _QUOTE = b'"'
 # A quote in the middle of an unquoted field. If there is one, counting quotes cannot find record
 # ends.
-_STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
+_STRAY = re.compile(rb'"(?<=[^,;\t|\r\n"]")[^,;\t|\r\n"]')
 
 
 class CsvReader(Reader):
