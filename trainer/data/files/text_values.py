@@ -134,19 +134,26 @@ def is_fraction(array: pa.Array) -> pa.Array:
 
 def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Parse trimmed strings as numbers, NaN if missing, and return a mask of the invalid ones."""
-    present = pc.invert(is_missing(array))
-    known = pc.if_else(present, array, pa.scalar(None, array.type))
-    try:
-        found = pc.cast(known, pa.float64())
-        bad = np.zeros(len(array), np.bool_)
-        if pc.any(matches(array, _CODE)).as_py():
-            raise pa.ArrowInvalid("a code or a hexadecimal number")
-    except pa.ArrowInvalid:
+    found, bad = _cast_floats(array), np.zeros(len(array), np.bool_)
+    if found is None:
+        present = pc.invert(is_missing(array))
+        known = pc.if_else(present, array, pa.scalar(None, array.type))
+        found = _cast_floats(known)
+    if found is None:
         right = matches(array, NUMBER)
         bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
         # Arrow accepts a plus sign and leading zeros only in floats.
         found = pc.cast(pc.if_else(right, known, pa.scalar(None, array.type)), pa.float64())
     return _fill(found, np.nan), bad
+
+
+def _cast_floats(array: pa.Array) -> pa.Array | None:
+    """Parse strings, which may be null; return None if one is not a number or may be a code."""
+    try:
+        found = pc.cast(array, pa.float64())
+    except pa.ArrowInvalid:
+        return None
+    return None if pc.any(matches(array, _CODE)).as_py() else found
 
 
 def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -184,7 +184,7 @@ def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) ->
         # Pyarrow calls the handler for all invalid records of a block before it returns the block.
         late = [each for each in skipped if each >= start]
         every = np.arange(start, start + batch.num_rows + len(late))
-        kept = every[~np.isin(every, late)][: batch.num_rows]
+        kept = every[~np.isin(every, late)][: batch.num_rows] if late else every
         if len(kept):
             start = int(kept[-1]) + 1
         new = kept >= done
