@@ -234,8 +234,8 @@ def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
     """Return the tokens, and the number of open brackets after each of them."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # Closing is more likely than opening, so that about half of the sequences end without an
-        # open bracket.
+        # Closing is more likely than opening, so that 37 % of the sequences end without an open
+        # bracket.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
             token = LETTER
