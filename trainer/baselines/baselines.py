@@ -59,8 +59,8 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum number of test examples, and of training examples except for recommendations.
 MOST_ROWS = 100_000
 _NAMED = 3
-# The suffixes of the tree classes, and the linear models, of scikit-learn, for classification and
-# for regression.
+# For classification and regression: the suffix of scikit-learn's tree classes, and its linear
+# model.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Maximum product of columns, rows and trees in a boosting iteration (0.1 s on a core).
 _MOST_VALUES = 8_000_000

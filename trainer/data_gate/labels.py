@@ -11,7 +11,7 @@ from flotilla.trainer.data_gate.findings import Finding, Question, percent, shar
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.class_names import ClassIndex
 
-# Suffixes of the metrics of all classes that are sensitive to a rare class.
+# Suffixes of metrics over all classes. These metrics are sensitive to a rare class.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
 # Minimum strength of an association to check.
 _LEAST = 0.15

@@ -216,7 +216,7 @@ def compare_shuffled(
     gain = mine - max(constant, float(values.mean()))
     # The sample may be smaller than the split, and chance differences shrink with the size.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # Use the test statistic only for a whole split. That of a sample is not sufficient evidence.
+    # Use the test only for a whole split. The statistic of a sample is not sufficient evidence.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:

@@ -238,7 +238,7 @@ def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePi
         for source in request.inputs
     ]
     files = [file for config in configs for file in listing.list_source(config).files]
-    # Name the inputs as the source, which error messages show.
+    # Set the inputs as the source, because error messages show the source.
     whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
     found = choose_reader(whole, files, scratch)
     if not isinstance(found.reader, ImageFilesReader):

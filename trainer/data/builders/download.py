@@ -101,7 +101,7 @@ def download(
         TransientError: a host is unreachable or overloaded, or the connection broke.
         UserError: files are missing or not the official ones, or the builder failed.
     """
-    # `is_prepared()` would log a warning for each dataset that is not prepared.
+    # Do not call `is_prepared()`, because it logs a warning if the dataset is not prepared.
     if (builder.data_path / "dataset_info.json").exists():
         return
     folder = _folder(manual_dir)

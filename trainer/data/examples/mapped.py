@@ -71,7 +71,7 @@ class MappedSource(Source):
     def __init__(self, source: Source, config: DataConfig) -> None:
         """Convert the examples of `source`, which was made for `source_config(config)`."""
         self.name = f"data.map: {config.map}"
-        # A digest of the function's code is already part of the dataset's key.
+        # The identity omits the function, because the dataset's key has a digest of its code.
         self.identity: Mapping[str, Any] = source.identity
         self._source = source
         self._config = config

@@ -21,8 +21,8 @@ _WRITTEN = (
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# Missing values as people write them, in lower case. They are missing in columns of numbers, bools
-# and times, and strings elsewhere.
+# Missing values as people write them, in lower case. They count as missing in columns of numbers,
+# bools and times, and as ordinary strings elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",

@@ -270,7 +270,7 @@ def _newlines(file: IO[bytes], count: int) -> int:
 
 def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
-    # Arrow fails with "Expected" if a row of a wrong length is not UTF-8.
+    # Arrow's message has "Expected" if a row of a wrong length is not UTF-8.
     if "UTF8" in reason or "UTF-8" in reason or "Expected" in reason:
         return UserError(
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"

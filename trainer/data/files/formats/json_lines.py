@@ -30,7 +30,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 # Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
 # Among more than `_FEWEST` records, the keys are considered to differ if more than the share
-# `_NEARLY_ALL` of them occurs only once.
+# `_NEARLY_ALL` of them occur only once.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 _AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
