@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
 import pwd
@@ -167,8 +168,9 @@ class FileStore:
         path = _path(uri)
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        with locked(path.parent):
-            _rename_away(path)
+        # Unlock the parent before the deletion, which can take longer than other writers wait.
+        with staging(path.parent, path.name) as bin_, locked(path.parent):
+            os.rename(path, bin_ / path.name)
 
     def discard(self, uri: str) -> None:
         """Remove one file."""
@@ -267,8 +269,10 @@ def _commit(stage: Path, target: Path) -> bool:
             return False
         # Without the lock, another writer could publish at the target between the check for a
         # manifest and the removal.
-        with locked(target.parent):
-            while not _rename_stage(stage, target):
+        with staging(target.parent, target.name) as bin_, locked(target.parent):
+            for number in itertools.count():
+                if _rename_stage(stage, target):
+                    break
                 if (target / MANIFEST).exists():
                     return False
                 # Replace only an unpublished directory. If it contains published directories, the
@@ -277,7 +281,7 @@ def _commit(stage: Path, target: Path) -> bool:
                     raise UserError(
                         f"cannot publish at {target}: {inside.parent} is published below it"
                     )
-                _rename_away(target)
+                os.rename(target, bin_ / str(number))
     sync(target.parent)
     return True
 
@@ -290,11 +294,6 @@ def _rename_stage(stage: Path, target: Path) -> bool:
             raise
         return False
     return True
-
-
-def _rename_away(path: Path) -> None:
-    with staging(path.parent, path.name) as bin_:
-        os.rename(path, bin_ / path.name)
 
 
 @contextmanager

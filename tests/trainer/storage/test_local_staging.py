@@ -211,3 +211,20 @@ def test_a_stage_that_a_stranger_has_locked_is_left_for_another(
     with staging(tmp_path, "a") as stage:
         assert left_over(tmp_path) == [stage]
     os.close(strangers[0])
+
+
+def test_a_removal_deletes_after_it_has_unlocked_the_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    deleted = []
+
+    def delete(path: Path, **_: Any) -> None:
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(descriptor)
+        deleted.extend(each.name for each in path.iterdir())
+
+    monkeypatch.setattr("shutil.rmtree", delete)
+    storage.delete(storage.uri_of(tmp_path / "a"))
+    assert deleted == ["a"]
