@@ -39,8 +39,7 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # Time to watch an expired lease, in seconds. A live holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time to retry a release at exit, in seconds. After that, the next holder has to wait until
-# the lease expires.
+# Maximum time to retry a release at exit, in seconds. Then the next holder waits for the expiry.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # Time after which the file of an expired lease may be deleted, in seconds. It is long, because a
@@ -200,8 +199,7 @@ class Lease(NoLease):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder has taken a higher number in the meantime, and has released its
-                # lease.
+                # Another holder has used a higher number in the meantime, and released its lease.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -319,8 +317,7 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Only record the interrupt, because logging would swallow an exception from a signal
-        # handler.
+        # Only record the interrupt: logging would swallow an exception of a signal handler.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)

@@ -117,17 +117,14 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Any other error means that the connection was refused, the host is unknown, or the task
-        # was killed.
+        # Any other error, such as a refused connection, means that the task has ended.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# TensorFlow reads this variable when it opens the first channel. Its format is
-# NAME=NUMBER,NAME=NUMBER.
+# TensorFlow reads this variable, NAME=NUMBER,NAME=NUMBER, when it opens the first channel.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
     "grpc.dns_min_time_between_resolutions_ms": 1000,
-    # The pause after the first refused connection; it grows with each failure (default: 1 s).
     "grpc.initial_reconnect_backoff_ms": 100,
     # Despite its name, this is the timeout of a connection attempt. It is long enough for TCP to
     # resend two lost packets, and shorter than the start of a task.

@@ -55,7 +55,7 @@ def _hold(sockets: ExitStack) -> int:
 def launch(job: Job) -> None:
     """Train `job` on this machine.
 
-    After a SIGINT or SIGTERM, a last checkpoint is saved. A second signal ends the run at once.
+    After a signal, save a last checkpoint; end at a second signal.
     """
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
@@ -97,7 +97,6 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 
 
 log = logging.getLogger(__name__)
-# Interval between two reads of the logs, in seconds.
 _LOOK_SECONDS = 0.5
 # A function that takes the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]

@@ -308,8 +308,7 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide the task's own messages.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Let gRPC wait for a whole message before it reads: on one machine, this takes no
-            # longer.
+            # Let gRPC wait for a whole message: on one machine, this takes no longer.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),

@@ -45,8 +45,7 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 
 # Time for a leader to publish its last checkpoint after a request to stop, in seconds.
 GRACE_SECONDS = 60.0
-# Time to wait for the evaluator after training, in seconds. On Kubernetes, it is the time for each
-# remaining checkpoint.
+# Time to wait for the evaluator after training, in seconds; on Kubernetes, for each checkpoint.
 EVALUATION_SECONDS = 600.0
 # Maximum growth of a server's memory, relative to the end of the first attempt. It is no lower,
 # because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
@@ -75,8 +74,7 @@ class ServerMemory:
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that restarted after the chief began, and not because of its growth, has not
-            # served a whole attempt.
+            # A server that restarted for a reason other than growth has not served a whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
@@ -198,8 +196,7 @@ class Supervisor:
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # Even a failed leader is not restarted, because it would wait for workers that have
-                # ended.
+                # Do not restart even a failed leader: it would wait for workers that have ended.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:

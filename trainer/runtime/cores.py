@@ -66,10 +66,7 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folder of this process and its parents.
-
-    In a container, only `/` may exist.
-    """
+    """Yield the cgroup folder of this process and its parents; a container may have only `/`."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]

@@ -158,7 +158,7 @@ class Replicated(KerasStrategy):
         return update
 
     def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update that XLA compiles; if the gradient is sparse, it compiles only that."""
+        """Return an update compiled by XLA; a sparse gradient is applied without XLA."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)
@@ -288,8 +288,7 @@ class MultiWorkerMirrored(Replicated):
 
     def leave(self) -> None:
         """Wait until all other workers know that the last checkpoint is published."""
-        # Ignore an error of the barrier: the first worker that passes it may exit while others
-        # wait.
+        # Ignore an error: the first worker that passes the barrier may exit while others wait.
         with suppress(tf.errors.OpError):
             self.barrier()
 

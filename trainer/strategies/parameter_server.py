@@ -79,8 +79,7 @@ class Served(KerasStrategy):
             return
         except MisfitError:
             pass
-        # If no server was lost, remove the state, because the next attempt would fail in the same
-        # way.
+        # If no server was lost, remove the state: the next attempt would fail in the same way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -108,8 +107,7 @@ class Served(KerasStrategy):
         optimize_once()
         self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
         # By default, TensorFlow runs a step, with a push, on each GPU of a worker, and fails at the
-        # first update of a variable. With this setting, a worker is one replica on its first
-        # device.
+        # first update of a variable. With this, a worker is one replica on its first device.
         self.connected.extended._num_gpus_per_worker = min(
             1, self.connected.extended._num_gpus_per_worker
         )
@@ -157,14 +155,12 @@ class Served(KerasStrategy):
         }
         saved = dict(self.variables())
         variables = {STEP: saved[STEP], **saved, **unsaved, **others}
-        # Include `training.freeze`: if it differs, a slot of the same path may belong to another
-        # variable.
+        # Include `training.freeze`: it decides to which variable a slot of the same path belongs.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
         self.state.take(variables, parts, described, saved)
-        # Initialize skipped variables that have no name: the model function may create some that
-        # Keras does not track.
+        # Initialize skipped variables without a name, such as some that Keras does not track.
         self._kept.give_others(variables.values())
 
     def settle(self, *, is_whole: bool) -> None:

@@ -133,12 +133,10 @@ class SyncParameterServer(Served):
                 # Send `own` to the server once, instead of with every announcement.
                 own = tf.identity(own)
                 # After a restart, the previous loop of this worker may have taken the token of the
-                # open step, or may take the one put below. Therefore, start with the open step
-                # without waiting for a token.
+                # open step, or may take the one put below. So do not wait for a token here.
                 step = self._open.read_value()
                 tokens.put(step)
-            # Do not place these loops on `HUB`, because the device of a loop evaluates its
-            # condition.
+            # Do not place these loops on `HUB`: the device of a loop evaluates its condition.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
@@ -164,8 +162,7 @@ class SyncParameterServer(Served):
                 # Wait for the previous step, so that only one batch of a turn is in memory.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
-                # `number` exists only once its step is open, so wait for it before reading the
-                # variables.
+                # `number` exists only once its step is open, so the variables must wait for it.
                 if whole:
                     # With `number` as an argument, only the reads on the servers wait for it.
                     return gradient(batch, [number])

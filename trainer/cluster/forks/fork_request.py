@@ -71,9 +71,9 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and its descriptors, which the caller closes; raises `OSError`.
+        """Return the request and its descriptors, or None if incomplete; raises `OSError`.
 
-        Returns None if the request is incomplete.
+        The caller closes the descriptors.
         """
         with suppress(BlockingIOError):
             while True:

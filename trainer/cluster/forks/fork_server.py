@@ -39,8 +39,7 @@ from flotilla.trainer.runtime import cores, signals, tensorflow_import
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # See prctl(2).
-# Time to wait for the rest of a request, in seconds. A client sends its request right after it
-# connects.
+# Time to wait for the rest of a request, in seconds. Clients send it right after connecting.
 _MOMENT = 0.05
 
 
@@ -65,8 +64,7 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # Without this, all processes would draw the same NumPy numbers; Python reseeds only
-        # `random` at a fork.
+        # At a fork, Python reseeds only `random`; without this, NumPy would draw equal numbers.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -107,8 +105,7 @@ class Server:
     def load(self, modules: Sequence[str]) -> _Copy | None:
         """Load modules and serve requests in between; return a value only in a forked process."""
         for name in modules:
-            # If an import fails here, clients start that module without a fork, and its process
-            # reports the error.
+            # After an error, clients start the module without a fork, and it reports the error.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
@@ -158,8 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # Remove the requests one by one, because a forked process closes the connections of those
-        # that remain.
+        # Remove requests one by one: a forked process closes the connections of the others.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -273,8 +269,7 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Importing modules creates hardly any garbage, and in a forked process the collector skips the
-    # server's objects (`gc.freeze`).
+    # Imports leave hardly any garbage, and forked processes ignore these objects (`gc.freeze`).
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()

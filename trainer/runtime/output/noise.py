@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
-# The source of each message, and a pattern for the start of its line, without the time and level
-# that a logger writes.
+# The source of each message, and the start of its line after a logger's time and level.
 TABLE: tuple[tuple[str, str], ...] = (
     ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
