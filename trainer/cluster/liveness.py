@@ -55,10 +55,7 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Return true after `timeout` seconds without a heartbeat, false when the writer ends.
-
-    The first heartbeat has at least `STARTING_SECONDS`.
-    """
+    """Return true once heartbeats stop for `timeout` seconds, false when the writer ends."""
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

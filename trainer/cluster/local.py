@@ -53,10 +53,7 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine.
-
-    After a signal, save a last checkpoint; end at a second signal.
-    """
+    """Train `job` on this machine. After a signal, a last checkpoint is saved before the end."""
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
@@ -98,7 +95,6 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
-# A function that takes the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]
 
 

@@ -140,7 +140,6 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# Maximum time for the guard of a program to end, in seconds.
 _GUARD_SECONDS = 30.0
 # The file with the number of times that the launcher has started the task.
 STARTS = "starts.txt"

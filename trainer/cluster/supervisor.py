@@ -43,7 +43,6 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.runtime.signals import handle_interrupts
 
-# Time for a leader to publish its last checkpoint after a request to stop, in seconds.
 GRACE_SECONDS = 60.0
 # Time to wait for the evaluator after training, in seconds; on Kubernetes, for each checkpoint.
 EVALUATION_SECONDS = 600.0

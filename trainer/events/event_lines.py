@@ -146,7 +146,6 @@ class LogLines:
     def __init__(self) -> None:
         """Start without any lines, so that the first progress is shown."""
         self._progress_at = -LINE_SECONDS
-        # The time of the last line of each piece of work.
         self._work_at: dict[str, float] = {}
 
     def take(self, event: Event) -> str:

@@ -71,10 +71,7 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and its descriptors, or None if incomplete; raises `OSError`.
-
-        The caller closes the descriptors.
-        """
+        """Return the request and descriptors that the caller closes, or None; raises `OSError`."""
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(

@@ -24,7 +24,6 @@ CONFIDENCE = 0.95
 Interval = list[float]
 Floats = npt.NDArray[np.floating[Any]]
 _OUTSIDE = (1 + CONFIDENCE) / 2
-# Quantile of the normal distribution for a two-sided interval.
 NORMAL = float(special.ndtri(_OUTSIDE))
 _TINY = 1e-12
 

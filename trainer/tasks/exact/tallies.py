@@ -41,7 +41,6 @@ class BinaryTally(Tally):
         logits = part.outputs[:, 0].astype(np.float64)
         towards, small = np.where(yes, logits, -logits), np.exp(-np.abs(logits))
         loss, left = np.log1p(small), np.where(towards > 0, small, 1) / (1 + small)
-        # The loss for the true label, and the loss for the opposite label.
         losses = loss + np.maximum(-towards, 0), loss + np.maximum(towards, 0)
         self._means.add(np.stack([*losses, left**2, (1 - left) ** 2]), weights)
         self._calibration.add(yes, np.where(yes, 1 - left, left), weights)

@@ -203,7 +203,6 @@ class _SearchTally(Tally):
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()
         recalls = self._task.recalls(self._search)
-        # Metrics that are undefined stay None.
         found["metrics"] |= dict.fromkeys(self._task.recall_names)
         for name, each in recalls.items():
             if len(each.values):
