@@ -118,7 +118,7 @@ def _answer(address: str, timeout: float) -> str:
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# TensorFlow reads this variable, NAME=NUMBER,NAME=NUMBER, when it opens the first channel.
+# TensorFlow reads this variable (NAME=NUMBER,NAME=NUMBER) when it opens the first channel.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
     "grpc.dns_min_time_between_resolutions_ms": 1000,

@@ -65,8 +65,8 @@ _SERVER_IF_LOOPBACK = [
 ]
 # The kernel keeps as many bytes of a packet as this filter returns, so 0 drops the packet.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# Maximum number of connections that wait to be accepted. Tasks that wait for this one connect
-# several times per second.
+# Maximum number of connections that wait to be accepted. It must suffice for tasks that wait for
+# this one, which connect several times per second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
 # Number of test connections, and the timeout of each in seconds. One connection would not be

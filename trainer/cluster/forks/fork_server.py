@@ -269,7 +269,7 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Imports leave hardly any garbage, and forked processes ignore these objects (`gc.freeze`).
+    # Imports leave hardly any garbage, and forked processes skip their objects (`gc.freeze`).
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()

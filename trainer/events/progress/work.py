@@ -152,7 +152,7 @@ class Work:
         events.emit(event, in_log=format_line(event))
 
     def _share(self) -> float:
-        """Return the completed share, which is 1 only at the end, or -1 if unknown."""
+        """Return the completed share, which is 1 only if all units are done, or -1 if unknown."""
         done, whole = (self._sized, self._size) if self._size else (self._done, self._total)
         if not whole:
             return -1.0
