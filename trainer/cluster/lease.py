@@ -89,7 +89,7 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
-        """Build the message for a holder that was watched for `watch` seconds."""
+        """Build the message. `watch` is how long the holder should be watched, in seconds."""
         super().__init__(
             f"{holder} has been writing to {uri} since {clock_time(holder.started)} and holds its "
             f"lease at least until {clock_time(holder.until)}: wait until it ends, or stop it; if "
