@@ -267,7 +267,7 @@ class TaskProcess:
         return End(code=code)
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of the task; 0 if the system has no `/proc`."""
+        """Return the resident memory of the task in bytes; 0 if it is unknown."""
         try:
             pid = self._started.pid if self._started else 0
             text = Path(f"/proc/{pid}/statm").read_text("ascii")

@@ -489,7 +489,7 @@ class Follower:
 
 
 def newest_progress(path: Path) -> list[Progress | WorkProgress]:
-    """Return the newest progress of each kind that no longer fits into the file of events."""
+    """Return, for each kind, the newest progress that did not fit into the file of events."""
     found = []
     for kind in _PROGRESS:
         place = _place_of_progress(path, kind)

@@ -71,7 +71,7 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and descriptors that the caller closes, or None; raises `OSError`."""
+        """Return the request and descriptors (closed by the caller), or None; raises `OSError`."""
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(
