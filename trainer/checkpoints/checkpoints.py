@@ -261,8 +261,8 @@ class Checkpoints:
     def flush_at_end(self) -> Iterator[None]:
         """Wait at the end of the block until all saves are published. Raises `UserError`.
 
-        After a `ClusterLostError` it does not wait, because the next attempt finds the unpublished
-        files.
+        After a `ClusterLostError`, it does not wait, because the next attempt finds the unpublished
+        files. It does not wait after an unexpected error either.
         """
         try:
             yield
