@@ -417,7 +417,7 @@ def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     drawn before. Initializers that differ only in their seeds share a function.
 
     Raises:
-      ValueError: if the initializer needs the whole table.
+        ValueError: if the initializer needs the whole table.
     """
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
