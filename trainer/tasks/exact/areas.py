@@ -144,8 +144,8 @@ def influences(
 ) -> tuple[Areas, Influences]:
     """Return both areas, and the influence of each example on them [n].
 
-    There must be true and false examples. The sum of weight times influence is 0, and the sum of
-    its squares is the variance of the area. To get the variance of the difference between two
+    There must be true and false examples. The products of weight and influence sum to 0, and their
+    squares sum to the variance of the area. To get the variance of the difference between two
     models on the same examples, use the differences of their influences.
     """
     order = np.argsort(-scores)

@@ -75,7 +75,7 @@ def metric_interval(
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
     """Return the interval of a metric that is at least 0 and has no upper bound.
 
-    The result is None for fewer than two examples, or if the metric or its error is not finite.
+    The result is None for up to one effective example, or if a value or an error is not finite.
     """
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
