@@ -1,7 +1,7 @@
 """The input position: which examples were trained on, for `data.partition: dynamic`.
 
 All epochs form one stream of positions, and each epoch has its own order of the examples: position
-p refers to the example with the number `shuffled(p)`. The chief leases ranges of positions to free
+p refers to the example `Stream.numbers(p)`. The chief leases ranges of positions to free
 workers, and a worker computes the examples of a range itself. No lease is open between two inner
 loops, so a `Position` describes all visits: the visited length of the stream, and the gaps, which
 are ranges whose gradients arrived too late. A checkpoint stores the position with the variables.
