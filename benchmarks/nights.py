@@ -35,8 +35,7 @@ from flotilla.trainer.tasks.binary_classification import BinaryClassification
 NIGHTS = 1000
 # Number of nights in a chain of champions.
 CHAIN = 300
-# Correlation of the scores of two models within a class. Training the same network twice gives 0.8
-# to 0.97.
+# Correlation of two models' scores within a class. Training one network twice gives 0.8 to 0.97.
 CORRELATION = 0.9
 GATE = GateConfig()
 Floats = npt.NDArray[np.floating[Any]]
@@ -196,8 +195,7 @@ def promoted(
         night = Night(data, examples, generator)
         own = night.answered(model)
         if night.over_champion(own, night.answered(champion), config)[0]:
-            # If the scores of positives are shifted, the model is always far better than the
-            # constant.
+            # A model with shifted scores of positives is always far better than the constant.
             count += bool(model.shift) or night.over_constant(own)
     return count / nights
 

@@ -169,8 +169,7 @@ def prepare(step: Step) -> tuple[str, str]:
 
 def validate(step: Step) -> str:
     """Check the dataset, also against the champion's dataset; return `accepted` or `refused`."""
-    # Import this only here, because it imports SciPy, which takes longer than a whole unchanged
-    # run.
+    # Import this only here, because SciPy takes longer to import than a whole unchanged run.
     from flotilla.trainer.data_gate import validate
 
     settings = load_bundle(step.config)

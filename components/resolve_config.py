@@ -184,8 +184,7 @@ def _list_files(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # Use the champion's listing, which is published even if some of its files have been deleted
-        # since.
+        # Use the champion's listing, which is published even if some of its files were deleted.
         _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
         return before.version
     listing.publish(taken, root)

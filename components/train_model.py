@@ -70,8 +70,7 @@ def train(step: Step) -> str:
     # Check the slices now, because otherwise an error would appear only after training.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local" and not settings.program.command:
-        # Try the model before the pods of the cluster start. With the launcher `local`, the chief
-        # does this.
+        # Try the model before the pods start. With the launcher `local`, the chief does so.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())
     checkpoints = storage.join(step.root, step.run_id, "checkpoints")

@@ -134,8 +134,7 @@ def _server(
 
 def _environment() -> dict[str, str]:
     return {
-        # TensorFlow reads some variables on import, so give the server the environment of the
-        # tasks.
+        # Give the server the environment of the tasks, because TensorFlow reads it on import.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
         **os.environ,

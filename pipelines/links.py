@@ -28,8 +28,7 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
         return False
     if forced := environment.get("FORCE_HYPERLINK"):
         return forced != "0"
-    # A terminal multiplexer drops hyperlinks or prints their codes, unless it is configured to pass
-    # them on.
+    # A terminal multiplexer drops hyperlinks or prints their codes, unless configured otherwise.
     if term.startswith(("screen", "tmux")):
         return False
     vte = environment.get("VTE_VERSION", "")

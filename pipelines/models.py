@@ -159,8 +159,7 @@ def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Prom
 
 
 def _announce(root: str, name: str, made: Promotion) -> Promotion:
-    # Ignore the version's `registry.hub`, because a token must not be sent to an address that was
-    # read from a bucket.
+    # Never send a token to an address that was read from a bucket, so ignore `registry.hub`.
     try:
         registration.announce(root, name, made.version, hub="")
     except UserError as error:

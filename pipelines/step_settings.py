@@ -195,8 +195,7 @@ class StepPods:
             task.set_cpu_request("100m").set_cpu_limit("1")
             task.set_memory_request("512Mi").set_memory_limit("2Gi")
             return
-        # Request and limit are equal, because resources that are not reserved may be missing when
-        # they are needed.
+        # Request and limit are equal, because unreserved resources may be missing when needed.
         task.set_cpu_request(self.cpu).set_cpu_limit(self.cpu)
         task.set_memory_request(self.memory).set_memory_limit(self.memory)
         if step.may_use_gpus and self.gpus != "0":

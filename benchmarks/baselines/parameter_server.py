@@ -141,8 +141,7 @@ class _Record:
         """Write the measurements so far, because some workers never reach the end."""
         result = {"local_steps": self._local_steps, "marks": self._marks}
         result["kept"] = [(when, step) for when, step, _ in self._kept]
-        # The process may be killed at any moment, so write another file, and rename it when it is
-        # complete.
+        # Write to another file first, because the process may be killed at any moment.
         whole = self._path.with_suffix(".new")
         whole.write_text(json.dumps(result), encoding="utf-8")
         whole.replace(self._path)

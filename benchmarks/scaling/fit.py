@@ -20,9 +20,8 @@ _WAITING = {
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
-# Time in seconds that the chief takes to send a closure to a worker. It is measured separately,
-# because a run has too few closures for a fit. `make bench ARGS=handout` measured 3.2 ms with 64
-# workers.
+# Seconds to send a closure to a worker, measured separately, because a run has too few closures for
+# a fit. A later measurement with `make bench ARGS=handout` and 64 workers gave 3.2 ms.
 CLOSURE = 2.7e-3
 # All runs use Adam, whose slots take twice the size of the model.
 _WITH_SLOTS = 3
@@ -179,8 +178,7 @@ def _of_no_task(points: Sequence[Point], cores: int) -> float:
 
 def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
     """Return the constants, with the waiting times on one machine fitted to the rates."""
-    # With more workers than cores, waiting times do not affect the rate, because another worker
-    # runs.
+    # With more workers than cores, waiting does not affect the rate, because another worker runs.
     waiting = [p for p in points if p.workers <= cores]
 
     def error(found: Costs) -> float:

@@ -152,8 +152,7 @@ def _failure_policy() -> Tree:
 
 # The reason that the Job controller gives if a Job exceeds its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Maximum number of child Jobs whose events are read. Jobs without active pods usually fail for the
-# same reason.
+# Maximum number of child Jobs whose events are read. Idle Jobs usually fail for the same reason.
 _REPORTERS = 10
 
 

@@ -58,8 +58,7 @@ class Adoption:
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 self._require_own_service(name)
-                # The job may exist already, because the response to an earlier call may have been
-                # lost.
+                # The job may already exist, because an earlier response may have been lost.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -133,8 +132,7 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Do not retry, because the lease is not renewed during retries, and the guard would
-                # end the job.
+                # Do not retry. The lease would not be renewed, and the guard would end the job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 

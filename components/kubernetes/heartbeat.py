@@ -108,8 +108,7 @@ class Heartbeat:
         except RefusedError as error:
             if error.is_missing:
                 return False
-            # On a conflict, another launcher may have taken the lease. The next heartbeat detects
-            # this.
+            # On a conflict, another launcher may have the lease. The next heartbeat detects this.
             if error.code != HTTPStatus.CONFLICT:
                 return self._was_refused(error)
         return True

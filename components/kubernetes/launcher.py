@@ -71,8 +71,7 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
-# Environment variables for the object store that the step passes to the tasks. Credentials come
-# from secrets.
+# Variables for the object store that the step passes to the tasks. Credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
@@ -176,8 +175,7 @@ class _Launch:
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
-        # The signal handler uses another connection pool, because the interrupted code may hold the
-        # lock of the pool in `_api`.
+        # The interrupted code may hold a lock of `_api`, so the signal handler uses another client.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
         grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
@@ -194,8 +192,7 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A user's program does not have to report its steps. It has its own deadline,
-            # `program.stall_timeout`.
+            # A user's program may report no steps. Its own deadline is `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)

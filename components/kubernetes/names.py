@@ -17,8 +17,7 @@ CONTAINER = "tensorflow"
 AGENT = "flotilla-agent"
 # A network policy and a PodMonitor refer to the metrics port by this name.
 METRICS_PORT = "metrics"
-# Labels that the training operator or JobSet sets on every pod: its role, and its index within the
-# role.
+# Labels that the training operator or JobSet sets on every pod: role, and index within the role.
 ROLE_LABELS = ("training.kubeflow.org/replica-type", "jobset.sigs.k8s.io/replicatedjob-name")
 INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-index")
 # Flotilla's labels on the job and its pods.
@@ -38,8 +37,7 @@ RESOLVED = "the names of all tasks resolve"
 # The line that the guard of the leading task logs when it sees `STOP`.
 STOPPING = "the run is being cancelled: training ends with a last checkpoint"
 
-# Maximum length of a label value, of the name of a Service, and of a pod's name that is also its
-# host name.
+# Maximum length of a label value, of a Service name, and of a pod name that is also a host name.
 MAX_LENGTH = 63
 # Length of the longest suffix of a pod's name: its role, its indexes and a random part.
 _LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))

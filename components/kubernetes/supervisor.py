@@ -125,8 +125,7 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # Read the pods again, because their events may be late, and their logs disappear
-                # with the job.
+                # Read the pods again, because events may be late, and logs disappear with the job.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -228,8 +227,7 @@ class Supervisor:
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
-        # The reason for this loss is unknown, because the pod was last seen before an outage, or
-        # was deleted by force.
+        # The reason is unknown, because the pod was last seen before an outage or deleted by force.
         if deleted and not loss and not pod_state.has_ended(pod):
             loss = pod_state.loss_of_absent(pod)
         if loss:

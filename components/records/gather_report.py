@@ -72,8 +72,7 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
-# The events that the report needs. Progress events are left out, because the training history
-# contains their content.
+# The events for the report. The training history already contains the progress events.
 _REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",

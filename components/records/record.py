@@ -349,8 +349,7 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Raise `KeyboardInterrupt`, because libraries catch every `Exception`, and then replace its
-        # message or continue.
+        # Raise `KeyboardInterrupt`, because libraries catch every `Exception` and may continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

@@ -67,8 +67,7 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# The text for each kind of bound, and the function that selects the stricter bound if a type and a
-# key both have one.
+# The text for each kind of bound, and the function that selects the stricter of two bounds.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),

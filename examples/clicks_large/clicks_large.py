@@ -39,8 +39,7 @@ VISIT = 8
 RANK = 2
 # Weights and constant of the score. The probability of a click is the sigmoid of the score.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
-# Exponent of the users' activity, and number of users that are about as active as the most active
-# one.
+# Exponent of the users' activity, and number of users about as active as the most active one.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
 # A prime above `_MOST`, so that no two ranks of users share a slot.

@@ -20,8 +20,7 @@ class Recorder(tf.train.CheckpointSaverListener, tf.train.SessionRunHook):
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "ending", True))
 
     def after_run(self, run_context, run_values):
-        # Read the step again, because with --sync no worker may continue alone after the last
-        # update.
+        # Read the step again. With --sync, no worker may continue alone after the last update.
         if self.ending or run_context.session.run(self.step) >= self.last:
             run_context.request_stop()
 

@@ -39,8 +39,7 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 def _catch() -> None:
     handlers = {signal.SIGINT: _end, signal.SIGTERM: _end, signal.SIGHUP: _hang_up}
     for number, handler in handlers.items():
-        # If the process was started with these signals ignored (`nohup`, a background job of a
-        # shell), keep ignoring them.
+        # Keep ignoring a signal that was ignored at the start, for example because of `nohup`.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 

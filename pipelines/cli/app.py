@@ -105,8 +105,7 @@ def call(arguments: list[str]) -> int:
     except SystemExit as ended:
         # The exit code of a completion tells fish whether to complete file names.
         code = ended.code if VARIABLE in os.environ else DONE
-        # Outside shell completion, typer exits only when the reader of a help text has closed the
-        # stream.
+        # Outside completion, typer exits only when the reader of a help text has closed the stream.
         if VARIABLE not in os.environ:
             discard(sys.stdout)
     return int(code or DONE)

@@ -82,8 +82,7 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
     def called(**named: Any) -> None:
         as_json = named.pop("as_json")
         try:
-            # With `--json`, standard output contains only the JSON object, so print text for people
-            # to standard error.
+            # With `--json`, standard output contains only JSON, so print text to standard error.
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = command(**named)
             finish(answer, as_json=as_json)

@@ -256,8 +256,7 @@ class Display(LiveView):
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # Hide an estimate of zero, because it would remain on the screen during a long validation
-        # at the end of training.
+        # Hide an estimate of zero, which would remain on the screen during a long last validation.
         return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:

@@ -233,8 +233,7 @@ def _engine_checks(
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)
         yield _cluster_check(title, look, "kubectl get nodes")
-    # The secret of the store and its keys are optional. Only objects that the configuration names
-    # are required.
+    # The store's secret is optional. Only objects that the configuration names are required.
     objects = named_objects.list_named_objects(
         clusters.plan(one, config, PodDefaults(store_secret=""))
     )

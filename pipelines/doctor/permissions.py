@@ -74,8 +74,7 @@ def _judge_permissions(
     return Finding("fail" if fatal else "warn", message, format_grant(where, user, role))
 
 
-# The default service account of a single-user KFP instance. In multi-user mode, the default is
-# `default-editor`.
+# Default service account of single-user KFP. In multi-user mode, it is `default-editor`.
 USUAL = "pipeline-runner"
 
 

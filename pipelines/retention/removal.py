@@ -39,8 +39,7 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.retry import run_parallel
 
-# Remove these files of a run last, because a later removal needs them to recognize the run and to
-# determine its age.
+# Remove these files of a run last, because they identify the run and determine its age.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)

@@ -211,8 +211,7 @@ class Client(_OwnClient):  # type: ignore[misc]
             total=2,
             read=0,
             other=0,
-            # Do not follow a redirect, because it leads to a login page, and would turn a POST into
-            # a GET.
+            # Do not follow a redirect, which leads to a login page and turns a POST into a GET.
             redirect=False,
             status_forcelist=BUSY,
             allowed_methods=("GET",),

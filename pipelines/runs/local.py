@@ -379,8 +379,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     root = find_root(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
     try:
-        # Give the run its own temporary directory, because the runner leaves a folder there for
-        # every step.
+        # Give the run its own temporary directory, because the runner leaves folders in it.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -49,8 +49,7 @@ def run_ids(workdir: Path) -> list[str]:
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
     """Return the result of each run, or its progress; `unknown` if it cannot be determined."""
-    # Read the processes before the events. If a run ends in between, it has written all of its
-    # events.
+    # Read the processes first. If a run ends in between, it has written all of its events.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
     return [_status(folder, str(folder) in working) for folder in folders]

@@ -238,8 +238,7 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
 
 
 def _create(client: Client, name: str) -> str:
-    # Create the pipeline without a version, because the first version would get the name of the
-    # pipeline.
+    # Create the pipeline without a version, because the version would get the pipeline's name.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     create = partial(ask, client.pipelines.pipeline_service_create_pipeline, pipeline=body)
     return create_or_find(create, "pipeline_id", partial(find_pipeline_id, client, name))

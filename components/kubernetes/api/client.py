@@ -32,8 +32,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# Number of connections that the pool keeps open. A large job needs one for the log of each of its
-# tasks.
+# Number of connections that the pool keeps open. A large job needs one for each task's log.
 _CONNECTIONS = 256
 _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)

@@ -50,9 +50,8 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task that still runs this many seconds before the end of its pod's grace period is killed, so
-# that the guard has time to write the termination message. In a short grace period, this share of
-# it is used instead.
+# A task that still runs this many seconds before its pod's grace period ends is killed, so that the
+# guard can write the termination message. In a short grace period, this share of it applies.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds until unresolved names are reported (a name resolves only once its pod has an address),
@@ -238,8 +237,7 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # Do not restart this task, because the leader saves the variables of the current
-            # process.
+            # Do not restart this task, because the leader saves the variables of this process.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

@@ -101,8 +101,7 @@ def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
         "--reconnect", str(RECONNECT_SECONDS), "--termination", f"{folder}/{termination.FILE}",
         "--umask", "000", "--",
     ]  # fmt: skip
-    # `args` is only informative, because the agent sends the guard the command with filled
-    # placeholders.
+    # `args` is only informative, because the agent sends the guard the actual command.
     words = [word.replace("$", "$$") for word in config.program.command]
     return {
         "initContainers": [_agent(own, f"{exchange}/{SOCKET}", image)],

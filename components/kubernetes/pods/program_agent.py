@@ -53,13 +53,11 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# The program gets this share of the pod's grace period to end. In the rest, the agent publishes the
-# last checkpoint.
+# The program's share of the pod's grace period. The rest is for publishing the last checkpoint.
 PROGRAM_SHARE = 0.5
 # How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# Seconds to wait for the guard to disconnect, because the kubelet may notice the end of its
-# container earlier.
+# Seconds to wait for the guard to disconnect. The kubelet may notice earlier that it has exited.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
@@ -156,8 +154,7 @@ def main(arguments: list[str]) -> int:
         cluster, task = from_tf_config(os.environ.get("TF_CONFIG", ""))
         config = parse_config(json.loads(os.environ.get(CONFIG_VARIABLE) or "{}"))
     except UserError as error:
-        # Kubernetes restarts this container, and the launcher reports that the container cannot
-        # start.
+        # Kubernetes restarts this container, and the launcher reports that it cannot start.
         streams.say(f"agent: {error}")
         return USAGE
     job = Job(

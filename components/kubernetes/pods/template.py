@@ -214,8 +214,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
         # Listen on all interfaces, because another pod scrapes the metrics.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
-        # This keeps TensorFlow from importing Keras 3, which a task that does not build the model
-        # never uses.
+        # Keep TensorFlow from importing Keras 3, which only tasks that build the model use.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
     }
 

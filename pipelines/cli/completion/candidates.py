@@ -24,8 +24,7 @@ def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
     def called(*given: Given.args, **named: Given.kwargs) -> Found:
         try:
             return complete(*given, **named)
-        # Return nothing, because a traceback would be printed into the line that the user is
-        # typing.
+        # Return nothing, because a traceback would be printed into the user's command line.
         except Exception:
             return []
 

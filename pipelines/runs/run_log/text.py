@@ -94,8 +94,7 @@ class LogText:
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        # A line with a time also ends a document, because a killed process leaves its document
-        # incomplete.
+        # A line with a time also ends a document, which a killed process leaves incomplete.
         if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
