@@ -99,8 +99,7 @@ def first_reach(course: Course, goal: float) -> tuple[float, bool]:
 def seconds_at(rows: Sequence[Progress]) -> dict[int, float]:
     """Return the seconds of training at each global step of a history, without setup.
 
-    The first interval traces graphs and reads the examples, so it is counted at the mean speed of
-    the later ones.
+    The first interval, which includes tracing and reading, is counted at the later mean speed.
     """
     first, last = rows[0], rows[-1]
     speed = (last.global_step - first.global_step) / (last.seconds - first.seconds)

@@ -1,8 +1,7 @@
 """Checks that a compiled pipeline matches the code in its image.
 
 The compiled YAML contains the source of each component, which calls code in the image. A digest of
-the component signatures and of `_REVISION` tells whether the two match. Other changes in a release
-do not affect it.
+the component signatures and of `_REVISION`, but of nothing else, tells whether the two match.
 """
 
 from __future__ import annotations

@@ -27,11 +27,9 @@ class Comparison:
     """A comparison of runs.
 
     Attributes:
-        groups: for each group and name, a list with the value of each run, or None for a run
-            without a value.
+        groups: for each group and name, a list of the runs' values, None for a run without one.
         best: the runs with the best value of the main metric; empty if their main metrics differ.
-        intervals: for each metric of the group `test`, the confidence interval of each run, or
-            None.
+        intervals: for each metric of the group `test`, each run's confidence interval or None.
     """
 
     runs: tuple[str, ...]

@@ -1,8 +1,7 @@
 """The times at which a schedule starts runs: a cron expression or an interval.
 
 KFP's cron expressions have six fields, seconds first. If there are only five, KFP still reads the
-first one as seconds. Here, five fields have their usual meaning, and a zero for the seconds is
-added.
+first one as seconds. Here, five fields have their usual meaning, with a zero for the seconds.
 """
 
 from __future__ import annotations

@@ -126,8 +126,7 @@ def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
 def all_measured(folder: Path, rounds: int, say: Callable[[str], Any]) -> list[Point]:
     """Run all cases below a folder, once per round.
 
-    Returns the run with the median speed for each case, because other programs slow the machine
-    down at times.
+    For each case, returns the run of median speed, because other programs may slow the machine.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
     found = gradient.measured()

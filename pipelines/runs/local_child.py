@@ -90,8 +90,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
 def _await_first_stage(folder: Path) -> bool:
     """Wait for the first stage to end; return False if a stage failed or the wait timed out.
 
-    After a failure, the dry run must not report an error, because a training task may have reported
-    it.
+    After a failure, the dry run must not repeat an error that a task may have reported.
     """
     until = time.monotonic() + _SECONDS_TO_BEGIN
     while time.monotonic() < until:
