@@ -128,7 +128,7 @@ class Reaction:
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """Let the servers end at once if the leader has succeeded; otherwise, it may restart."""
+        """If the leader has succeeded, let the servers end at once. Otherwise, the leader may restart."""
         if self._server and code == DONE:
             self._server.announce()
 
