@@ -24,7 +24,7 @@ from flotilla.trainer.storage.errors import report_errors
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
-# The command line of a run's process ends with the run's folder.
+# Part of the command line of a run's process; the command line ends with the run's folder.
 _RUN_PROCESS = " -m flotilla.pipelines.runs.local_child "
 _PROCESSES = Path("/proc")
 _COLUMNS = 2

@@ -128,7 +128,7 @@ class Reaction:
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """If the leader has succeeded, let the servers end at once. Otherwise, the leader may restart."""
+        """If the leader has succeeded, let the servers end at once. Otherwise, it may restart."""
         if self._server and code == DONE:
             self._server.announce()
 

@@ -118,7 +118,7 @@ class TaskProcess:
         """Forward a signal to the task, and do not restart the task afterwards."""
         self.begin_no_more()
         with self._lock:
-            # The main thread has not reaped the process yet, so no other process has its PID.
+            # While `_process` is set, it has not been reaped, so no other process has its PID.
             if self._process:
                 os.kill(self._process.pid, number)
 
