@@ -136,7 +136,7 @@ def sweep(
         tpe: number of trials that TPE chooses, each from the results of earlier ones.
         seed: seed of `random` and `tpe`.
         halving: whether only the best third of the trials continues from each rung to the next.
-        auto: whether to search a predefined space for the model, with TPE and halving.
+        auto: whether to search a predefined space, with TPE and, if possible, halving.
         minutes: time limit. After it, running trials are stopped and the best one is promoted.
         metric: validation metric by which trials are compared. By default, the main metric.
         better: which values of `metric` are better: `higher` or `lower`.

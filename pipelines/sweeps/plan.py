@@ -51,7 +51,7 @@ class SweepOptions:
         random: number of random trials, or None.
         tpe: number of trials that TPE chooses from earlier results, or None.
         halving: whether only the best third of the trials continues from each rung to the next.
-        auto: whether to search a predefined space for the model, with TPE and halving.
+        auto: whether to search a predefined space, with TPE and, if possible, halving.
         minutes: time limit, after which running trials are stopped; None for no limit.
         metric: validation metric, or empty for the main metric.
         better: `higher` or `lower`, or empty if the metric's name implies it.
