@@ -135,6 +135,12 @@ class EvaluatorSupervision:
             with suppress(OSError):
                 (self._process.folder / OVER).touch()
 
+    def log_bytes(self) -> int:
+        """Return the size of the evaluator's log, which grows with each evaluation."""
+        with suppress(OSError):
+            return self._process.log.stat().st_size if self._process else 0
+        return 0
+
 
 class Supervisor:
     """Runs the tasks of one job until the leader ends."""
@@ -246,12 +252,16 @@ class Supervisor:
 
     def _await_evaluator(self) -> None:
         self._evaluator.signal_end()
+        logged = self._evaluator.log_bytes()
         while self._evaluator.running:
             try:
                 event = self._events.get(timeout=EVALUATION_SECONDS)
             except queue.Empty:
-                self._evaluator.give_up(f"no evaluation for {EVALUATION_SECONDS:g} s")
-                return
+                before, logged = logged, self._evaluator.log_bytes()
+                if logged == before:
+                    self._evaluator.give_up(f"no evaluation for {EVALUATION_SECONDS:g} s")
+                    return
+                continue
             if event is None:
                 raise RunInterruptedError(
                     "interrupted after training ended, before its last checkpoint was evaluated"

@@ -4,7 +4,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster import completion, supervisor
 from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.cluster.supervisor import (
     EvaluatorSupervision,
@@ -78,6 +78,18 @@ def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_p
     monkeypatch.setattr(completion, "require", noted)
     leader = f"while ! test -e {left}; do sleep 0.01; done; kill -9 $$"
     supervise(job, leader, worker="exit 0")
+
+
+@pytest.mark.parametrize(("sizes", "waits"), [([7, 7], 1), ([7, 8, 9, 9], 3)])
+def test_an_evaluator_that_logs_evaluations_is_awaited(job, monkeypatch, sizes, waits):
+    monkeypatch.setattr(supervisor, "EVALUATION_SECONDS", 0)
+    completion.record(job, publish(job, 20))
+    evaluator = create_autospec(EvaluatorSupervision, instance=True, running=True)
+    evaluator.begin.return_value = None
+    evaluator.log_bytes.side_effect = sizes
+    Supervisor(job, Scripted(job, CHIEF, "exit 0"), [], evaluator).run()
+    assert evaluator.log_bytes.call_count == waits + 1
+    evaluator.give_up.assert_called_once_with("no evaluation for 0 s")
 
 
 MB = 1 << 20
