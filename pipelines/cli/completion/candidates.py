@@ -5,7 +5,8 @@ Completion reads only local files and never fails. It skips unreadable records.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -15,6 +16,9 @@ import typer
 Found = list[tuple[str, str]]
 Given = ParamSpec("Given")
 _RUNS = "runs"
+# Shells insert a candidate without quoting it, and zsh evaluates it, so a name that another user
+# chose must not contain commands.
+_PLAIN = re.compile(r"[\w@%+=:,./][\w@%+=:,./-]*")
 
 
 def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
@@ -37,7 +41,7 @@ def complete_runs(context: typer.Context) -> Found:
     from flotilla.pipelines.runs.local_status import run_ids
 
     named = context.params.get("runs") or ()
-    return [(run, "") for run in run_ids(_workdir(context)) if run not in named]
+    return _offer(run for run in run_ids(_workdir(context)) if run not in named)
 
 
 @never_fail
@@ -47,7 +51,7 @@ def complete_sweeps(context: typer.Context) -> Found:
 
     found = _workdir(context).glob(f"*/{FILE}")
     newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
-    return [(path.parent.name, "") for path in newest]
+    return _offer(path.parent.name for path in newest)
 
 
 @never_fail
@@ -55,7 +59,7 @@ def complete_models(context: typer.Context) -> Found:
     """Offer the registered models."""
     from flotilla.trainer.promotion import registry
 
-    return [(name, "") for name in registry.names(_root(context))]
+    return _offer(registry.names(_root(context)))
 
 
 @never_fail
@@ -92,6 +96,10 @@ def complete_examples() -> Found:
     from flotilla.pipelines.configs import list_examples
 
     return [(each.name, each.description) for each in list_examples()]
+
+
+def _offer(names: Iterable[str]) -> Found:
+    return [(name, "") for name in names if _PLAIN.fullmatch(name)]
 
 
 def _versions(context: typer.Context, name: str) -> Found:

@@ -75,6 +75,24 @@ def test_models_and_versions_are_offered():
     assert candidates.complete_versions(context(name="absent")) == []
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["$(touch x)", "\\$(touch x)", "`x`", "a b", "a;b", "a'b", "--json", "\x1b[2J", "a\nb", "*"],
+)
+def test_what_a_shell_would_evaluate_is_not_offered(here, name):
+    for file in ("config.json", "sweep.journal"):
+        Path("runs", name).mkdir(exist_ok=True)
+        Path("runs", name, file).write_text("{}")
+    names = storage.join(storage.uri_of(here / "runs"), "registry", "names")
+    (here / "empty").mkdir()
+    storage.publish(
+        here / "empty", storage.join(names, name), kind=registry.NAME, fields={"name": name}
+    )
+    assert values(candidates.complete_runs(context())) == RUNS[::-1]
+    assert values(candidates.complete_sweeps(context())) == ["sweep-1"]
+    assert values(candidates.complete_models(context())) == ["digits"]
+
+
 def test_steps_and_stages_are_offered():
     found = dict(candidates.complete_steps())
     assert {row.name for row in STEPS if not row.is_exit_step} <= set(found)
