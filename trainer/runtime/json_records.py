@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime
+from datetime import MAXYEAR, MINYEAR, UTC, datetime
 from functools import cache
 from typing import Any, TypeVar, cast
 
@@ -115,9 +115,11 @@ def parse_time(text: object) -> datetime | None:
 def make_time(seconds: object) -> datetime | None:
     """Return the UTC time of a Unix timestamp, or None if it is out of range."""
     try:
-        return datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
+        found = datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
     except (ValueError, OverflowError, OSError):
         return None
+    # In the first and the last year, the time of another zone may be out of range.
+    return found if found and MINYEAR < found.year < MAXYEAR else None
 
 
 def is_number(value: object) -> bool:

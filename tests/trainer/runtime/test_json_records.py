@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -85,6 +86,19 @@ def test_what_is_no_number_or_time_is_none():
     for text in ODD_TIMES:
         found = parse_time(text)
         assert found is None or found.tzinfo, text
+
+
+@pytest.mark.parametrize("zone", ["UTC-14", "UTC+12"])
+@pytest.mark.parametrize("seconds", [253402300799, 253402214400, -62135596800, -62135510400, 1e11])
+def test_each_time_has_a_local_time(monkeypatch, zone, seconds):
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        found = make_time(seconds)
+        assert found is None or found.astimezone()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_numbers_and_times_are_read():
