@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.distributions import json_to_distribution
+from optuna.distributions import BaseDistribution, json_to_distribution
+from optuna.exceptions import OptunaError
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -70,7 +71,10 @@ class Study:
                 _repair(self._path)
                 self._storage, self._study = _open(self.folder)
         self._plan = _read_plan(self._study, self.folder)
-        self._space = {key: json_to_distribution(each) for key, each in self._plan.space.items()}
+        try:
+            self._space = _parse_space(self._plan)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise _damage_error(self.folder) from None
         self._asked: dict[int, optuna.Trial] = {}
         with self._report_errors():
             self._configure()
@@ -80,7 +84,7 @@ class Study:
     @property
     def sweep(self) -> Sweep:
         """The current state of the sweep."""
-        return _read_sweep(self._study, self._plan)
+        return _read_sweep(self._study, self._plan, self.folder)
 
     def begin(self) -> Trial | None:
         """Return the next trial to train, which is a waiting or a new one; None if none is left."""
@@ -92,11 +96,11 @@ class Study:
             asked = self._study.ask(self._space)
             self._asked[asked.number + 1] = asked
             known = parse_record(Trial, asked.user_attrs.get(_TRIAL))
-            trial = known or replace(
-                self._plan.trials[asked.number], settings=make_settings(self._space, asked.params)
-            )
-            self.keep(trial)
-        return trial
+            if known is None or known.number != asked.number + 1:
+                planned = self._plan.trials[asked.number]
+                known = replace(planned, settings=make_settings(self._space, asked.params))
+            self.keep(known)
+        return known
 
     def keep(self, trial: Trial) -> None:
         """Store the state of a trial."""
@@ -189,7 +193,7 @@ def _lock(folder: Path) -> int:
 def read(folder: Path) -> Sweep:
     """Return the sweep in a folder; raises `ConfigError` if it is missing or damaged."""
     study = _open(folder)[1]
-    return _read_sweep(study, _read_plan(study, folder))
+    return _read_sweep(study, _read_plan(study, folder), folder)
 
 
 def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
@@ -198,7 +202,7 @@ def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
     study.set_user_attr(_PLAN, tree_of(plan))
-    space = {key: json_to_distribution(each) for key, each in plan.space.items()}
+    space = _parse_space(plan)
     for trial in plan.trials:
         if trial.settings:
             more = {_TRIAL: tree_of(trial)}
@@ -217,11 +221,15 @@ def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
         raise ConfigError(f"no sweep {folder.name!r} below {folder.parent}")
     try:
         storage = _storage(path)
-        return storage, optuna.load_study(study_name=None, storage=storage)
+        study = optuna.load_study(study_name=None, storage=storage)
+        # Optuna does not check the types of the attributes.
+        if not all(isinstance(each.user_attrs, dict) for each in study.get_trials(deepcopy=False)):
+            raise _damage_error(folder)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AssertionError):
+    except (ValueError, LookupError, TypeError, AttributeError, AssertionError, OptunaError):
         raise _damage_error(folder) from None
+    return storage, study
 
 
 def _read_plan(study: optuna.Study, folder: Path) -> Sweep:
@@ -230,12 +238,27 @@ def _read_plan(study: optuna.Study, folder: Path) -> Sweep:
     raise _damage_error(folder)
 
 
-def _read_sweep(study: optuna.Study, plan: Sweep) -> Sweep:
+@dataclass(frozen=True, kw_only=True)
+class _End:
+    best: int = 0
+    verdict: str = ""
+    message: str = ""
+    test: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _read_sweep(study: optuna.Study, plan: Sweep, folder: Path) -> Sweep:
     frozen = study.get_trials(deepcopy=False)
     known = [parse_record(Trial, each.user_attrs.get(_TRIAL)) for each in frozen]
     asked = {each.number: each for each in known if each}
     trials = tuple(asked.get(each.number, each) for each in plan.trials)
-    return replace(plan, trials=trials, **study.user_attrs.get(_END, {}))
+    end = parse_record(_End, study.user_attrs.get(_END, {}))
+    if end is None:
+        raise _damage_error(folder)
+    return replace(plan, trials=trials, **tree_of(end))
+
+
+def _parse_space(plan: Sweep) -> dict[str, BaseDistribution]:
+    return {key: json_to_distribution(each) for key, each in plan.space.items()}
 
 
 def _damage_error(folder: Path) -> ConfigError:

@@ -1,5 +1,6 @@
 """Tests a local sweep: the runs that it starts, the files that it keeps, and how it resumes."""
 
+import json
 import os
 import shutil
 import signal
@@ -263,6 +264,49 @@ def test_a_sweep_that_cannot_be_read_is_refused(tmp_path, name, text, message):
     (tmp_path / "s" / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
         local.resume_sweep("s", tmp_path)
+
+
+def changed(path, name, change):
+    """Change the records of this name in a journal."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        for tree in (line.get("user_attr", {}), line.get("user_attrs", {}), line):
+            if name in tree:
+                tree[name] = change(tree[name])
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("end", lambda _end: {"best": "²3"}),
+        ("end", lambda _end: [1]),
+        ("plan", lambda plan: {**plan, "space": {"training.batch_size": "{"}}),
+        ("plan", lambda plan: {**plan, "space": {"training.batch_size": "[]"}}),
+        ("op_code", lambda _code: 10**6),
+        ("op_code", lambda _code: None),
+        ("study_id", lambda _id: 10**6),
+        ("directions", lambda _directions: 7),
+        ("user_attrs", lambda _attributes: 7),
+        ("params", lambda _params: [7]),
+    ],
+)
+def test_a_journal_with_odd_records_is_refused_in_one_line(tmp_path, name, change):
+    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun.end("failed", "", {})
+    begun.close()
+    changed(begun.folder / study.FILE, name, change)
+    with pytest.raises(UserError, match="is damaged"):
+        local.resume_sweep(begun.folder.name, tmp_path).sweep  # noqa: B018
+
+
+def test_the_record_of_another_trial_is_not_used(tmp_path):
+    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun.close()
+    changed(begun.folder / study.FILE, "trial", lambda trial: {**trial, "number": 10**6})
+    again = local.resume_sweep(begun.folder.name, tmp_path)
+    assert again.begin().number == 1
+    again.close()
 
 
 def test_a_journal_that_cannot_be_written_is_said(tmp_path):
