@@ -243,6 +243,6 @@ def read_given(at: str, step: str) -> Given:
             f"the inputs of {step} are not recorded ({uri}): the run was made by an older version, "
             "or the record could not be written; start the run again to record them"
         ) from None
-    if found is None:
+    if found is None or found.step != step:
         raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")
     return found

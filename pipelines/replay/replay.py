@@ -198,10 +198,16 @@ def adapt_arguments(
     else:
         arguments["root"] = root
     if "config" in arguments:
-        tree = json.loads(arguments["config"])
-        if recorded.step == TRAIN:
-            remarks = _reduce_cluster(tree, debug=debug)
-        tree.get("registry", {})["hub"] = ""
+        try:
+            tree = json.loads(arguments["config"])
+            if recorded.step == TRAIN:
+                remarks = _reduce_cluster(tree, debug=debug)
+            tree.get("registry", {})["hub"] = ""
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(
+                f"the configuration of {recorded.step} in the run {recorded.run_id} is damaged: it "
+                "cannot be replayed"
+            ) from None
         arguments["config"] = json.dumps(tree)
     return arguments, remarks
 

@@ -104,6 +104,13 @@ class TestArguments:
         arguments, _ = arguments_of(step_of(to_local_form(config), "prepare_data"))
         assert from_form(arguments) == parse_config({"storage": {"root": "file:///own"}})
 
+    @pytest.mark.parametrize(
+        "config", ["{", "[]", 3, None, '{"cluster": 3, "training": {}}', '{"registry": []}']
+    )
+    def test_a_damaged_configuration_is_one_line(self, config):
+        with pytest.raises(UserError, match=r"the configuration of train_model .* is damaged"):
+            arguments_of(step_of({"config": config, "root": "s3://b/r"}))
+
     @pytest.mark.parametrize("query", ["", "?endpoint=http://seaweedfs:9000"])
     def test_a_store_with_another_address_here_is_read_by_it(self, query):
         given = {"dataset": f"minio://bucket/v2/r/datasets/1{query}", "evaluation": "gs://other/e"}

@@ -89,6 +89,9 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     tree = json.loads(storage.read_bytes(uri))
     storage.write_bytes(uri, b"{}")
     assert "given/prepare_data.json is damaged" in refused(find, settings=settings)
+    for step in ("nothing", "../x", "train_model"):
+        storage.write_bytes(uri, json.dumps({**tree, "step": step}).encode())
+        assert "given/prepare_data.json is damaged" in refused(find, settings=settings)
     storage.delete(uri)
     assert "are not recorded" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
