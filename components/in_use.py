@@ -36,7 +36,7 @@ def use(uri: str) -> bool:
     # Wait for removals that started earlier. A removal that starts after this point sees the mark.
     wait_until(
         lambda: not any(_removals(root, path).values()),
-        lambda: f"`flotilla gc` to end, which is about to remove {uri}",
+        lambda: f"`flotilla gc`, which is about to remove {uri}, to end",
         _SECONDS,
         _POLL_SECONDS,
     )

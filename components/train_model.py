@@ -26,7 +26,7 @@ from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import training_data as trained
 
-_ENDS = "the program has trained; with program.after_training: stop, nothing is evaluated"
+_ENDS = "the program has finished training; with program.after_training: stop, nothing is evaluated"
 
 
 @component

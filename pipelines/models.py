@@ -172,7 +172,7 @@ def require_known(root: str, name: str) -> str:
     """Return `name` if a model of this name is registered. Raises `ConfigError` otherwise."""
     found = registry.names(root)
     if name not in found:
-        hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")
+        hint = nearest(name, found) or (f" (registered: {', '.join(found)})" if found else "")
         raise ConfigError(f"no model {name!r} is registered below {root}{hint}")
     return name
 

@@ -293,5 +293,5 @@ def _failure(folder: Path, code: int) -> UserError:
     if not message:
         said = child_process.failure(code, (folder / "stderr.log").read_text(errors="replace"))
         remedy = "; lower --batch-size" if code == -signal.SIGKILL else ""
-        message = f"the process that predicts: {said}{remedy}"
+        message = f"the prediction process failed: {said}{remedy}"
     return ConfigError(message) if code == USAGE else UserError(message)

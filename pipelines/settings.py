@@ -44,7 +44,7 @@ def make_assignments(
     elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
         raise ConfigError(
             f"settings {settings!r}: write a mapping, such as {{'training.steps': 200}}, or a list "
-            "of 'section.key=value' texts"
+            "of strings such as 'section.key=value'"
         )
     else:
         texts = [*settings]

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             _report(options.workdir, f"your code raised {line}", trace)
             return FAILED
         termination.write(options.workdir, user_code.format_error(error))
-        logging.exception("a bug in Flotilla or in your code")
+        logging.exception("unexpected error: a bug in Flotilla or in your code")
         return FAILED
     return DONE
 
@@ -91,12 +91,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m flotilla.trainer", description=__doc__.splitlines()[0] if __doc__ else None
     )
     stages = parser.add_subparsers(required=True, metavar="STAGE")
-    own = stages.add_parser("task", help="one task of a training cluster (given by TF_CONFIG)")
+    own = stages.add_parser(
+        "task", help="run one task of the training cluster that TF_CONFIG describes"
+    )
     task.add_arguments(own)
     own.set_defaults(stage=_task)
-    fit = stages.add_parser("fit", help="check whether model and dataset fit; download nothing")
+    fit = stages.add_parser(
+        "fit", help="check whether the model fits the dataset, without a download"
+    )
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared dataset")
-    fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
+    fit.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run is on other machines, which may have other files and packages",
+    )
     fit.set_defaults(stage=_fit)
     # `flotilla predict` starts this stage.
     rows = stages.add_parser("predict")

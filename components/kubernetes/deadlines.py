@@ -186,7 +186,7 @@ class Deadlines:
         words = "; ".join(filter(None, of_roles))
         if words:
             return running, words
-        words = "all tasks are running, but training has made no step yet"
+        words = "all tasks are running, but training has not completed a step yet"
         return running, f"{words}; {self.unresolved}" if self.unresolved else words
 
     def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
@@ -225,7 +225,7 @@ class Deadlines:
 
 def _explain_pods(pods: Collection[Tree], limit: str) -> str:
     kind = "image" if any("Image" in pod_state.start_failure(pod) for pod in pods) else "container"
-    what = f"cannot start, for {limit}" if limit else "cannot start"
+    what = f"could not start for {limit}" if limit else "cannot start"
     return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"
 
 

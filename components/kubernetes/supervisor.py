@@ -452,7 +452,8 @@ class Supervisor:
             elif time.monotonic() - at >= ABSENT_SECONDS:
                 del self._asked_at[task]
                 log.warning(
-                    "%s has no new pod after %g s: the %s is not running or rejected it; see: %s",
+                    "%s has no new pod after %g s: the %s is not running or rejected the pod; "
+                    "see: %s",
                     task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
                 )  # fmt: skip
 

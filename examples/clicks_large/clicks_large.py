@@ -358,7 +358,7 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         """
         known = {each.name for each in fields(Clickstream)}
         if unknown := [name for name in truth if name not in known]:
-            raise TypeError(f"{unknown[0]!r} is none of its arguments ({', '.join(sorted(known))})")
+            raise TypeError(f"{unknown[0]!r} is not an argument ({', '.join(sorted(known))})")
         self.day = _day(version, since, day)
         whole("days", days, 1, self.day + 1)
         whole("test_events", test_events, 1, _MOST)

@@ -32,7 +32,10 @@ app = typer.Typer(
 # A removed option of `submit` and `schedule`.
 PARAMETER = "--parameter"
 REMOVED = {
-    "plan": "train for some steps with different numbers of tasks, and see `flotilla compare`"
+    "plan": (
+        "instead, train for some steps with different numbers of tasks, and compare the runs with "
+        "`flotilla compare`"
+    )
 }
 
 
@@ -127,7 +130,7 @@ def _argument_with_credentials(arguments: list[str]) -> str:
 def _refuse_removed(arguments: list[str]) -> str:
     command = next((each for each in arguments if not each.startswith("-")), "")
     if remedy := REMOVED.get(command):
-        return f"{command}: removed in 0.2: {remedy}"
+        return f"{command}: removed in 0.2; {remedy}"
     if command in ("submit", "schedule"):
         for each, after in zip(arguments, [*arguments[1:], ""], strict=True):
             option, _, joined = each.partition("=")
@@ -136,5 +139,5 @@ def _refuse_removed(arguments: list[str]) -> str:
 
                 given = joined or after
                 name = given.partition("=")[0] or given
-                return f"{PARAMETER} {name}: {describe_replacement(name)}"
+                return f"{PARAMETER} {name}: no longer supported; {describe_replacement(name)}"
     return ""

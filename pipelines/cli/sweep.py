@@ -90,8 +90,10 @@ Better = Annotated[
     str,
     typer.Option(
         metavar="WORD",
-        help="The values of --metric that are better: higher or lower. Default: inferred from the "
-        "metric's name.",
+        help=(
+            "Whether higher or lower values of --metric are better. Default: inferred from the "
+            "metric's name."
+        ),
     ),
 ]
 Parallel = Annotated[

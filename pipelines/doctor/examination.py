@@ -119,7 +119,7 @@ class _Look:
 
     def finding(self) -> Finding:
         self._thread.join(max(0.0, self._until - time.monotonic()))
-        late = f"no answer in {self.check.seconds:g} s"
+        late = f"no answer within {self.check.seconds:g} s"
         return self._finding or Finding("fail", late, self.check.show)
 
     def tidy(self, until: float) -> str:
@@ -158,11 +158,13 @@ def _side_by_side(checks: Sequence[Check]) -> dict[str, Finding]:
         found = {look.check.name: look.finding() for look in looks}
         left = _tidy_all(looks)
     except RunInterruptedError:
-        words = "".join(f"; {uri} may be left, remove it" for uri in _tidy_all(looks).values())
+        words = "".join(f"; {uri} may be left over: remove it" for uri in _tidy_all(looks).values())
         raise RunInterruptedError(f"interrupted{words}") from None
     for name, uri in left.items():
         was = found[name]
-        found[name] = Finding("fail", f"{was.message}; {uri} may be left, remove it", was.remedy)
+        found[name] = Finding(
+            "fail", f"{was.message}; {uri} may be left over: remove it", was.remedy
+        )
     return found
 
 

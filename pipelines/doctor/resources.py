@@ -49,7 +49,7 @@ def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding
         message = f"the quotas {', '.join(scoped)} apply only to some pods and are ignored"
         return Finding("warn", message, f"kubectl describe resourcequotas --namespace {where}")
     names = ", ".join(each["metadata"]["name"] for each in plain)
-    return Finding("ok", f"room for the job in {names}")
+    return Finding("ok", f"there is room for the job in {names}")
 
 
 def _is_scoped(quota: Tree) -> bool:
@@ -67,8 +67,7 @@ def _exceeded(where: str, quota: Tree, job: PlannedJob, steps: int) -> Finding |
         return None
     message = "; ".join(
         f"{key}: the job {'and its step request' if _is_of_pods(key) and steps else 'requests'} "
-        f"{format_quantity(asked[key])}, "
-        f"{used.get(key, 0)} of {hard[key]} are used"
+        f"{format_quantity(asked[key])}, and {used.get(key, 0)} of {hard[key]} are already used"
         for key in over
     )
     patch = json.dumps(

@@ -65,7 +65,7 @@ def _describe_unfit(root: str, unfit: Unfit) -> str:
     if unfit.trouble == Trouble.NO_BUCKET.name:
         return f"there is no bucket {home}"
     if unfit.trouble == Trouble.NO_CREDENTIALS.name:
-        return f"{home} requires credentials, or other ones: {unfit.reason}"
+        return f"{home} rejects the credentials, or requires some: {unfit.reason}"
     if unfit.trouble == Trouble.DENIED.name:
         return f"no permission to {actions} below {root}: {unfit.reason}"
     if unfit.trouble == SILENT:

@@ -242,13 +242,13 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
     cluster, training, remarks = tree["cluster"], tree["training"], list[str]()
     if cluster["launcher"] != "local":
         cluster["launcher"] = "local"
-        remarks.append("training runs as processes of this machine, not as a job of Kubernetes")
+        remarks.append("training runs as processes on this machine, not as a Kubernetes job")
     if cluster["existing_servers"]:
         cluster["existing_servers"] = False
         remarks.append("the parameter servers, which the run did not start, are started here")
     if debug and training["strategy"] != "single":
         remarks.append(
-            "the debugger needs a single process, so the strategy is single and not "
+            "the debugger needs a single process, so the strategy is single instead of "
             f"{training['strategy']}"
         )
         training["strategy"] = "single"
@@ -278,7 +278,7 @@ def code_remark(given: Given) -> str:
         "commit": (lineage.commit()[:12], given.commit[:12]),
     }
     differs = [
-        f"{name} {here or 'unknown'} and not {then}"
+        f"{name} {here or 'unknown'} instead of {then}"
         for name, (here, then) in pairs.items()
         if then and here != then
     ]
@@ -539,7 +539,7 @@ def _find(
 def _nearest_run(root: str, run: str) -> str:
     others = ("registry", "datasets", "listings", "preparing")
     known = [name for name in storage.names(root) if name not in others]
-    return nearest(run, known) or (f" (there is {', '.join(known[-3:])})" if known else "")
+    return nearest(run, known) or (f" (such as {', '.join(known[-3:])})" if known else "")
 
 
 def _local(workdir: Path, run: str, step: str) -> RecordedStep:

@@ -392,7 +392,7 @@ class _Reader:
                 try:
                     yield int(parse(storage.read_bytes(storage.join(uri, note)))["version"])
                 except (UserError, KeyError, TypeError, ValueError):
-                    damaged.append(f"{storage.join(uri, note)} holds no proposal")
+                    damaged.append(f"{storage.join(uri, note)} contains no proposal")
 
     def _references(self, versions: Mapping[int, str], damaged: list[str]) -> dict[int, int]:
         found = {}

@@ -168,7 +168,7 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     ]  # fmt: skip
     needed = find_reachable(items, roots)
     remarks += [
-        f"kept: {item.path}: the time of the run is unknown" for item in items.values()
+        f"kept {item.path}, because the time of the run is unknown" for item in items.values()
         if item.kind == RUN and item.last is None
     ]  # fmt: skip
     runs = {find_run(path) for path in needed}

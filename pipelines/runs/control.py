@@ -182,7 +182,7 @@ def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ..
             return row.name, (own,)
     stages = [stage.name for row in rows for stage in row.stages]
     known = dict.fromkeys([*(row.name for row in rows), *stages])
-    hint = nearest(own, known) or f" (there is {', '.join(known)})"
+    hint = nearest(own, known) or f" (one of {', '.join(known)})"
     raise ConfigError(f"no step {name!r}{hint}")
 
 

@@ -45,7 +45,7 @@ _REMEDIES = {
     409: "the object already exists, or another client has just changed it: check it, and try "
     "again",
     413: "the request is too large for the instance or the proxy in front of it",
-    429: "the instance gets too many requests: try again later",
+    429: "the instance receives too many requests: try again later",
 }
 _REDIRECTED = 3
 _SERVER = 500

@@ -350,7 +350,7 @@ def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
 
 _IMAGE = (
     "give an existing image with --image of `flotilla upload` or `flotilla submit`, or check the "
-    "pull secret (`flotilla upload --pull-secret`, or the one of the service account)"
+    "pull secret (`flotilla upload --pull-secret`, or the service account's secret)"
 )
 _DRIVER = (
     "check the service account, the pipeline root and its keys, and the settings of "

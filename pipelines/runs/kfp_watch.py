@@ -84,7 +84,7 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
         except InstanceError as error:
             if not outage.may_pass(error):
                 again = command(client.access, "status", run_id)
-                raise UserError(f"{error}; the run continues, follow it with: {again}") from None
+                raise UserError(f"{error}; the run continues; follow it with: {again}") from None
         time.sleep(LOOK_SECONDS)
 
 

@@ -188,7 +188,8 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         )
     if not version.is_of_this_code:
         raise ConfigError(
-            f"{version.name} {version.origin}: upload it first with `flotilla upload`"
+            f"version {version.name} {version.origin}; first upload the pipeline of this version "
+            "with `flotilla upload`"
         )
     values = {**_defaults(client, reference, version), **_meaning(old)["parameters"]}
     is_old = are_old_parameters(values)
@@ -322,7 +323,7 @@ def _wait_for_runs(
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
     what = f"the schedule is disabled, and will be removed when its run {run.run_id} has ended"
     if cancel:
-        return f"{what}, which is being cancelled"
+        return f"{what}; the run is being cancelled"
     by_hand = kfp_watch.command(access, "cancel", run.run_id)
     return f"{what} ({run.state.lower()}); to end that run: {by_hand}"
 

@@ -59,7 +59,7 @@ class Version:
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
-        return "was not marked by Flotilla: it was uploaded by hand, or by an older version"
+        return "has no mark of Flotilla (it was uploaded by hand or by an older version)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,14 +187,14 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
     for version in versions(client, name, pipeline_id, most=_SOME):
         if version.is_of_this_code:
             remark = (
-                f"the newest version is {newest.name}, which {newest.origin}; to use it, give it "
-                "with --version"
+                f"the newest version is {newest.name}, which {newest.origin}; to use it, add "
+                f"--version {newest.name}"
             )
             return replace(version, remark=remark)
     own = contract.describe_mark(contract.mark())
     remark = (
-        f"it {newest.origin}, and this is {own}: `flotilla upload` uploads the pipeline of this "
-        "version"
+        f"version {newest.name} {newest.origin}, but this is {own}; `flotilla upload` uploads the "
+        "pipeline of this version"
     )
     return replace(newest, remark=remark)
 

@@ -198,7 +198,7 @@ def resume_sweep(sweep_id: str, workdir: Path) -> Study:
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
     )
     if sweep_id not in known:
-        newest = f" (there is {', '.join(known[-3:])})" if known else ""
+        newest = f" (such as {', '.join(known[-3:])})" if known else ""
         raise ConfigError(
             f"no sweep {sweep_id!r} below {workdir}{nearest(sweep_id, known) or newest}"
         )

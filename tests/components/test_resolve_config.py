@@ -98,7 +98,7 @@ class TestResolveConfig:
         wrong = {**values, "settings": {"training": {"steps": 9.0}}}
         code, line = refused(resolve, wrong, capsys=capsys)
         assert code == 2
-        assert line.startswith("settings: training.steps is the field steps of the form")
+        assert line.startswith("settings: training.steps is set by the field steps")
 
     @pytest.mark.parametrize("form", [to_form, to_local_form])
     def test_it_takes_what_a_configuration_gives(self, values, form):

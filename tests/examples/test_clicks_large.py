@@ -275,7 +275,7 @@ def test_a_version_that_is_no_day_is_refused(tmp_path, version):
 
 
 def test_another_argument_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^data\.builder_args: .*'usres' is none of its arg"):
+    with pytest.raises(ConfigError, match=r"^data\.builder_args: .*'usres' is not an arg"):
         datasets.builder(config(usres=1), tmp_path)
 
 

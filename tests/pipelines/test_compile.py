@@ -211,7 +211,7 @@ def test_an_odd_image_name_is_refused(tmp_path, image):
     with pytest.raises(ConfigError) as caught:
         compile_all(tmp_path / "pipeline.yaml", image, None)
     assert str(caught.value) == (
-        f"--image {image!r} is not the name of an image: write it as host/name:tag"
+        f"--image {image!r} is not the name of an image; write it as host/name:tag"
     )
     assert not list(tmp_path.iterdir())
 

@@ -285,8 +285,8 @@ def test_a_run_and_a_schedule_get_an_image(instance, remote, uploaded):
     [
         (["--parameter", "step_memory=16Gi"], "step_memory: now --memory of `flotilla compile`"),
         (["--parameter=training_steps=5"], "training_steps: now the field steps, or --set train"),
-        (["--parameter", "image=a/b:2"], "image: now --image IMAGE"),
-        (["--parameter"], ": removed; set a key"),
+        (["--parameter", "image=a/b:2"], "image: use --image IMAGE"),
+        (["--parameter"], ": no longer supported; set a key"),
     ],
 )
 def test_a_run_parameter_of_before_is_refused_with_its_spelling(remote, command, words, said):
@@ -421,7 +421,7 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"tolerations": ["[a]"]}, "--toleration '[a]' is not a toleration, such as"),
         ({"tolerations": ["{keys: a}"]}, "did you mean 'key'?"),
         ({"store_secret": "My Secret"}, "--store-secret 'My Secret' is not a valid Kubernetes"),
-        ({"scratch": "50"}, "--scratch '50' is less than 1Mi: write it with its unit"),
+        ({"scratch": "50"}, "--scratch '50' is less than 1Mi; write it with its unit"),
         ({"scratch": "big"}, "--scratch 'big' is not a Kubernetes quantity"),
         ({"labels": ["team"]}, "--pod-label 'team' does not have the form KEY=VALUE"),
         ({"labels": ["team=a b"]}, "--pod-label team: 'a b' is not a valid label value"),

@@ -340,7 +340,7 @@ def test_what_no_baseline_is_for(held):
     picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
     splits = held({"picture": picture, "label": columns["label"]})
     (found,) = fit_baselines(BinaryClassification(target()), splits)
-    assert found.skipped == "none of the inputs is a number, a class or a text"
+    assert found.skipped == "none of the inputs is a number, a class or a string"
 
 
 def test_a_failure_is_one_line(held, monkeypatch):

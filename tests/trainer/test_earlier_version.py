@@ -28,7 +28,7 @@ def earlier(tmp_path):
 
 def test_a_dataset_of_single_records_has_to_be_prepared_again(earlier):
     manifest = storage.read_manifest(storage.uri_of(earlier / "dataset"))
-    with pytest.raises(UserError, match=r"schema 4, but this version reads 5: prepare it again$"):
+    with pytest.raises(UserError, match=r"schema 4, but this version reads 5; prepare it again$"):
         DatasetSpec.from_manifest(manifest)
 
 

@@ -53,7 +53,7 @@ def words(options):
     return termination.read(Path(options["--workdir"])) + "\n"
 
 
-NEEDS_PS = "training.strategy: async_parameter_server needs a ps; the cluster has none"
+NEEDS_PS = "training.strategy: async_parameter_server needs a ps, but the cluster has none"
 
 
 def tf_config(role="ps", index=0, port=1, cluster=None):
@@ -83,7 +83,7 @@ def test_help_says_which_stages_there_are(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == errors.DONE
-    assert "one task of a training cluster" in capsys.readouterr().out
+    assert "run one task of the training cluster" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _choose(task: Task, splits: Splits, clock: Clock) -> _Chosen:
         raise NoBaselineError(f"no baseline predicts {count} numbers at once")
     names = columns.usable(spec)
     if not names:
-        raise NoBaselineError("none of the inputs is a number, a class or a text")
+        raise NoBaselineError("none of the inputs is a number, a class or a string")
     classes = count_classes(task)
     wanted = _MOST_VALUES // (columns.width(spec, names) * classes)
     rows = training_rows(splits, names, max(_FEWEST_ROWS, min(MOST_ROWS, wanted)), clock)

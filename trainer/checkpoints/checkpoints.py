@@ -323,7 +323,7 @@ def restore(
         hints = (advise_pieces(there, variables), *of_two)
         raise UserError(
             f"the checkpoint {found.uri} does not match the model and optimizer of the "
-            f"configuration ({reason}); use the same ones, or start a new "
+            f"configuration ({reason}); use those that it was trained with, or start a new "
             f"run{next(filter(None, hints), '')}"
         ) from None
 

@@ -155,11 +155,10 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
         except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
             log.warning("skipped %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
-            damaged = "among the intact checkpoints"
+            damaged = " among the intact checkpoints"
     reason = "no validated checkpoint is intact" if ranked else "none was validated"
-    asked = {"best": reason, "last": "training.hand_on"}.get(choice, choice)
-    why = f"the last: {asked}"
-    return _select(found[-1], found, why)
+    asked = {"best": f"because {reason}", "last": "as set in training.hand_on"}.get(choice, choice)
+    return _select(found[-1], found, f"the last, {asked}")
 
 
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:

@@ -46,7 +46,7 @@ POLL_SECONDS = 0.05
 # Number of replies to keep. It is small, because a chief reads each reply soon after it is written.
 KEPT_REPLIES = 16
 # The error that a server reports if it could not write the actual reply.
-UNWRITTEN = "cannot write its answer"
+UNWRITTEN = "cannot write its reply"
 # The suffixes of a part's files, as TensorFlow writes them.
 DATA, INDEX = ".data-00000-of-00001", ".index"
 # Files that are kept when the chief restarts.

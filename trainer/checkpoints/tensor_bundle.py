@@ -38,13 +38,13 @@ _UNWRITABLE = (
 # type for a disk failure. A missing file is excluded, because it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
-    **{os.strerror(number): "check whether its file system responds there" for number in PASSING},
-    os.strerror(errno.EIO): "look for errors of that disk in the system log there",
-    os.strerror(errno.ESTALE): "mount it again there",
+    **{os.strerror(number): "check whether the file system responds" for number in PASSING},
+    os.strerror(errno.EIO): "look for disk errors in the system log of that machine",
+    os.strerror(errno.ESTALE): "mount it again",
 }
 _PASSING = {os.strerror(number) for number in PASSING}
 WRITE, READ = "write a checkpoint to", "read a checkpoint from"
-_OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable there"}
+_OTHERWISE = {WRITE: "free some space there, or make it writable", READ: "make it readable"}
 Variables = Mapping[str, tf.Variable]
 
 
@@ -106,7 +106,9 @@ class Layout:
             shape = variable.shape.as_list()
             if self.shapes[path] != shape or self.types[path] != variable.dtype:
                 other = f"{self.types[path].name} {self.shapes[path]}"
-                raise ValueError(f"{path} is {other} there and {variable.dtype.name} {shape} here")
+                raise ValueError(
+                    f"{path} is {other} in the checkpoint, not {variable.dtype.name} {shape}"
+                )
         return there
 
 

@@ -164,14 +164,14 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
             selection.leave(path, ABSENT)
             continue
         if path not in there:
-            _refuse(uri, f"it has no {path} {shape}")
+            _refuse(uri, f"it has no {path} of shape {shape}")
         if there[path] != shape:
             hint = checkpoints.advise_outputs(there[path], shape)
-            _refuse(uri, f"{path} has shape {there[path]} there and {shape} in this model", hint)
+            _refuse(uri, f"its {path} has shape {there[path]}, not {shape} as in this model", hint)
         selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
         if not may_lack(path):
-            _refuse(uri, f"it has {path} {there[path]}, which this model lacks")
+            _refuse(uri, f"it has {path} of shape {there[path]}, which this model lacks")
         selection.leave(path, NOT_HERE)
     return selection
 
@@ -180,7 +180,8 @@ def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights file" if uri.endswith(KERAS) else "checkpoint"
     raise ConfigError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
-        "model section, choose variables by {from, include, exclude}, or leave it empty" + hint
+        "model section, choose variables by {from, include, exclude}, or leave the key "
+        "empty" + hint
     )
 
 

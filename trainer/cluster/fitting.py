@@ -87,4 +87,4 @@ def try_fit(
     except child_process.ChildError as error:
         if error.code == USAGE:
             raise ConfigError(str(error)) from None
-        raise NotKnownError(f"the dry run of the model: {error}") from None
+        raise NotKnownError(f"the dry run of the model failed ({error})") from None

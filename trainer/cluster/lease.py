@@ -267,14 +267,14 @@ class Lease(NoLease):
     def _refuse_held(self, found: dict[int, LeaseHolder | None]) -> None:
         for holder in found.values():
             if holder is None:
-                log.warning("taking over the lease of %s, which cannot be read", self._uri)
+                log.warning("the lease of %s cannot be read and is taken over", self._uri)
             elif not self._is_free(holder):
                 is_over = self._now() >= holder.until
                 watch = WATCH_SECONDS if is_over else LEASE_SECONDS
                 raise LeaseHeldError(self._uri, holder, watch)
         newest = found.get(max(found, default=0))
         if newest and not newest.released and not self._is_same_job(newest):
-            renewed = f"was last renewed at {clock_time(newest.renewed)}"
+            renewed = f"last renewed it at {clock_time(newest.renewed)}"
             why = "has ended" if is_gone(newest.writer) else renewed
             log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
@@ -322,7 +322,10 @@ def acquire_waiting(
             if first is None:
                 until = clock_time(holder.until)
                 log.warning(
-                    "%s holds the lease of %s until %s: it may be dead", holder, refused.uri, until
+                    "waiting for the lease of %s: %s may be dead, but holds it until %s",
+                    refused.uri,
+                    holder,
+                    until,
                 )
                 events.emit(events.LeaseAwaited(uri=refused.uri, holder=str(holder), until=until))
             pause(POLL_SECONDS)

@@ -70,8 +70,8 @@ def require_gpus(config: Config) -> None:
     wanted, cluster = config.cluster.gpus_per_worker, config.cluster
     if wanted and not cluster.existing_servers and not glob(_GPUS):
         raise ConfigError(
-            f"cluster.gpus_per_worker: {wanted} are requested, but this machine has no NVIDIA "
-            f"GPU ({_GPUS}); set it to 0 to train on the CPU"
+            f"cluster.gpus_per_worker is {wanted}, but this machine has no NVIDIA GPU ({_GPUS}); "
+            "set it to 0 to train on the CPU"
         )
 
 

@@ -102,9 +102,9 @@ def collect(folder: Path) -> Collected:
         collected.files.append(found)
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
-                f"--code {folder}: more than {MOST_FILES:,} files are too many for a code folder "
-                f"(most are below {_list_largest(collected.files)}); give the folder of your "
-                f"modules, or exclude the other files in {IGNORE_FILE}"
+                f"--code {folder}: it has more than {MOST_FILES:,} files, the maximum for a code "
+                f"folder (most are below {_list_largest(collected.files)}); give the folder of "
+                f"your modules, or exclude the other files in {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
@@ -128,7 +128,7 @@ def _require_folder(folder: Path) -> None:
 
 def _name_left_out(collected: Collected) -> str:
     names = ", ".join(collected.modules_left_out)
-    return f" except in {names}, which is left out by default" if names else ""
+    return f" except in {names} (left out by default)" if names else ""
 
 
 def _rules(root: Path) -> Rules:
@@ -155,8 +155,8 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
         seen += 1
         if seen > _MOST_FOLDERS:
             raise ConfigError(
-                f"--code {root}: more than {_MOST_FOLDERS:,} folders are too many for a code "
-                "folder; give the folder of your modules, or exclude the other files in "
+                f"--code {root}: it has more than {_MOST_FOLDERS:,} folders, the maximum for a "
+                "code folder; give the folder of your modules, or exclude the other files in "
                 f"{IGNORE_FILE}"
             )
         for entry in _entries(root / above):
@@ -189,23 +189,24 @@ def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
 def _check_file(root: Path, path: str) -> Found:
     remedy = f"or exclude it with a line in {IGNORE_FILE}"
     if not path.isprintable() or "\\" in path:
-        raise ConfigError(f"--code: {path!r} is not a valid name in a store: rename it, {remedy}")
+        raise ConfigError(f"--code: {path!r} is not a valid name in a store; rename it, {remedy}")
     place = root / path
     try:
         real = Path(os.path.realpath(place, strict=True))
         status = real.stat()
     except OSError as error:
-        reason = "a link that leads nowhere" if place.is_symlink() else error.strerror
+        reason = "a broken link" if place.is_symlink() else error.strerror
         raise ConfigError(f"--code: cannot read {place}: {reason}; remove it, {remedy}") from None
     if not real.is_relative_to(root):
         raise ConfigError(
-            f"--code: {path} is a link to {real}, outside the folder: copy its target, {remedy}"
+            f"--code: {path} is a link to {real}, outside the folder; replace it with a copy of "
+            f"its target, {remedy}"
         )
     if not stat.S_ISREG(status.st_mode):
         what = (
             "a link to a folder" if stat.S_ISDIR(status.st_mode) else "neither a file nor a folder"
         )
-        raise ConfigError(f"--code: {path} is {what}: remove it, {remedy}")
+        raise ConfigError(f"--code: {path} is {what}; remove it, {remedy}")
     return Found(path=path, file=real, bytes=status.st_size)
 
 
@@ -221,6 +222,6 @@ def _require_size(folder: Path, files: list[Found]) -> None:
     largest = heapq.nlargest(_NAMED, files, key=lambda each: each.bytes)
     named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
     raise ConfigError(
-        f"--code {folder}: {total / 1e6:.1f} MB are more than a bundle may have "
-        f"({MOST_BYTES / 1e6:.1f} MB); the largest files: {named}; exclude them in {IGNORE_FILE}"
+        f"--code {folder}: the files have {total / 1e6:.1f} MB, but a bundle may have at most "
+        f"{MOST_BYTES / 1e6:.1f} MB; the largest files are {named}; exclude files in {IGNORE_FILE}"
     )

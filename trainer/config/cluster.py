@@ -86,7 +86,7 @@ class ClusterConfig(Section):
         for glob, server in self.placement.items():
             if server_number(server) >= servers:
                 raise ValueError(
-                    f"cluster.placement: {glob!r} is on {server!r}; it must be ps:0 to "
+                    f"cluster.placement: {glob!r} is placed on {server!r}; it must be ps:0 to "
                     f"ps:{servers - 1}"
                 )
 
@@ -113,5 +113,5 @@ class ClusterConfig(Section):
     def _check_placement(cls, value: dict[str, str]) -> dict[str, str]:
         for glob, server in value.items():
             if server_number(server) < 0:
-                raise ValueError(f"{glob!r} is on {server!r}; write the server as ps:0")
+                raise ValueError(f"{glob!r} is placed on {server!r}; write the server as ps:0")
         return value

@@ -49,7 +49,7 @@ def parse_size(text: str) -> int:
     """Return the bytes in a size such as 300MB (10^6) or 2GiB (2^30). Raises `ValueError`."""
     found = _BYTES.fullmatch(text.strip())
     if not found or (found[3] and not found[2]):
-        raise ValueError(f"{text!r} is not a size: write it as 300MB or 2GiB")
+        raise ValueError(f"{text!r} is not a size; write it as 300MB or 2GiB")
     unit = 1024 ** list(_UNITS).index(found[2]) if found[3] else _UNITS[found[2]]
     return int(float(found[1]) * unit)
 
@@ -132,7 +132,7 @@ class SplitsConfig(Whole):
     def _share(cls, value: str | float) -> str | float:
         if not isinstance(value, str) and not 0 <= value < 1:
             raise ValueError(
-                f"{value:g} is not a share: write a number from 0 to below 1, or a path"
+                f"{value:g} is not a share; write a number from 0 to below 1, or a path"
             )
         return value
 

@@ -254,9 +254,12 @@ def _has(settings: Mapping[str, Any], key: tuple[str, ...]) -> bool:
 
 def _refuse_twice(settings: Mapping[str, Any], key: tuple[str, ...], field: Field) -> None:
     if _has(settings, key):
-        own = f", with {SETTINGS!r} chosen there for a value of your own" if field.choices else ""
+        own = (
+            f", or choose {SETTINGS!r} there to use the value in settings" if field.choices else ""
+        )
         raise ConfigError(
-            f"settings: {'.'.join(key)} is the field {field.name} of the form: set it there{own}"
+            f"settings: {'.'.join(key)} is set by the field {field.name} of the form; set it "
+            f"there{own}"
         )
 
 
@@ -264,5 +267,6 @@ def _require_in(settings: Mapping[str, Any], field: Field) -> None:
     if not _has(settings, field.key):
         path = ".".join(field.key)
         raise ConfigError(
-            f"{field.name}: settings have no {path}: write it there, or choose another value"
+            f"{field.name}: the value {SETTINGS!r} needs {path} in settings; add it, or choose "
+            "another value"
         )

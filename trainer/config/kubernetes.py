@@ -78,7 +78,9 @@ def _refuse_reserved(*prefixes: str) -> Callable[[dict[str, str]], dict[str, str
     def check(names: dict[str, str]) -> dict[str, str]:
         for name in names:
             if name.startswith(prefixes):
-                raise ValueError(f"{name} is set by Flotilla or by the operator")
+                raise ValueError(
+                    f"{name} is set by Flotilla or by the job's operator; leave it out"
+                )
         return names
 
     return check
@@ -193,7 +195,9 @@ class PodConfig(Section):
         for kind, all_of_them in (("name", names), ("mount_path", paths)):
             twice = [each for each in all_of_them if all_of_them.count(each) > 1]
             if twice:
-                raise ValueError(f"volumes: the {kind} {twice[0]!r} is taken")
+                raise ValueError(
+                    f"volumes: the {kind} {twice[0]!r} is already used; choose another"
+                )
         return self
 
 
@@ -270,10 +274,15 @@ class KubernetesConfig(Whole):
             taken = {pod.working_folder or WORKING_FOLDER, "/dev/shm"}
             for volume in pod.volumes:
                 if volume.mount_path.rstrip("/") in taken:
-                    raise ValueError(f"{role}: the mount_path {volume.mount_path!r} is taken")
+                    raise ValueError(
+                        f"{role}: the mount_path {volume.mount_path!r} is already used in the "
+                        "pod; choose another"
+                    )
             twice = sorted(set(pod.env) & set(pod.secret_env))
             if twice:
-                raise ValueError(f"{role}: {twice[0]} is in both env and secret_env")
+                raise ValueError(
+                    f"{role}: {twice[0]} is in both env and secret_env; remove it from one of them"
+                )
         return self
 
     def of(self, role: str) -> PodConfig:

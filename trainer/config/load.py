@@ -220,7 +220,7 @@ def parse_value(text: str, key: str = "") -> Any:
         return _load(text, key.split(".") if key else ())
     # PyYAML does not convert errors of its constructors: `!!bool x` raises a KeyError.
     except Exception:
-        raise ConfigError(_one_line(f"{text!r} is not a YAML value")) from None
+        raise ConfigError(_one_line(f"{text!r} is not a valid YAML value")) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -379,7 +379,7 @@ def _explain(error: Any) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         if remedy := REMOVED.get(key):
-            return f"{key}: removed in 0.2: {remedy}"
+            return f"{key}: removed in 0.2; {remedy}"
         return f"{key}: no such key{_nearest_key(error['loc'])}"
     if not key:
         return str(message)
@@ -388,7 +388,7 @@ def _explain(error: Any) -> str:
         # A mistyped URI may contain a secret in its query.
         value = value.partition("?")[0]
     if error["type"] == "string_type" and isinstance(value, bool | int | float):
-        message = "write it in quotes, if it is a name"
+        message = "it must be a string; write it in quotes"
     elif error["type"] in ("list_type", "tuple_type"):
         message = "write a list, as in [a, b]"
     says_value = message.startswith(repr(error["input"]))

@@ -78,7 +78,7 @@ def require_table(name: str, arguments: Any) -> None:
     for each, value in sizes.items():
         if each not in _OF_TABLES:
             hint = nearest(str(each), _OF_TABLES) or f" (one of {', '.join(_OF_TABLES)})"
-            raise ValueError(f"tables.{name}: there is no {each!r}{hint}")
+            raise ValueError(f"tables.{name}: there is no key {each!r}{hint}")
         if type(value) is not int:
             raise ValueError(f"tables.{name}.{each}: {value!r} is not a whole number")
     try:
@@ -134,7 +134,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
     for name in value:
         if name not in _KEYS:
             hint = nearest(str(name), _KEYS) or f" (one of {', '.join(_KEYS)})"
-            raise ValueError(f"no key {name!r} in it{hint}")
+            raise ValueError(f"there is no key {name!r}{hint}")
     source = value.get(_FROM)
     if not isinstance(source, str) or not source:
         raise ValueError(f"give the URI of the weights: {{{_FROM}: URI}}")
@@ -145,7 +145,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
 def _globs(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
     globs = value.get(name, [])
     if not isinstance(globs, list | tuple) or not all(isinstance(g, str) and g for g in globs):
-        raise ValueError(f"{name} is {json.dumps(globs, default=str)}: write a list of globs")
+        raise ValueError(f"{name}: {json.dumps(globs, default=str)} is not a list of globs")
     return tuple(globs)
 
 
@@ -157,7 +157,7 @@ def _check_source(source: str) -> str:
     if not is_uri(source):
         hint = nearest(source, [CHAMPION])
         raise ValueError(
-            f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}), nor a {KERAS} file{hint}"
+            f"it must be {CHAMPION}, the URI of a checkpoint ({FORMS}), or a {KERAS} file{hint}"
         )
     try:
         check_path(source)

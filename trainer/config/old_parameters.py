@@ -69,7 +69,7 @@ def convert_parameters(values: Mapping[str, Any]) -> Config:
 def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line for each pod parameter that differs from its default and is ignored."""
     return tuple(
-        f"{name}={values[name]} is no longer a run parameter: {describe_replacement(name)}"
+        f"{name}={values[name]} is no longer a run parameter; {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
         if values.get(name, default) != default
     )
@@ -92,16 +92,16 @@ def _deep(value: Any, field: Any) -> Any:
 def describe_replacement(name: str) -> str:
     """Return how a former run parameter, or a field of the form, is set now."""
     if name == "image":
-        return "now --image IMAGE"
+        return "use --image IMAGE"
     if name in OPTIONS:
-        return f"now {OPTIONS[name][0]} of `flotilla compile` and `flotilla upload`"
+        return f"use {OPTIONS[name][0]} of `flotilla compile` and `flotilla upload`"
     by_field = {each.name: each.key for each in FIELDS if each.key}
     if key := by_field.get(name):
-        return f"now --set {'.'.join(key)}=..."
+        return f"use --set {'.'.join(key)}=..."
     if name not in keys():
-        return "removed; set a key of the configuration with --set SECTION.KEY=VALUE"
+        return "set a key of the configuration with --set SECTION.KEY=VALUE"
     key = keys()[name][0]
     # The form has no separate field for the name of a dataset.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
-    return f"now {next(fields, '')}--set {'.'.join(key)}=..."
+    return f"use {next(fields, '')}--set {'.'.join(key)}=..."

@@ -48,21 +48,21 @@ def quantity(text: str) -> str:
 def memory(text: str) -> str:
     """Validate an amount of memory for a container. Without a unit, it is in bytes."""
     if amount(text) < _LEAST_MEMORY:
-        raise ValueError(f"{text!r} is less than 1Mi: write it with its unit, such as 4Gi")
+        raise ValueError(f"{text!r} is less than 1Mi; write it with its unit, such as 4Gi")
     return text
 
 
 def count(text: str) -> str:
     """Validate a number of GPUs."""
     if not re.fullmatch(r"[0-9]{1,4}", text):
-        raise ValueError(f"{text!r} is not a number of GPUs: write 0 or more")
+        raise ValueError(f"{text!r} is not a number of GPUs; write 0 or more")
     return text
 
 
 def image(name: str) -> str:
     """Validate the name of an image, with or without host, tag and digest."""
     if not _IMAGE.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of an image: write it as host/name:tag")
+        raise ValueError(f"{name!r} is not the name of an image; write it as host/name:tag")
     return name
 
 
@@ -70,7 +70,7 @@ def name(text: str) -> str:
     """Validate the name of an object such as a secret."""
     if not _NAME.fullmatch(text):
         raise ValueError(
-            f"{text!r} is not a valid Kubernetes name: use lowercase letters, digits, - and ."
+            f"{text!r} is not a valid Kubernetes name; use lowercase letters, digits, - and ."
         )
     return text
 
@@ -81,10 +81,10 @@ def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a valid label key, such as pool or example.com/pool")
         if not isinstance(value, str):
-            raise ValueError(f'{key}: {value!r} is not a string: write it in quotes, as "{value}"')
+            raise ValueError(f'{key}: {value!r} is not a string; write it in quotes: "{value}"')
         if not _VALUE.fullmatch(value):
             raise ValueError(
-                f"{key}: {value!r} is not a valid label value: use up to 63 letters, digits, -, _ "
+                f"{key}: {value!r} is not a valid label value; use up to 63 letters, digits, -, _ "
                 "and ., with a letter or a digit first and last"
             )
     return tree
@@ -93,18 +93,18 @@ def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 def toleration(tree: Any) -> Any:
     """Validate one toleration."""
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{tree!r} is not a toleration: write it as {{key: K, operator: Exists}}")
+        raise ValueError(f"{tree!r} is not a toleration; write it as {{key: K, operator: Exists}}")
     for key, value in tree.items():
         if key not in _TOLERATION:
-            hint = nearest(str(key), _TOLERATION) or f" (there is {', '.join(_TOLERATION)})"
+            hint = nearest(str(key), _TOLERATION) or f" (one of {', '.join(_TOLERATION)})"
             raise ValueError(f"{key!r} is not a field of a toleration{hint}")
         if key != "tolerationSeconds" and not isinstance(value, str):
-            raise ValueError(f"{key}: {value!r} is not a string: write it in quotes")
+            raise ValueError(f"{key}: {value!r} is not a string; write it in quotes")
     _check_choice("operator", tree.get("operator", ""), _OPERATORS)
     _check_choice("effect", tree.get("effect", ""), _EFFECTS)
     exists = tree.get("operator") == "Exists"
     if exists and tree.get("value"):
-        raise ValueError("with the operator Exists a toleration has no value: leave it out")
+        raise ValueError("with the operator Exists a toleration has no value; leave it out")
     if not exists and not tree.get("key"):
         raise ValueError("a toleration without a key needs the operator Exists")
     if tree.get("key") and not _KEY.fullmatch(tree["key"]):
@@ -126,7 +126,7 @@ def amount(text: str) -> Decimal:
     found = _QUANTITY.fullmatch(text)
     if not found:
         raise ValueError(
-            f"{text!r} is not a Kubernetes quantity: write a number with a unit such as 500m, 4 or "
+            f"{text!r} is not a Kubernetes quantity; write a number with a unit such as 500m, 4 or "
             "16Gi (m, k, M, G, T; Ki, Mi, Gi, Ti)"
         )
     number, unit = Decimal(found["number"]), found["unit"] or ""

@@ -72,7 +72,7 @@ def task_values(
 def _look_up(name: str, values: Mapping[str, str]) -> str:
     if name not in values:
         hint = nearest(name, values) or f" (one of {', '.join(sorted(values))})"
-        raise ValueError(f"no placeholder {{{name}}}{hint}")
+        raise ValueError(f"there is no placeholder {{{name}}}{hint}")
     return values[name]
 
 
@@ -155,9 +155,9 @@ class ProgramConfig(Whole):
         for role, count in value.items():
             if role not in ROLES:
                 hint = nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
-                raise ValueError(f"no role {role!r}{hint}")
+                raise ValueError(f"there is no role {role!r}{hint}")
             if role in ("chief", "evaluator") and count > 1:
-                raise ValueError(f"{count} tasks of the role {role}; at most one is allowed")
+                raise ValueError(f"{count} tasks have the role {role}, but at most one may")
         if value and not {"chief", "worker"} & value.keys():
             raise ValueError(
                 "a chief or a worker is required, because one of them is the leading task"
@@ -169,12 +169,12 @@ class ProgramConfig(Whole):
     def _free_names(cls, value: dict[str, str]) -> dict[str, str]:
         for name, text in value.items():
             if not _VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} is not a valid name of a variable")
+                raise ValueError(f"{name!r} is not a valid name for an environment variable")
             if _GIVEN.fullmatch(name):
                 raise ValueError(f"{name} is set by Flotilla; choose another name")
             if names_secret(name) and not _PUBLIC.fullmatch(text):
                 raise ValueError(
-                    f"{name} looks like a secret, and a run stores its configuration: leave it "
+                    f"{name} looks like a secret, and a run stores its configuration; leave it "
                     "out, and set it in the environment of flotilla, which the program inherits, "
                     "or in cluster.kubernetes.pod.secret_env"
                 )
@@ -184,7 +184,7 @@ class ProgramConfig(Whole):
     @classmethod
     def _file_name(cls, value: str) -> str:
         if "/" in value or value in (".", ".."):
-            raise ValueError(f"{value!r} is not allowed: give a file name without a folder")
+            raise ValueError(f"{value!r} is not allowed; give a file name without a folder")
         return value
 
 

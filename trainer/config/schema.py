@@ -64,7 +64,9 @@ def _parse_weights(value: object) -> object:
     if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
         raise ValueError(f"it must be {BALANCED}, or a number for each class name")
     if unbounded := [name for name, weight in value.items() if not math.isfinite(weight)]:
-        raise ValueError(f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}")
+        raise ValueError(
+            f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}, which is not a finite number"
+        )
     return {str(name): weight for name, weight in value.items()}
 
 
@@ -72,7 +74,7 @@ def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
     if isinstance(value, str):
         if value and value != BALANCED:
             hint = nearest(value, [BALANCED])
-            raise ValueError(f"neither {BALANCED} nor a weight for each class{hint}")
+            raise ValueError(f"it must be {BALANCED}, or a weight for each class{hint}")
         return value
     for name, weight in value.items():
         if weight < 0:
@@ -243,7 +245,7 @@ class TrainingConfig(Section):
     def _two_steps(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value and (len(value) != 2 or not 1 <= value[0] < value[1]):  # noqa: PLR2004
             raise ValueError(
-                f"{list(value)} is not a first and a later last step, such as [100, 110]"
+                f"{list(value)} is not a first step and a later last step, such as [100, 110]"
             )
         return value
 
@@ -320,7 +322,7 @@ class RegistryConfig(Section):
     @classmethod
     def _address(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
-            raise ValueError("not an address: write it as http://HOST:PORT or https://HOST")
+            raise ValueError("not an address; write it as http://HOST:PORT or https://HOST")
         return value.rstrip("/")
 
 
@@ -397,7 +399,7 @@ class Config(Section):
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
                 f"training.epochs: {training.epochs:g}, but training.steps is also set "
-                f"({training.steps}): leave one of them out"
+                f"({training.steps}); leave one of them out"
             )
         return self
 

@@ -54,7 +54,7 @@ def present_name(metric: str, known: Iterable[str]) -> str:
     for old, names in _RENAMED.items():
         begin = metric.removesuffix(old)
         if now := [begin + name for name in names if begin != metric and begin + name in known]:
-            return f"; it is called {now[0]!r} now"
+            return f"; it is now called {now[0]!r}"
     for short, name in _SHORT.items():
         if metric.endswith(short) and (meant := metric.removesuffix(short) + name) in known:
             return f"; did you mean {meant!r}?"
@@ -155,9 +155,9 @@ class GateConfig(Section):
         for rule, value in rules.items():
             metric, feature, _ = split_rule(rule)
             if not _METRIC.fullmatch(metric):
-                raise ValueError(f"{rule!r} names no metric: write accuracy or accuracy@label")
+                raise ValueError(f"{rule!r} names no metric; write accuracy or accuracy@label")
             if "@" in rule and not feature:
-                raise ValueError(f"{rule!r} has no slice: write {metric}@feature=value")
+                raise ValueError(f"{rule!r} has no slice; write {metric}@feature=value")
             if metric.endswith(SHARES) and not 0 <= value <= 1:
                 raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
         return rules

@@ -163,7 +163,7 @@ def _roles(
     if not targets:
         targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
     if not targets:
-        what = f"its supervised_keys {keys} name none" if keys else "it does not say which"
+        what = f"its supervised_keys {keys} name none" if keys else "it has no supervised_keys"
         raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
     weight = weight or by_keys.weight
     inputs = find("inputs", config.inputs, [*leaves, *of_lengths], name)
@@ -208,9 +208,8 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
     texts = [each for each in roles.targets if leaves[each].dtype == "string"]
     if texts:
         raise ConfigError(
-            f"data.label: {texts[0]!r} of {name} is a text, but a label must be a class or a "
-            f"number; "
-            f"{_another_label(leaves)}"
+            f"data.label: {texts[0]!r} of {name} is a string, but a label must be a class or a "
+            f"number; {_another_label(leaves)}"
         )
     for key, features in (("inputs", roles.inputs), ("label", roles.targets)):
         if inner := [each for each in features if leaves[each].is_dataset]:

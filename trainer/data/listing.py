@@ -167,7 +167,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
     there = list(listing.spans)
     if not there and spans != NEWEST:
         raise UserError(
-            f"data.spans: {spans}, but no file of data.source has a span: write {patterns.SPAN} or "
+            f"data.spans: {spans}, but no file of data.source has a span; write {patterns.SPAN} or "
             f"{patterns.DATE} into its pattern, or leave data.spans out"
         )
     if not there or spans == ALL or (spans == SINCE_CHAMPION and not seen):
@@ -213,7 +213,7 @@ def read_listing(root: str, digest: str) -> Listing:
         return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
     except storage.NotPublished:
         raise UserError(
-            f"data.version: there is no listing {digest} below {root}: leave it empty to list the "
+            f"data.version: there is no listing {digest} below {root}; leave it empty to list the "
             "current files"
         ) from None
 
@@ -250,7 +250,7 @@ def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Sou
         if spellings.setdefault(matched.span, matched.written) != matched.written:
             raise UserError(
                 f"{pattern.key}: {spellings[matched.span]!r} and {matched.written!r} (at "
-                f"{found.path}) are the same span {matched.span}: write all spans the same way, "
+                f"{found.path}) are the same span {matched.span}; write all spans the same way, "
                 "and remove one of the two"
             )
         root, path = pattern.root, found.path
@@ -289,8 +289,8 @@ def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
         return f"{pattern.key}: there is no file at {at} (hidden files are ignored)"
     few = ", ".join(repr(each) for each in others)
     return (
-        f"{pattern.key}: no file matches {pattern.text!r}; at {at} are {count} others, such as "
-        f"{few}: change the pattern, or put files there"
+        f"{pattern.key}: no file matches {pattern.text!r}; {count} other files are at {at}, such "
+        f"as {few}; change the pattern, or put files there"
     )
 
 

@@ -221,8 +221,8 @@ def _require_same(uri: str, written: Written) -> None:
         return
     if there and there != written.fingerprint:
         raise UserError(
-            f"data.source: its examples differ from those of {storage.name_of(uri)}, which is "
-            f"damaged; restore the old files, or remove {uri} to use the new ones"
+            "data.source: its examples differ from those of the damaged dataset "
+            f"{storage.name_of(uri)}; restore the old files, or remove {uri} to use the new ones"
         )
 
 

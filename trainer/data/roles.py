@@ -60,8 +60,8 @@ def require_apart(name: str, roles: Roles) -> None:
     for key, features in others.items():
         if both := [each for each in roles.targets if each in features]:
             raise ConfigError(
-                f"data.{key}: {both[0]!r} of {name} is also its label; set data.label to another "
-                "feature, or remove it from one of the two"
+                f"data.{key}: {both[0]!r} of {name} is also its label; remove it from data.{key}, "
+                "or set data.label to another feature"
             )
 
 

@@ -158,7 +158,7 @@ def make_length_features(
         if length_name(feature) in leaves:
             raise ConfigError(
                 f"data.shapes: {feature}: its lengths are stored as {length_name(feature)!r}, and "
-                f"{name} has a feature of this name; give {feature} a length"
+                f"{name} already has a feature of this name; give {feature} a length"
             )
     one = tfds.features.TensorInfo(shape=(), dtype=np.int64)
     made = Leaf(connector=None, element=None, tensor=one)

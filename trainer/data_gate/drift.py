@@ -75,7 +75,7 @@ def compare_features(question: Question) -> Iterator[Finding]:
     for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
             f"{name!r} is distributed differently than in the champion's dataset (distance "
-            f"{size:.3f}{_describe_change(new, old)}): check what has changed at its source"
+            f"{size:.3f}{_describe_change(new, old)}); check what has changed at its source"
         )
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
@@ -98,7 +98,7 @@ def compare_splits(question: Question) -> Iterator[Finding]:
     for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
             f"{name!r} is distributed differently in test than in train (distance "
-            f"{size:.3f}{_describe_change(new, old)}): metrics of the test split do not represent "
+            f"{size:.3f}{_describe_change(new, old)}); metrics of the test split do not represent "
             "the training data; check how the test split was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
@@ -165,7 +165,7 @@ def compare_together(question: Question) -> Iterator[Finding]:
         most = ", ".join(pairs[place][0] for place in order[:5])
         says = (
             f"{len(pairs)} features together have drifted more than chance explains, most of all "
-            f"{most}: check what has changed at their source"
+            f"{most}; check what has changed at their source"
         )
         yield Finding(
             "drift_together",

@@ -49,9 +49,9 @@ def duplicates(question: Question) -> Iterator[Finding]:
             f", {percent(found[each][0])} of {each}" for each in found if each != split
         )
         says = (
-            f"{percent(value)} of the examples of {split}{others} have the same inputs as "
-            f"another example of the split ({percent(expected)} were expected): check whether "
-            "a file is duplicated; metrics count such examples more than once"
+            f"{percent(value)} of the examples of {split}{others} have the same inputs as another "
+            f"example of the split ({percent(expected)} were expected); check whether a file is "
+            "duplicated; metrics count such examples more than once"
         )
         yield Finding(
             "duplicates",
@@ -157,7 +157,7 @@ def leakage(question: Question) -> Iterator[Finding]:
             says = (
                 f"{percent(found.share)} of the examples of {names[0]} are also in {names[1]} "
                 f"({percent(found.expected)} were expected), so the metrics of {names[0]} are too "
-                "good; split by data.group, or remove the copies"
+                "optimistic; split by data.group, or remove the copies"
             )
             yield Finding(
                 "leakage", says, split=names[0], value=found.share, limit=found.expected + limit

@@ -54,8 +54,8 @@ class Finding:
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
-        word, does = (WARN, "lets it pass") if action == REFUSE else ('"off"', "silences it")
-        return f"{self.rule}: {says}; data.gate.rules: {{{self.rule}: {word}}} {does}"
+        word, does = (WARN, "to let it pass") if action == REFUSE else ('"off"', "to silence it")
+        return f"{self.rule}: {says}; set data.gate.rules: {{{self.rule}: {word}}} {does}"
 
 
 def _plain(value: Value) -> Value:

@@ -31,8 +31,8 @@ def classes(question: Question) -> Iterator[Finding]:
             new = _list_present(dataset, target) - seen
             if new:
                 says = (
-                    f"{target} has {some(sorted(new))}, which the champion has never seen: "
-                    "correct the labels, or expect a model with another output"
+                    f"{target} has {some(sorted(new))}, which the champion's dataset does not "
+                    "have; correct the labels, or expect a model with other outputs"
                 )
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
@@ -78,7 +78,7 @@ def _find_gone(
         if chance < alpha:
             says = (
                 f"{target} is {name!r} in none of the {examples} examples of {split}, but in "
-                f"{count} of {known} in {where}: check whether a source or a folder is missing"
+                f"{count} of {known} in {where}; check whether a source or a folder is missing"
             )
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
@@ -115,9 +115,9 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
     if value < limit:
         says = (
             f"{target} is {name!r} in only {percent(share(there[name], examples))} of the "
-            "examples, which hardly affect accuracy: require a recall for each class, such as "
-            "gate.min: "
-            f"{{accuracy@{target}: 0.8}}, and consider training.class_weights: balanced"
+            "examples, too few to affect accuracy noticeably; require a recall for each class, "
+            f"such as gate.min: {{accuracy@{target}: 0.8}}, and consider training.class_weights: "
+            "balanced"
         )
         yield Finding(
             "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
@@ -200,7 +200,7 @@ def _find_lost(
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"{target!r} depends far less on the inputs in {words[1]} than in {words[0]} "
-                f"(strongest association {value:.3f} instead of {known[name]:.3f} with {name!r}): "
+                f"(strongest association {value:.3f} instead of {known[name]:.3f} with {name!r}); "
                 "check whether labels and rows have the same order"
             )
             yield Finding(

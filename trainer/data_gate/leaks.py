@@ -54,7 +54,7 @@ def label_leakage(question: Question) -> Iterator[Finding]:
             if not how or (champion and _how(champion, name, target, limit)):
                 continue
             says = (
-                f"{name!r} determines {target!r} ({how}): unless it is known before the label, "
+                f"{name!r} determines {target!r} ({how}); unless it is known before the label, "
                 f"{advise_dropping(name)}"
             )
             yield Finding("label_leakage", says, name, "train", each.association.get(target), limit)

@@ -27,7 +27,7 @@ def features(question: Question) -> Iterator[Finding]:
     for name in known:
         if name not in found:
             says = (
-                f"the feature {name!r} of the champion's dataset is missing{nearest(name, found)}: "
+                f"the feature {name!r} of the champion's dataset is missing{nearest(name, found)}; "
                 "restore it, or choose a model that does not need it"
             )
             yield Finding("missing_feature", says, name, champion=_type(known[name]))
@@ -36,13 +36,13 @@ def features(question: Question) -> Iterator[Finding]:
             why = " (whole numbers with missing values are read as floats)" if gaps else ""
             says = (
                 f"{name!r} is {_type(found[name])}, but {_type(known[name])} in the champion's "
-                f"dataset: look at its values{why}, or set its type in data.types"
+                f"dataset; look at its values{why}, or set its type in data.types"
             )
             yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:
         if name not in known:
             says = (
-                f"the champion's dataset has no feature {name!r}: {advise_dropping(name)} if the "
+                f"the champion's dataset has no feature {name!r}; {advise_dropping(name)} if the "
                 "model should not learn from it"
             )
             yield Finding("new_feature", says, name, value=_type(found[name]))
@@ -58,7 +58,7 @@ def sizes(question: Question) -> Iterator[Finding]:
     """Find empty splits, and datasets that are far smaller than the champion's."""
     for split, each in question.dataset.splits.items():
         if not each.examples and split in ("train", "test"):
-            says = f"the split {split} has no examples: check data.splits and the source"
+            says = f"the split {split} has no examples; check data.splits and the source"
             yield Finding("empty", says, split=split, value=0)
     if question.champion is None:
         return
@@ -69,8 +69,8 @@ def sizes(question: Question) -> Iterator[Finding]:
     )
     if share(found, known) < limit and known:
         says = (
-            f"the dataset has {found} examples, {percent(share(found, known))} of the {known} "
-            "in the champion's dataset: check whether files are missing"
+            f"the dataset has {found} examples, {percent(share(found, known))} of the {known} in "
+            "the champion's dataset; check whether files are missing"
         )
         yield Finding("size", says, value=found, limit=round(limit * known), champion=known)
 
@@ -85,7 +85,7 @@ def schema(question: Question) -> Iterator[Finding]:
             if wanted.required:
                 says = (
                     f"the schema file requires {name!r}, which the dataset does not "
-                    f"have{nearest(name, specs)}: restore it, or write required: false"
+                    f"have{nearest(name, specs)}; restore it, or write required: false"
                 )
                 yield Finding("missing_feature", says, name)
             continue

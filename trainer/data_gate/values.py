@@ -47,8 +47,8 @@ def unit(question: Question) -> Iterator[Finding]:
         if found:
             change, words = found
             says = (
-                f"the values of {name!r} are those of the champion's dataset {change} "
-                f"({words}): convert them at the source"
+                f"the values of {name!r} are those of the champion's dataset {change} ({words}); "
+                "convert them at the source"
             )
             yield Finding(
                 "unit",
@@ -100,7 +100,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
                     extreme = new.least if word == "below" else new.most
                     says = (
                         f"{percent(part)} of {name!r} is {word} {bound:g}, beyond every value of "
-                        f"the champion's dataset (the most extreme is {extreme:g}): look at these "
+                        f"the champion's dataset (the most extreme is {extreme:g}); look at these "
                         "rows"
                     )
                     yield Finding("range", says, name, "train", extreme, bound, bound)
@@ -112,7 +112,7 @@ def missing(question: Question) -> Iterator[Finding]:
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
                 advice = f"{advise_dropping(name)}, or check its source"
-                says = f"{name!r} has no value in {split}: {advice}"
+                says = f"{name!r} has no value in {split}; {advice}"
                 yield Finding("empty", says, name, split, 0)
     pairs = list(question.pairs())
     limit = question.limit("missing_values")
@@ -121,8 +121,8 @@ def missing(question: Question) -> Iterator[Finding]:
         chance = fisher_test(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
-                f"{percent(now)} of {name!r} is missing, but {percent(before)} in the champion's "
-                "dataset: check whether a source no longer fills it"
+                f"{percent(now)} of {name!r} is missing, compared with {percent(before)} in the "
+                "champion's dataset; check whether a source no longer fills it"
             )
             yield Finding("missing_values", says, name, "train", now, before + limit, before)
 
@@ -149,8 +149,8 @@ def constant(question: Question) -> Iterator[Finding]:
             continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
-                f"{name!r} has the same value in all examples, so a model cannot learn from it; "
-                f"{advise_dropping(name)}, or check its source"
+                f"{name!r} has the same value in all training examples, so a model cannot learn "
+                f"from it; {advise_dropping(name)}, or check its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))
 

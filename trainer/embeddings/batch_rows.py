@@ -117,7 +117,7 @@ class Lookups:
 
             def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
                 if ids.graph is not graph:
-                    raise Unforeseen("looks up in a branch or a loop")
+                    raise Unforeseen("looks up rows in a branch or a loop")
                 asked[number].append(ids)
                 table = self.tables[number]
                 answers.append(tf.zeros([tf.size(ids), table.dimension], table.shards[0].dtype))
@@ -134,7 +134,7 @@ class Lookups:
             raise Unforeseen(str(error).partition("\n")[0]) from error
         handles = {id(shard.value.handle) for shard in self.variables()}
         if any(id(outer) in handles for outer, _ in traced.graph.captures):
-            raise Unforeseen("uses a table in another way than a lookup")
+            raise Unforeseen("uses a table for something other than lookups")
         ids = traced.graph.structured_outputs
         needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:

@@ -263,7 +263,7 @@ class EmbeddingTable(keras.layers.Layer):
         name = tf.as_dtype(dtype).name
         fits = name == "string" if self.keys == "string" else "int" in name and name != "uint64"
         if not fits:
-            wanted = "texts" if self.keys == "string" else "whole numbers of up to 64 bits"
+            wanted = "strings" if self.keys == "string" else "whole numbers of up to 64 bits"
             what = f"{self.name}: the ids of the table must be {wanted}, not {name}"
             raise ValueError(what + advise_type(name))
 
@@ -331,7 +331,7 @@ class EmbeddingTable(keras.layers.Layer):
         if not any(map(len, live)):
             why = "it was frozen, or training never looked up an id in it"
             if self.min_count > 1:
-                why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
+                why = f"no id occurred {self.min_count} times; lower min_count, or train longer"
             _log.warning(
                 "table %s has no rows, so its ids share one row per shard: %s", self.name, why
             )
@@ -391,7 +391,7 @@ def advise_type(dtype: str) -> str:
         return ""
     return (
         "; whole numbers are read as floats if some are missing or beyond 64 bits: fill them, or "
-        "read them as texts (data.types)"
+        "read them as strings (data.types)"
     )
 
 

@@ -150,7 +150,10 @@ def _difference(
     fields = manifest.fields
     takes = describe_inputs(spec)
     if _sort_by_feature(fields["inputs"]) != _sort_by_feature(takes):
-        return f"it uses {_format_inputs(fields['inputs'])}, but this model {_format_inputs(takes)}"
+        return (
+            f"it uses {_format_inputs(fields['inputs'])}, but this model uses "
+            f"{_format_inputs(takes)}"
+        )
     for each in fields.get("reads", ()):
         if tuple(each["labels"]) != spec.features[each["feature"]].labels:
             name = each["feature"]
@@ -163,10 +166,10 @@ def _difference(
     # Earlier versions had two logits for two classes; their difference is the logit of a binary
     # task.
     if there != task.name and (there, task.name) != ("classification", "binary_classification"):
-        return f"it was trained for {there}, but this model for {task.name}"
+        return f"it was trained for {there}, but this model was trained for {task.name}"
     theirs, mine = ([name for name in each if name] for each in (fields.get("labels", {}), classes))
     if set(theirs) != set(mine):
-        return f"it has the outputs {', '.join(theirs)}, but this model {', '.join(mine)}"
+        return f"it has the outputs {', '.join(theirs)}, but this model has {', '.join(mine)}"
     found = (
         _difference_of_classes(f" of {name}" if name else "", *pair, task.parts[name])
         for name, pair in classes.items()
@@ -178,7 +181,7 @@ def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str], 
     if are_same(theirs, mine) or (part.positive_by and are_same(theirs, mine[::-1])):
         return ""
     if len(theirs) != len(mine):
-        return f"it knows {len(theirs)} classes{of}, but this model {len(mine)}"
+        return f"it has {len(theirs)} classes{of}, but this model has {len(mine)}"
     for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their != own:
             return f"its class {number}{of} is {their!r}, but the class of this model is {own!r}"

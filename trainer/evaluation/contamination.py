@@ -46,13 +46,13 @@ class Judges:
         limit = self.limits.limit("leakage")
         if found := find_copies(self.dataset, test, train, self._significance, limit):
             lines.append(
-                f"{found} are also in the training split, so the metrics are too good; split by "
-                "data.group, or remove the copies"
+                f"{found} are also in the training split, so the metrics are too optimistic; split "
+                "by data.group, or remove the copies"
             )
         if found := self._find_trained(_profiles(_list_earlier_datasets(fields))):
             lines.append(
                 f"{found} were in the training split of the weights that training began with "
-                f"({fields['warmed_from']}): the metrics are too good; keep data.seed and "
+                f"({fields['warmed_from']}), so the metrics are too optimistic; keep data.seed and "
                 "data.splits, or leave out training.warm_start"
             )
         return lines
@@ -90,8 +90,8 @@ class Judges:
         remarks = []
         if found := self._find_trained([there, *before]):
             remarks.append(
-                f"{found} were in the champion's training split, so its metrics are too good and "
-                "the comparison is unfair; keep data.seed and data.splits, or give this model "
+                f"{found} were in the champion's training split, so its metrics are too optimistic "
+                "and the comparison is unfair; keep data.seed and data.splits, or give this model "
                 "another name"
             )
         if self._are_others(there):

@@ -278,11 +278,14 @@ def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -
         if name in trained:
             before = trained[name]
         else:
-            of_before = f"; set {key}.name: classification if it has an output for each class"
+            of_before = (
+                f"; set {key}.name: classification if the checkpoint has an output for each class"
+            )
         if ClassIndex(part.labels).number(before) != 1:
             raise UserError(
-                f"{found.uri} was trained for the positive class {before!r}, but now it is "
-                f"{part.labels[1]!r}: set {key}.positive: {before!r}, or start a new run{of_before}"
+                f"{found.uri} was trained for the positive class {before!r}, but the positive "
+                f"class is now {part.labels[1]!r}; set {key}.positive: {before!r}, or start a new "
+                f"run{of_before}"
             )
 
 

@@ -26,8 +26,8 @@ def _lost(event: events.ServersLost) -> str:
         back = f"{event.global_step - event.back_to} steps back to {event.back_to}"
     if event.recovery == "partial":
         whose = "their" if len(event.servers) > 1 else "its"
-        return f"{gone}: partial recovery: only {whose} variables go {back}; the others are kept"
-    return f"{gone}: full recovery: all variables go {back} ({event.reason})"
+        return f"{gone}; partial recovery: only {whose} variables go {back}; the others are kept"
+    return f"{gone}; full recovery: all variables go {back} ({event.reason})"
 
 
 def _describe_servers(event: events.AttemptBegin) -> str:
@@ -57,7 +57,8 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         else f"{event.uri} is selected: {event.why}"
     ),
     events.TableEmpty: lambda event: (
-        f"warning: the table {event.table} has no row, so all ids share one row: {event.why}"
+        f"warning: the table {event.table} has no rows, so its ids share one row per shard: "
+        f"{event.why}"
     ),
     events.Restart: lambda event: f"{event.task} ended with {event.cause} and is restarted",
     events.ServersLost: _lost,

@@ -241,7 +241,7 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
     if other:
         raise UserError(
             f"nothing is exported: {decision} was made for another {other[0]} "
-            f"({judged[other[0]]}); evaluate and check {inputs_from['checkpoint']} first"
+            f"({judged[other[0]]}); evaluate {inputs_from['checkpoint']} and run the gate first"
         )
     return str(decided["evaluation"])
 

@@ -115,10 +115,9 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         # This condition is also true for NaN.
         elif not difference <= form.tolerance:
             raise UserError(
-                f"nothing is exported: as {name} the model's predictions for {count} "
+                f"nothing is exported: in the format {name}, the model's predictions for {count} "
                 f"test examples differ by up to {difference:g} from the original "
-                f"({form.tolerance:g} "
-                "is allowed)"
+                f"({form.tolerance:g} is allowed)"
             )
     return {"examples": count, "formats": formats}
 
@@ -142,9 +141,9 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     # With few examples, a single wrong prediction may exceed the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
-            f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
-            f"examples, but the original has {expected:g} (a loss of {form.tolerance:g} is "
-            f"allowed); leave {name} out of export.formats"
+            f"nothing is exported: in the format {name}, the model has {metric} {value:g} on "
+            f"{count} test examples, but the original has {expected:g} (a loss of "
+            f"{form.tolerance:g} is allowed); leave {name} out of export.formats"
         )
     found = {"metric": metric, "value": value, "original": expected}
     return {**found, "lost": lost, "examples": count}
@@ -176,8 +175,8 @@ def require_served(subject: Subject) -> None:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
         raise ConfigError(
-            "export.formats: the model calls Python by tf.py_function or tf.numpy_function, which "
-            "a server of a saved_model cannot run; use TensorFlow operations or keras.ops"
+            "export.formats: the model calls Python through tf.py_function or tf.numpy_function, "
+            "which a server of a saved_model cannot run; use TensorFlow operations or keras.ops"
         )
 
 
@@ -210,7 +209,7 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
             "it uses a table or a variable that is not an attribute of the model or of one of its "
             "layers"
         )
-    remedy = "; give its own classes a get_config" if name == "keras" else ""
+    remedy = "; define get_config in your own classes" if name == "keras" else ""
     if name != "saved_model":
         remedy += f"{', or' if remedy else ';'} leave {name} out"
     return ConfigError(

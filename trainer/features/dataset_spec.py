@@ -98,17 +98,17 @@ class DatasetSpec:
             UserError: the manifest is invalid, describes no dataset, or has another version.
         """
         if manifest.kind != KIND:
-            raise UserError(f"it is a {manifest.kind}, not a {KIND}: check the URI")
+            raise UserError(f"the given dataset is a {manifest.kind}, not a {KIND}; check its URI")
         found = manifest.fields.get("dataset_schema")
         if found != SCHEMA:
             raise UserError(
-                f"the dataset has schema {found}, but this version reads {SCHEMA}: prepare it again"
+                f"the dataset has schema {found}, but this version reads {SCHEMA}; prepare it again"
             )
         said = parse_record(_Fields, dict(manifest.fields))
         if said is None or said.block_rows < 1:
             raise Corrupt(
-                "the manifest of the dataset lacks a field, or has one of another type: prepare it "
-                "again"
+                "the manifest of the dataset lacks a field, or a field has the wrong type; prepare "
+                "the dataset again"
             )
         more = {each.name: getattr(said, each.name) for each in fields(said)}
         shards = {name: split.shards for name, split in more.pop("splits").items()}

@@ -151,11 +151,11 @@ def require_lite(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         why = ""
         if isinstance(layer, Vocabulary | Words):
-            why = f"string operations, with which {layer.name} looks up known texts"
+            why = f"string operations, which {layer.name} needs to look up known texts"
         elif isinstance(layer, Normalization) and layer.is_double:
             why = (
-                f"float64 arithmetic, with which {layer.name} keeps the digits of times and large "
-                "numbers"
+                f"float64 arithmetic, which {layer.name} needs to keep the digits of times and "
+                "large numbers"
             )
         if why:
             raise ConfigError(
@@ -176,12 +176,12 @@ def require_readable(name: str, model: keras.Model) -> None:
         lacking = _UNKNOWN.search(unreadable)
         if lacking:
             raise ConfigError(
-                f"model {name}: {unreadable}: decorate {lacking[1]} with "
+                f"model {name}: {unreadable}; decorate {lacking[1]} with "
                 "@keras.saving.register_keras_serializable(), or leave keras out of export.formats"
             )
         raise ConfigError(
-            f"model {name}: {unreadable}; give its own classes a get_config, replace a Lambda by a "
-            "custom layer, or leave keras out of export.formats"
+            f"model {name}: {unreadable}; define get_config in your own classes, replace a Lambda "
+            "by a custom layer, or leave keras out of export.formats"
         )
 
 

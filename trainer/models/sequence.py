@@ -104,7 +104,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     length = places.given.get(length_name(name))
     if x.dtype == "string":
         if len(shape) != 1:
-            raise ConfigError(f"needs lists of texts, but {name!r} has the shape {shape}")
+            raise ConfigError(f"it needs lists of strings, but {name!r} has the shape {shape}")
         layer = spec.vocabulary(name, least=_LEAST, padding=True)
         numbers = layer(x)
         # Padding is the empty string, which has the number 1.
@@ -112,7 +112,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
             name, ops.where(ops.equal(numbers, 1), 0, numbers + 1), length
         )
     if len(shape) > _VECTORS:
-        raise ConfigError(f"needs sequences of numbers or vectors, but {name!r} has {shape}")
+        raise ConfigError(f"it needs sequences of numbers or vectors, but {name!r} has {shape}")
     known = _known(name, x, length)
     found = []
     statistics, whole = spec.statistics(name), "int" in x.dtype

@@ -154,9 +154,11 @@ class InputSpec:
         """
         if isinstance(self.output_shape, Mapping):
             names = ", ".join(self.output_shape)
-            raise ConfigError(f"returns one output, but the task has {names}; {_OWN_MODEL}")
+            raise ConfigError(f"it returns one output, but the task has {names}; {_OWN_MODEL}")
         if not self.output_shape or self.output_shape[-1] < 0:
-            raise ConfigError(f"returns one row of numbers, not {self.output_shape}; {_OWN_MODEL}")
+            raise ConfigError(
+                f"it returns one row of numbers, not {self.output_shape}; {_OWN_MODEL}"
+            )
         return self.output_shape[-1]
 
     def statistics(self, name: str) -> FeatureStatistics:
@@ -230,7 +232,7 @@ class InputSpec:
     def _text(self, name: str) -> FeatureStatistics:
         found = self.statistics(name)
         if found.kind not in (TEXT, UNKNOWN_KIND):
-            raise ConfigError(f"{name!r} is a {found.kind}, not a text: it has no vocabulary")
+            raise ConfigError(f"{name!r} is a {found.kind}, not a text, so it has no vocabulary")
         return found
 
     def symbols(self) -> Any:
@@ -279,9 +281,9 @@ def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     """
     if isinstance(spec.shape, Mapping):
         names = ", ".join(spec.shape)
-        raise ConfigError(f"needs one input feature, but the dataset has {names}; {_OWN_MODEL}")
+        raise ConfigError(f"it needs one input feature, but the dataset has {names}; {_OWN_MODEL}")
     if spec.dtype == "string":
-        raise ConfigError(f"needs numbers, but the dataset's input is a text; {_OWN_MODEL}")
+        raise ConfigError(f"it needs numbers, but the dataset's input is a string; {_OWN_MODEL}")
     given = spec.symbols()
     scale = 1 / 255 if spec.dtype == "uint8" else 1.0
     return given, keras.layers.Rescaling(scale, name="flotilla_scale")(given)

@@ -224,7 +224,7 @@ class Places:
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(
-                f"needs one text per example, but {name!r} has {list(shape)} of them; use "
+                f"it needs one string per example, but {name!r} has {list(shape)} of them; use "
                 "`sequence`"
             )
         known = self.spec.statistics(name)
@@ -246,7 +246,7 @@ class Places:
     def _sequence(self, name: str, x: Any, shape: tuple[int | None, ...]) -> list[Any]:
         if x.dtype == "string" or len(shape) > _VECTORS:
             raise ConfigError(
-                f"needs sequences of numbers or vectors, but {name!r} is {x.dtype} of shape "
+                f"it needs sequences of numbers or vectors, but {name!r} is {x.dtype} of shape "
                 f"{shape}; use `sequence`, or write your own"
             )
         length = self.given.get(length_name(name))

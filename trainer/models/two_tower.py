@@ -77,7 +77,7 @@ def two_tower(  # noqa: PLR0913
     tables_of = _tables(spec, rows, tables)
     dimension, shards = size("dimension", dimension), size("shards", shards)
     if unknown not in UNKNOWN:
-        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
+        raise ConfigError(f"unknown: {unknown!r} is not one of {', '.join(UNKNOWN)}")
     given = spec.symbols()
     found = {}
     for name, wanted in tables_of.items():
@@ -122,7 +122,7 @@ def growing_table(
     dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
     if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
         raise ConfigError(
-            f"tables.{name}: ids must be whole numbers of up to 64 bits or texts, but {name!r} is "
+            f"tables.{name}: ids must be 64-bit whole numbers or strings, but {name!r} is "
             f"{dtype}{advise_type(dtype)}"
         )
     drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
@@ -164,11 +164,11 @@ def _tables(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
         )
         raise ConfigError(
-            f"needs {CLASSES} classes, but the dataset has {spec.num_classes}{of_rating}"
+            f"it needs {CLASSES} classes, but the dataset has {spec.num_classes}{of_rating}"
         )
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(
-            f"needs {TOWERS} input features, but the dataset has {_describe_inputs(spec)}; set "
+            f"it needs {TOWERS} input features, but the dataset has {_describe_inputs(spec)}; set "
             "data.inputs: [USER, ITEM]"
         )
     assert isinstance(spec.dtype, Mapping)
@@ -179,16 +179,16 @@ def _tables(
         may_be_text = name in growing or (sized and spec.dtype[name] == "string")
         if tuple(shape) or (not may_be_text and "int" not in spec.dtype[name]):
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
-            gaps = "; whole numbers with missing values are read as floats: fill them"
+            gaps = "; whole numbers are read as floats if some are missing: fill the missing values"
             raise ConfigError(
-                f"needs one whole number as {name!r}, but the dataset has "
+                f"it needs one whole number as {name!r}, but the dataset has "
                 f"{_describe_inputs(spec)}{gaps if are_floats else ''}"
             )
     if sized:
         return dict.fromkeys(spec.shape)
     if sorted([*fixed, *growing]) != sorted(spec.shape):
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
-        also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""
+        also = f", except for features with a capacity in tables ({tables!r})" if tables else ""
         raise ConfigError(f"rows: {rows!r} is not allowed; it must be {{{wanted}}}{also}")
     return {
         name: growing[name] if name in growing else size(f"rows of {name}", fixed[name])
@@ -204,14 +204,14 @@ def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
         if len(vocabulary.values) < _NEARLY * known.distinct:
             raise ConfigError(
                 f"{name!r} has about {known.distinct} values, but data.vocabulary keeps only "
-                f"{len(vocabulary.values)} of them: set data.vocabulary to {known.distinct} or "
+                f"{len(vocabulary.values)} of them; set data.vocabulary to {known.distinct} or "
                 "more, or use tables"
             )
         return vocabulary(ids), vocabulary.size
     most = int(known.most or 0)
     if most >= max(_MOST_ROWS, _SPARSE * known.distinct):
         raise ConfigError(
-            f"{name!r} has ids up to {most}, but only about {known.distinct} different ones: set "
+            f"{name!r} has ids up to {most}, but only about {known.distinct} different ones; set "
             f"data.types: {{{name}: text}}, or tables"
         )
     is_known = keras.ops.logical_and(ids >= 0, ids <= most)
@@ -392,20 +392,21 @@ def _check(
     wanted = [*looked_up, *filter(None, [popularity])]
     if twice := [name for name, count in Counter(wanted).items() if count > 1]:
         raise ConfigError(
-            f"{twice[0]!r} is named twice; a feature can be only one of: id, attribute, popularity"
+            f"{twice[0]!r} is named twice; a feature can be only one of id, attribute and "
+            "popularity"
         )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
-        raise ConfigError(f"takes {', '.join(wanted)}; set data.inputs to them")
+        raise ConfigError(f"it needs the inputs {', '.join(wanted)}; set data.inputs to them")
     for name in wanted:
         if name not in spec.shape:
             hint = nearest(name, spec.shape) or f" (the inputs are {', '.join(spec.shape)})"
             raise ConfigError(f"there is no input {name!r}{hint}")
         if tuple(spec.shape[name]):
             what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
-            raise ConfigError(f"needs one value as {name!r}, but it is {what}")
+            raise ConfigError(f"it needs one value of {name!r}, which is {what}")
     if others := [name for name in spec.shape if name not in wanted]:
         raise ConfigError(
-            f"it does not use the input {others[0]!r}: name it in user_attributes or "
+            f"it does not use the input {others[0]!r}; name it in user_attributes or "
             "item_attributes, or leave it out of data.inputs"
         )
     if popularity and spec.dtype[popularity] in {"string", "bool"}:

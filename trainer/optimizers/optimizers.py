@@ -71,29 +71,36 @@ def accept_compiled(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer of a compiled model; raises `ConfigError` if it is not supported."""
-    key = "training.optimizer.name: model"
+    key = "training.optimizer.name"
     if of_model is None:
         raise ConfigError(
-            f"{key} is the optimizer that the model is compiled with, but the model is not "
-            f"compiled; compile it, or name one of {', '.join(available())}"
+            f"{key}: {OF_MODEL} is the optimizer that the model is compiled with, but the model is "
+            f"not compiled; compile it, or name one of {', '.join(available())}"
         )
     if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
         # Keras wraps all optimizers in float16 models; here the strategy scales the loss.
         if training.mixed_precision != "float16":
-            raise ConfigError(f"{key} scales the loss; set training.mixed_precision: float16")
+            raise ConfigError(
+                f"{key}: the model is compiled with an optimizer that scales the loss; set "
+                "training.mixed_precision: float16"
+            )
         of_model = of_model.inner_optimizer
     name = type(of_model).__name__
     if name in NOT_OFFERED:
         raise ConfigError(
-            f"{key} is {name}, which cannot be used here; compile with another optimizer"
+            f"{key}: the model is compiled with {name}, which cannot be used here; compile it with "
+            "another optimizer"
         )
     for argument in ("loss_scale_factor", "gradient_accumulation_steps", "use_ema"):
         if getattr(of_model, argument, None):
-            raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
+            raise ConfigError(
+                f"{key}: the model is compiled with {argument}, which is not supported; leave it "
+                f"out and {REFUSED[argument]}"
+            )
     if getattr(of_model, "_exclude_from_weight_decay", None):
         raise ConfigError(
-            f"{key} excludes variables from weight decay by var_list, but every task creates its "
-            "own variables; pass var_names to exclude_from_weight_decay"
+            f"{key}: the model's optimizer excludes variables from weight decay by var_list, but "
+            "every task creates its own variables; pass var_names to exclude_from_weight_decay"
         )
     return of_model
 
@@ -105,8 +112,8 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
-            f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be "
-            f"recreated from its get_config: {user_code.format_error(error)}"
+            f"training.optimizer.name: the model is compiled with {type(optimizer).__name__}, "
+            f"which cannot be recreated from its get_config: {user_code.format_error(error)}"
         ) from error
     if pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
         made.exclude_from_weight_decay(var_names=[pattern.pattern])
@@ -180,7 +187,7 @@ def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: ob
 def _check_value(argument: str, default: object, value: Any) -> tuple[bool, str]:
     if argument == "exclude_layers":
         fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return fits, "a list of texts"
+        return fits, "a list of strings"
     if isinstance(default, bool):
         return isinstance(value, bool), "true or false"
     if argument.endswith("_steps"):

@@ -118,7 +118,8 @@ def _cast(column: pa.ChunkedArray, field: pa.Field) -> pa.ChunkedArray:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         raise UserError(
             f"the column {field.name!r} is {column.type} in some rows and {field.type} in others, "
-            "which parquet cannot hold; write .jsonl, or leave it out of --columns"
+            "which a Parquet file cannot store; write a .jsonl file, or leave the column out of "
+            "--columns"
         ) from None
 
 

@@ -73,7 +73,7 @@ def check(
     try:
         found = fitting.try_fit(config, dataset, seconds=seconds, elsewhere=is_remote)
     except fitting.NotKnownError as error:
-        return Checked(notes=(f"not known: {error}",))
+        return Checked(notes=(f"it is unknown whether model and dataset fit: {error}",))
     return Checked(found=found, notes=tuple(found.get("notes", ())))
 
 
@@ -121,8 +121,8 @@ def remark_on_path(data: DataConfig) -> str:
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (
-        f"data.source: {data.source} is a path on this machine, which no step of the instance can "
-        "read: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
+        f"data.source: {data.source} is on this machine, where the steps of the instance cannot "
+        "read it; put the files into gs://, s3:// or minio://BUCKET/FOLDER"
     )
 
 

@@ -315,7 +315,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         yield "data.validation", share, "share of the rows that are used to select the best weights"
         yield "data.splits", {"test": share}, "share of the rows that the model is evaluated on"
     if rows and rows.is_whole and rows.count < _VERY_FEW:
-        yield "data.shards", _SHARDS, f"files of the training split: there are {rows.count} rows"
+        yield "data.shards", _SHARDS, f"files of the training split, for only {rows.count} rows"
     yield "task.name", "auto", _task(config, rows, labels)
     kinds = {name: _kind(rows, name) for name in inputs if name not in ids} if rows else {}
     kinds |= dict.fromkeys(named, choice.CATEGORY)
@@ -329,7 +329,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     if rows and rows.size < SMALL and config.cluster.launcher == "local":
         yield "training.strategy", "single", f"one process, because there is little data; {_OTHERS}"
     else:
-        yield "training.strategy", config.training.strategy, "how a step is distributed"
+        yield "training.strategy", config.training.strategy, "how training is distributed"
     yield "training.steps", "auto", "until validation stops improving; or a number, or epochs: N"
 
 
@@ -342,8 +342,8 @@ def _size(rows: Rows | None) -> str:
         return "files, folder or pattern"
     more = "" if rows.is_whole else "more than "
     if rows.form:
-        return f"{more}{rows.count:,} images, a folder for each class"
-    return f"{more}{rows.count:,} rows of {len(rows.columns):,} columns"
+        return f"{more}{rows.count:,} images, with a folder for each class"
+    return f"{more}{rows.count:,} rows with {len(rows.columns):,} columns"
 
 
 def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:

@@ -376,7 +376,8 @@ class Agent:
         if self._leads and timeout and time.monotonic() - moved > timeout:
             what = "step" if counts else "output"
             self._why = (
-                f"no {what} for {timeout:g} s: raise program.stall_timeout if it takes longer"
+                f"no {what} for {timeout:g} s; raise program.stall_timeout if the program takes "
+                "longer"
             )
             events.emit(events.Stalled(tasks=(str(self._task),), seconds=timeout))
         else:
@@ -487,7 +488,7 @@ class Agent:
         model = self._folders.model
         layouts.require_readable(model)
         if self._program.after_training == EVALUATE and not layouts.find_model(model):
-            there = "is empty" if layouts.is_empty(model) else "has no complete model in it"
+            there = "is empty" if layouts.is_empty(model) else "contains no complete model"
             raise UserError(
                 f"the program ended with exit code 0 but saved no model: FLOTILLA_MODEL ({model}) "
                 f"{there}; save a .keras file or a SavedModel there, or set "

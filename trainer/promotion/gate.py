@@ -215,7 +215,7 @@ def _parts(
     rows = {row["value"]: row["metrics"] for row in slices[feature]}
     if value is not None and value not in rows:
         raise ConfigError(
-            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (there is "
+            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (its values: "
             f"{', '.join(rows)})"
         )
     for each in rows if value is None else [value]:
@@ -286,7 +286,10 @@ def _margin(
     metric = paired["metric"]
     best = (constant.get("metrics") or {}).get(metric)
     if best is None:
-        why = f"no constant prediction has {metric}, so a margin of {rule.margin} of the gain is 0"
+        why = (
+            f"the {metric} of a constant prediction is unknown, so a margin of {rule.margin} of "
+            "the gain is 0"
+        )
         return 0.0, why
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:

@@ -187,8 +187,9 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
         kinds = tuple(registry.read_kinds(each).get(name) for each in (before, now))
         if kinds == ("classification", "binary_classification"):
             return (
-                f"the task{f' of {name!r}' * bool(name)} {since}, which now has one output for "
-                f"each class; set {key}.name: classification, or give this model another name"
+                f"the task{f' of {name!r}' * bool(name)} has one output, but {champion.uri} has "
+                f"one for each class; set {key}.name: classification, or give this model another "
+                "name"
             )
         if not are_same([was], [now_positive]):
             return (

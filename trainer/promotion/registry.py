@@ -429,7 +429,7 @@ def champion_checkpoint(root: str, name: str) -> str:
     if not uri or not storage.is_published(uri):
         raise UserError(
             f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, no "
-            f"longer exists ({uri or 'none is recorded'}): give another checkpoint, or leave it "
+            f"longer exists ({uri or 'none is recorded'}); give another checkpoint, or leave it "
             "empty"
         )
     return uri

@@ -257,7 +257,7 @@ def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
     if value is None or own is None:
         return ""
     theirs, mine = apart(value, own, interval=_interval(found))
-    return f" reaches {spell_metric(found['metric'])} {theirs}, this model {mine}"
+    return f" reaches {spell_metric(found['metric'])} {theirs}, and this model {mine}"
 
 
 def _name_unjudged(champion: Facts) -> list[str]:

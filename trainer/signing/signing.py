@@ -36,6 +36,10 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD = "flotilla/training/v1"
 _COMMIT_DIGITS = 40
+_CREATE = {
+    "private": "openssl ecparam -name prime256v1 -genkey -noout",
+    "public": "openssl ec -in PRIVATE_KEY_FILE -pubout",
+}
 _BEATEN = re.compile(r"(?P<path>.+)\.[0-9a-f]{12}", re.DOTALL)
 
 
@@ -116,7 +120,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
-        raise Corrupt(f"{uri}: its manifest lists no SavedModel: export it again")
+        raise Corrupt(f"{uri}: its manifest lists no SavedModel; export it again")
     above, _, number = place.rpartition("/")
     if not above:
         return
@@ -127,7 +131,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     for each in served:
         if each.stored_at != each.path:
             raise Corrupt(
-                f"{uri}: {each.path} is not at the path that a server reads: export it again"
+                f"{uri}: {each.path} is not at the path that a server reads; export it again"
             )
 
 
@@ -193,7 +197,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
     signature = folder / SIGNATURE
     if not signature.is_file():
         raise UnsignedError(
-            f"{where} is not signed, and {PUBLIC_KEY} is set: sign it by running its export again "
+            f"{where} is not signed, and {PUBLIC_KEY} is set; sign it by running its export again "
             f"with {PRIVATE_KEY}, or unset {PUBLIC_KEY}"
         )
     try:
@@ -232,8 +236,8 @@ def _usable(variable: str, key: Path) -> Any:
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
-            f"{variable}: {key} is not a {kind} key on an elliptic curve in PEM without a "
-            "password: create one with `openssl ecparam -name prime256v1 -genkey`"
+            f"{variable}: {key} is not a {kind} key on an elliptic curve, in PEM format and "
+            f"without a password; create one with `{_CREATE[kind]}`"
         ) from None
 
 

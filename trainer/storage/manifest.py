@@ -107,7 +107,7 @@ class Manifest:
         for name in ("kind", "created"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{name}: {value!r} is not a text")
+                raise ValueError(f"{name}: {value!r} is not a string")
         if taken := [name for name in self.fields if name in RESERVED]:
             raise ValueError(f"the field names {', '.join(taken)} are reserved by the manifest")
         ordered = tuple(sorted(self.files, key=lambda entry: entry.path))

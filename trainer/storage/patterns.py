@@ -128,7 +128,10 @@ def _path(key: str, text: str) -> str:
 
 def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
     if pattern.count(SPAN) + pattern.count(DATE) > 1:
-        raise ConfigError(f"{key}: {text!r}: write {SPAN} or {DATE} once")
+        raise ConfigError(
+            f"{key}: {text!r} contains {SPAN} or {DATE} more than once; write only one of them, "
+            "once"
+        )
     try:
         return re.compile(_to_expression(pattern) + "(?P<below>/.*)?", re.DOTALL)
     except (re.error, UserError) as error:
@@ -158,7 +161,7 @@ def _token(pattern: str, at: int) -> tuple[str, str]:
     if rest[0] == "{":
         choices, token = _braces(rest)
         if len(choices) == 1:
-            raise UserError(f"{token} is unknown: write {SPAN}, {DATE} or {{a,b}}")
+            raise UserError(f"{token} is unknown; write {SPAN}, {DATE} or {{a,b}}")
         return token, f"(?:{'|'.join(map(_to_expression, choices))})"
     return rest[0], re.escape(rest[0])
 

@@ -369,7 +369,7 @@ def _scan(directory: Path, kind: str) -> tuple[FileEntry, ...]:
     for folder, folders, names in os.walk(directory, onerror=fail):
         for name in folders:
             if (Path(folder) / name).is_symlink():
-                raise UserError(f"cannot publish {Path(folder) / name}: a link to a folder")
+                raise UserError(f"cannot publish {Path(folder) / name}: it is a link to a folder")
         # The staging folder of an interrupted `fetch` is not content.
         folders[:] = [name for name in folders if not is_staging(name)]
         paths = (Path(folder) / name for name in names)
@@ -385,7 +385,7 @@ def _scan(directory: Path, kind: str) -> tuple[FileEntry, ...]:
 def _entry(directory: Path, path: Path) -> FileEntry:
     name = path.relative_to(directory).as_posix()
     if path.exists() and not path.is_file():
-        raise UserError(f"cannot publish {path}: neither a file nor a folder")
+        raise UserError(f"cannot publish {path}: it is neither a file nor a folder")
     try:
         name.encode()
     except UnicodeEncodeError:

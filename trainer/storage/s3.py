@@ -112,8 +112,8 @@ class S3Bucket:
                 "renewed automatically"
             ),
             Trouble.NO_TLS: (
-                "write http:// in the endpoint of a store without TLS; set AWS_CA_BUNDLE to the "
-                "certificate of its authority"
+                "for a store without TLS, write http:// in the endpoint; otherwise, set "
+                "AWS_CA_BUNDLE to the certificate of its CA"
             ),
         }
     )
@@ -131,7 +131,7 @@ class S3Bucket:
             answer = self._client.get_object(**self._object_key(key))
             data: bytes = answer["Body"].read()
             if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
-                raise DamagedInTransitError(f"{key} was received with other content than is stored")
+                raise DamagedInTransitError(f"{key} was damaged during the download")
             return data
 
         return self._retry(whole)

@@ -63,7 +63,7 @@ def find_scheme(uri: str) -> str:
     """Return the scheme of `uri`. Raises `UserError` unless it is a URI with a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
-        raise UserError(f"{_strip_query(uri)!r} is not a storage URI: write it as {FORMS}")
+        raise UserError(f"{_strip_query(uri)!r} is not a storage URI; write it as {FORMS}")
     return scheme
 
 
@@ -189,7 +189,7 @@ def _check_key(bare: str, path: str) -> str:
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
     if too_long:
         raise UserError(
-            f"{uri[:100]!r}... is not a storage URI: its path is too long: use shorter names"
+            f"{uri[:100]!r}... is not a storage URI: its path is too long; use shorter names"
         )
     if any(name in ("", ".", "..") for name in names):
         raise UserError(f"{uri!r} is not a storage URI: its path has an empty part, '.' or '..'")
@@ -211,7 +211,7 @@ def web_address(text: str, where: str) -> str:
     if not right or not text.isprintable() or " " in text:
         said = repr(text) if "@" not in text else "its value"
         raise ConfigError(
-            f"{where}: {said} is not the address of a store: write it as http://host:port"
+            f"{where}: {said} is not the address of a store; write it as http://host:port"
         )
     return text
 

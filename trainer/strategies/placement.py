@@ -346,7 +346,8 @@ def check(paths: Sequence[str], servers: int, named: Mapping[str, str]) -> None:
     for glob, name in named.items():
         if not 0 <= server_number(name) < servers:
             raise ConfigError(
-                f"cluster.placement: {glob!r} is on {name!r}; it must be ps:0 to ps:{servers - 1}"
+                f"cluster.placement: {glob!r} is placed on {name!r}; it must be ps:0 to "
+                f"ps:{servers - 1}"
             )
         if not any(fnmatchcase(path, glob) for path in paths):
             raise ConfigError(

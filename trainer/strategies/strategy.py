@@ -402,7 +402,7 @@ def require_updates(config: Config, model: keras.Model) -> None:
     """Raise `ConfigError` if the model does not support the configured kind of update."""
     table_state.require(config, model)
     if has_own_step(model):
-        _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")
+        _refuse_updates(config, f"{type(model).__name__}.train_step applies its updates itself")
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             why = f"{layer.name} (SpectralNormalization) changes weights outside the update"

@@ -445,8 +445,8 @@ class Task(ABC):
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
             raise ConfigError(
-                "its loss needs probabilities, but its last layer returns logits: add a "
-                f"{self.link} to it, or compile it with from_logits=True in the loss"
+                "its loss needs probabilities, but its last layer returns logits; add a "
+                f"{self.link} to that layer, or compile the model with from_logits=True in the loss"
             )
         if activation == "softmax" and self.output_shape[-1:] == (1,):
             raise ConfigError(

@@ -80,7 +80,10 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for name in dataset.targets:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
-            raise ConfigError(f"task.outputs.{name}.name: a part cannot have several outputs")
+            raise ConfigError(
+                f"task.outputs.{name}.name: one output cannot have several outputs itself; name "
+                "the task of this label"
+            )
         kind = infer_task(dataset, name).name if said.name == AUTO else said.name
         found[name] = _Output(kind, said, f"task.outputs.{name}")
     return found
@@ -178,7 +181,7 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
 
 def _require_feature(name: str, dataset: DatasetSpec) -> None:
     if name not in dataset.features:
-        hint = nearest(name, dataset.features) or f" (it has {', '.join(dataset.features)})"
+        hint = nearest(name, dataset.features) or f" (one of {', '.join(dataset.features)})"
         raise ConfigError(f"there is no feature {name!r}{hint}")
 
 
@@ -192,7 +195,7 @@ class Choice(NamedTuple):
 def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
     """Return the configured task, or the task that fits the targets."""
     if config.name != AUTO:
-        return Choice(config.name, "task.name is set to it")
+        return Choice(config.name, "task.name sets it")
     if len(dataset.targets) > 1:
         names = ", ".join(dataset.targets)
         choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")

@@ -241,7 +241,7 @@ def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
             return start_http_server(port, tried[0], registry)[0]
         return start_http_server(port, tried[-1], registry)[0]
     except OSError as error:
-        reason = f"cluster.metrics_port: {port} on {host}: {error.strerror or error}"
+        reason = f"cannot serve on {host}:{port} (cluster.metrics_port): {error.strerror or error}"
         log.warning("no metrics for Prometheus: %s", reason)
         events.emit(events.MetricsUnserved(reason=reason))
         return None

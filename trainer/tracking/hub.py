@@ -55,7 +55,7 @@ class Hub:
             if is_sent_openly(address):
                 raise UserError(
                     f"registry.hub: {mask(address)} is plain http, and a token is sent only "
-                    "over https: use https"
+                    "over https; use https"
                 )
             self._session.headers["Authorization"] = f"Bearer {token}"
 

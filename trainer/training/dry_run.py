@@ -149,8 +149,8 @@ def _require_memory(config: Config, model: keras.Model) -> None:
     size = sum(math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in model.variables)
     if size > pods * amount(limit):
         raise ConfigError(
-            f"cluster.kubernetes: the variables of model {config.model.name} are {size / 1e9:.3g} "
-            f"GB, but the memory of {pods} {role} is limited to {limit} each; raise the limit"
+            f"cluster.kubernetes: the variables of model {config.model.name} take {size / 1e9:.3g} "
+            f"GB, more than the memory limit of {role} ({pods} x {limit}); raise the limit"
         )
 
 
@@ -187,8 +187,8 @@ def _require_compiler(config: Config, objective: Objective) -> None:
         optimizers.accept_compiled(config.training, objective.optimizer)
     elif found:
         log.info(
-            "the optimizer %s that the model is compiled with is not used: "
-            "training.optimizer sets %s (name: model uses it)",
+            "the optimizer %s that the model is compiled with is not used: training.optimizer "
+            "sets %s (set name: model to use it)",
             type(found.optimizer).__name__,
             config.training.optimizer.name,
         )
@@ -514,7 +514,10 @@ def _why_not_finite(training: TrainingConfig, batch: Any) -> str:
     inputs = batch[0] if isinstance(batch[0], Mapping) else {"the input": batch[0]}
     for name, each in inputs.items():
         if each.dtype.is_floating and np.isnan(each.numpy()).any():
-            return f"{name} is missing (NaN) in one of them; fill it, as the model tabular does"
+            return (
+                f"{name} is missing (NaN) in at least one of them; fill missing values, as the "
+                "model tabular does"
+            )
     why = "look for a logarithm, a root or a norm of zero, or a division by zero"
     if training.mixed_precision == "float16":
         why += f", or for a value beyond {np.finfo(np.float16).max:.0f}, the largest float16"
@@ -546,8 +549,8 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
     for variable, value in zip(model.trainable_variables, values, strict=False):
         if not np.isfinite(value).all():
             raise _NumbersError(
-                f"the gradient of {variable.path} on a few examples is not finite, though the loss "
-                f"is: {why}"
+                f"the gradient of {variable.path} on a few examples is not finite, although the "
+                f"loss is: {why}"
             )
     if values and not any(each.any() for each in values):
         raise _NoGradientError(

@@ -44,10 +44,8 @@ def configure_gpus(config: Config, task: Task) -> None:
     seen = tf.config.list_physical_devices("GPU")
     if len(seen) < wanted:
         raise ConfigError(
-            f"{task} was assigned {wanted} GPUs (cluster.gpus_per_worker) but finds "
-            f"{len(seen)}: check the node's driver and the image's CUDA, or set it to 0 to train "
-            f"on "
-            "the CPU"
+            f"{task} was assigned {wanted} GPUs (cluster.gpus_per_worker) but finds {len(seen)}: "
+            "check the node's driver and the image's CUDA, or set the key to 0 to train on the CPU"
         )
     for gpu, limit in zip_longest(seen, list_gpu_limits(config.cluster, len(seen))):
         if not limit:

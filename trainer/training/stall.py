@@ -93,7 +93,7 @@ class StallWatch:
             self._waits += 1
             # Wait twice, because a restarted task answers before it makes its first step.
             if self._waits > 1:
-                self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
+                self._end(f"every task responds; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
         """Return whether all graphs are traced and compiled, or have had enough time for it."""

@@ -177,7 +177,9 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
     needed = {"ps": used.servers, "worker": used.workers}
     for role, is_needed in needed.items():
         if is_needed and not tasks.count(role):
-            raise ConfigError(f"training.strategy: {strategy} needs a {role}; the cluster has none")
+            raise ConfigError(
+                f"training.strategy: {strategy} needs a {role}, but the cluster has none"
+            )
     if tasks.count("chief") and not used.chief:
         raise ConfigError(
             f"training.strategy: {strategy} is led by worker 0; leave the chief out of the cluster"

@@ -98,7 +98,7 @@ def require_contract(task: Task, features: Mapping[str, FeatureSpec]) -> None:
 
 def _require_attributes(task: Task) -> None:
     for name, kind in (("name", str), ("main_metric", str), ("directions", Mapping)):
-        example = "a mapping from metric to direction" if kind is Mapping else "a text"
+        example = "a mapping from metric to direction" if kind is Mapping else "a string"
         holds = isinstance(getattr(task, name, None), kind)
         _require(holds, f"its attribute {name} must be {example}")
     allowed = get_args(Direction)
@@ -167,8 +167,8 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
         _require(
             np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
             f"its {'loss' if name == LOSS else f'metric {name!r}'} of {EXAMPLES} examples is "
-            f"{value:g}, and {other:g} if its states over two parts of them are added: a state "
-            "must be a sum over the examples, a loss the mean",
+            f"{value:g}, but {other:g} if the states of two parts of them are added; a state must "
+            "be a sum over the examples, and a loss must be their mean",
         )
 
 
@@ -188,8 +188,7 @@ def _require_answers(task: Task, outputs: Array) -> None:
     for name, each in answers.items():
         _require(
             isinstance(each, tf.Tensor) and each.shape[:1] == [EXAMPLES],
-            f"answers(): the first axis of {name!r} must be the first axis of the outputs, the "
-            "examples",
+            f"answers(): the first axis of {name!r} must have one entry for each example",
         )
     arrays = {name: each.numpy() for name, each in answers.items()}
     again = call_user_code("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
@@ -199,8 +198,8 @@ def _require_answers(task: Task, outputs: Array) -> None:
     )
     _require(
         before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
-        "outputs_of(answers(outputs)) returns other predictions than the outputs, so a champion, "
-        "of which only the answers are known, would be evaluated as another model",
+        "outputs_of(answers(outputs)) does not give the same predictions as the outputs, so a "
+        "champion, of which only the answers are known, would be evaluated as another model",
     )
 
 

@@ -80,7 +80,7 @@ def _error(state: tenacity.RetryCallState) -> BaseException | None:
 def describe_refusal(error: RefusedError, kind: JobKind) -> str:
     """Return the message for a request that the API refused, with a suggested fix."""
     remedy = _remedy(error, kind)
-    return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", remedy]))
+    return "; ".join(filter(None, [f"the Kubernetes API refused a request: {error}", remedy]))
 
 
 def _remedy(error: RefusedError, kind: JobKind) -> str:
@@ -105,7 +105,7 @@ def describe_foreign_deletion(job: str) -> str:
 
 def silent_controller(kind: JobKind | None, seconds: float, detail: str) -> str:
     """Return the message for a controller that has ignored a job for `seconds`."""
-    look = f"; is it running? {kind.show}" if kind else ""
+    look = f"; check whether it is running: {kind.show}" if kind else ""
     return (
         f"the {kind.controller if kind else 'controller'} has not reacted for {seconds:g} s "
         f"(cluster.kubernetes.deadlines.operator): {detail}{look}"

@@ -83,7 +83,7 @@ class LogView:
     def require_task(self, run_id: str, tasks: Collection[str]) -> None:
         """Raise a `ConfigError` if the run has no such task."""
         if self.task and self.task not in tasks:
-            known = nearest(self.task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
+            known = nearest(self.task, tasks) or f" (its tasks: {', '.join(tasks) or 'none yet'})"
             raise ConfigError(f"--task: the run {run_id} has no task {self.task!r}{known}")
 
     def enter(self, step: str) -> None:

@@ -40,7 +40,8 @@ def test_an_operator_that_is_not_running_is_named_at_once(kube):
     message = attempt.failure()
     assert message.startswith(
         "the training operator has not reacted for 1 s (cluster.kubernetes.deadlines.operator): "
-        "the job has neither a status nor a pod; is it running? kubectl get deployments"
+        "the job has neither a status nor a pod; check whether it is "
+        "running: kubectl get deployments"
     )
     kube.wait_until_deleted()
 
@@ -111,7 +112,7 @@ def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason,
     kube.event(tasks["worker-0"]["metadata"]["name"], "Failed", "not found")
     message = attempt.failure()
     limit = "1 s (cluster.kubernetes.deadlines.container)"
-    assert message.startswith(f"worker-0 cannot start, for {limit}: {reason}: {words}; {remedy}")
+    assert message.startswith(f"worker-0 could not start for {limit}: {reason}: {words}; {remedy}")
     kube.wait_until_deleted()
 
 
@@ -154,7 +155,7 @@ def test_a_registry_that_hiccups_is_waited_for():
     assert (deadlines.seconds_left(), deadlines.find_exceeded([failing])) == (30, "")
     now[0] = 230.0
     assert deadlines.find_exceeded([failing]).startswith(
-        "worker-0 cannot start, for 120 s (cluster."
+        "worker-0 could not start for 120 s (cluster."
     )
 
 
@@ -305,13 +306,13 @@ class TestStart:
     def test_the_first_step(self, deadlines):
         pods = [of_state("chief-0", running={}), of_state("worker-0", running={})]
         deadlines.observe(pods)
-        said = "all tasks are running, but training has made no step yet"
+        said = "all tasks are running, but training has not completed a step yet"
         assert deadlines.start(pods) == (2, said)
         assert not deadlines.is_training
         # A possible cause is a Service of another job with the same name.
         deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
         assert deadlines.start(pods)[1].endswith(
-            "no step yet; these names do not resolve: a-ps-0-0.a"
+            "not completed a step yet; these names do not resolve: a-ps-0-0.a"
         )
         deadlines.restart_progress()
         assert deadlines.is_training
@@ -335,7 +336,9 @@ def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypa
 
     kube.store.wait(lambda: said(words))
     kube.run_all()
-    kube.store.wait(lambda: said("all tasks are running, but training has made no step yet"))
+    kube.store.wait(
+        lambda: said("all tasks are running, but training has not completed a step yet")
+    )
     kube.finish("chief-0", 0)
     attempt.succeed()
     assert said("", over=True)

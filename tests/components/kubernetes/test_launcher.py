@@ -451,7 +451,7 @@ def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
     kube.server.control.is_webhook_silent = True
     message = Attempt(job_of(settings(operator=1))).failure()
     assert message.startswith("the training operator has not reacted for 1 s (cluster.kubernetes.")
-    assert 'no endpoints available for service "training-operator"; is it running? kubectl' in (
+    assert 'no endpoints available for service "training-operator"; check whether it is' in (
         message
     )
     kube.server.control.is_webhook_silent = False

@@ -152,7 +152,7 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
     kube.install_jobset(replicas=0)
     evict(kube, "worker-0")
     kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
-    assert "the JobSet controller is not running or rejected it; see: kubectl get" in caplog.text
+    assert "the JobSet controller is not running or rejected the pod; see: kubectl" in caplog.text
     kube.install_jobset()
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)

@@ -115,7 +115,7 @@ def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
         warm("champion", root)
     assert str(caught.value) == (
         "training.warm_start: the checkpoint of digits's champion, version 1, no longer exists "
-        f"({checkpoint}): give another checkpoint, or leave it empty"
+        f"({checkpoint}); give another checkpoint, or leave it empty"
     )
 
 

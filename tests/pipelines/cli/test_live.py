@@ -256,7 +256,8 @@ def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
         "training begins with the weights of gs://b/step-00000005",
         "training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded (a, b)",
         "global step 9 of 12 is selected: best by validation loss",
-        "warning: the table user_embedding has no row, so all ids share one row: it was frozen",
+        "warning: the table user_embedding has no rows, so its ids share one row per shard: it was "
+        "frozen",
         "waiting for the lease of file:///c: run a (process 7 on h) may be dead, but holds it "
         "until 2027-01-15 08:00:00 UTC",
         "took over the lease of file:///c from run a (process 7 on h), which has ended",

@@ -31,7 +31,10 @@ def home(tmp_path, monkeypatch):
 def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
     found = fits(parse_config({}), seconds=0.05)
     assert found.state == "warn"
-    assert found.message == "not known: the dry run of the model: no response after 0.05 s"
+    assert found.message == (
+        "it is unknown whether model and dataset fit: the dry run of the model failed (no response "
+        "after 0.05 s)"
+    )
     assert content(home) == {"tmp"}
 
 

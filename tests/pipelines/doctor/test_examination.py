@@ -117,7 +117,7 @@ def test_one_that_hangs_is_given_up(release):
         ]
     )
     assert found == {
-        "a": ("fail", "no answer in 0.2 s"),
+        "a": ("fail", "no answer within 0.2 s"),
         "b": ("ok", "fine"),
         "c": ("skipped", "it needs a"),
         "d": ("ok", "fine"),
@@ -147,8 +147,8 @@ def test_what_a_check_that_hangs_has_left_is_removed_or_named(release, firm):
     mark = Mark(release, firm=firm)
     found = looked([Check(name="a", look=mark.hang, seconds=0.1, trace=mark)])
     assert mark.is_left == firm
-    word = "; gs://b/doctor-1 may be left, remove it" if firm else ""
-    assert found["a"] == ("fail", f"no answer in 0.1 s{word}")
+    word = "; gs://b/doctor-1 may be left over: remove it" if firm else ""
+    assert found["a"] == ("fail", f"no answer within 0.1 s{word}")
 
 
 def interrupted(check):

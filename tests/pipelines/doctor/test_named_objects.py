@@ -274,5 +274,5 @@ def test_steps_have_it_whatever_the_launcher_is(doctor, image, state):
 def test_what_is_no_image_is_wrong_usage_as_for_compile(doctor):
     report = doctor(options=("--image", "No Image"))
     assert (report.code, report.answer.get("checks")) == (2, None)
-    said = "--image 'No Image' is not the name of an image: write it as host/name:tag"
+    said = "--image 'No Image' is not the name of an image; write it as host/name:tag"
     assert said in report.err

@@ -64,7 +64,7 @@ class TestArguments:
         assert config.training.replicas_to_aggregate == 4
         assert config.cluster.gpus_per_worker == 0
         assert remarks == [
-            "training runs as processes of this machine, not as a job of Kubernetes",
+            "training runs as processes on this machine, not as a Kubernetes job",
             "this machine has no GPU, but the run used 2 for each worker",
             "only 4 of 8 workers run here",
             "only 2 of 5 parameter servers run here",
@@ -79,7 +79,7 @@ class TestArguments:
         config, remarks = trained(debug=True)
         assert config.training.strategy == "single"
         assert remarks == [
-            "the debugger needs a single process, so the strategy is single and not "
+            "the debugger needs a single process, so the strategy is single instead of "
             "async_parameter_server"
         ]
 

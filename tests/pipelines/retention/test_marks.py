@@ -40,7 +40,7 @@ def test_a_removal_is_waited_for_no_longer_than_it_may_last(root, dataset, clock
         assert in_use.use(dataset)
     assert clock.passed == pytest.approx(600, abs=1)
     assert len(caplog.messages) == 59
-    assert caplog.messages[0].startswith("waiting up to 590 s more for `flotilla gc` to end")
+    assert caplog.messages[0].startswith("waiting up to 590 s more for `flotilla gc`, which")
     assert f"about to remove {dataset}" in caplog.messages[0]
 
 

@@ -268,7 +268,7 @@ def test_what_cannot_be_dated_stays():
     run = Item(path="r", kind=RUN)
     plan = make_plan(Inventory(items={"r": run}), policy("1d", None), NOW)
     assert not plan.going
-    assert plan.remarks == ("kept: r: the time of the run is unknown",)
+    assert plan.remarks == ("kept r, because the time of the run is unknown",)
 
 
 @pytest.mark.parametrize("text", ["30", "-1d", "d", "1.5d", "0d", "23h", "3m", "٣d", " "])

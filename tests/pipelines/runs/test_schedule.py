@@ -177,7 +177,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     answer = remote("reschedule", "digits", "--json")
     assert answer.code == 0, answer.err
     assert "schedule digits was recreated: cron '0 30 2 * * *'" in answer.err
-    assert "step_memory=16Gi is no longer a run parameter: now --memory of" in answer.err
+    assert "step_memory=16Gi is no longer a run parameter; use --memory of" in answer.err
     made = the_schedule(instance)
     assert made["recurring_run_id"] != old["recurring_run_id"]
     for kept in ("trigger", "experiment_id", "no_catchup", "max_concurrency", "service_account"):

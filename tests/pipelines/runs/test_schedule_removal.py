@@ -80,7 +80,7 @@ def test_its_runs_are_cancelled_on_request(instance, remote, fire, looks):
     answer = remote("unschedule", "digits", "--cancel")
     assert answer.code == 0
     assert [run in each for each in instance.asked(":terminate")] == [True]
-    assert "which is being cancelled" in answer.err
+    assert "the run is being cancelled" in answer.err
     assert [each["state"] for each in instance.store.runs[run]["state_history"]] == [
         "CANCELING",
         "FAILED",

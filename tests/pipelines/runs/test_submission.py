@@ -176,7 +176,7 @@ def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remo
     answer = remote("submit", "--wait")
     run_id = the_run(instance)["run_id"]
     assert answer.code == 1
-    assert f"the run continues, follow it with: flotilla status {run_id} --endpoint" in answer.err
+    assert f"the run continues; follow it with: flotilla status {run_id} --endpoint" in answer.err
 
 
 def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
@@ -184,7 +184,7 @@ def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
     answer = remote("submit", "--wait")
     assert answer.code == 1
     assert "renew the token" in answer.err
-    assert "the run continues, follow it with" in answer.err
+    assert "the run continues; follow it with" in answer.err
 
 
 def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):

@@ -316,7 +316,7 @@ def test_submit_says_which_version_it_used(instance, remote, uploaded):
     assert "flotilla: " not in answer.err
 
 
-BY_HAND = "not marked by Flotilla: it was uploaded by hand"
+BY_HAND = "has no mark of Flotilla (it was uploaded by hand"
 MARKS = pytest.mark.parametrize(
     ("mark", "origin"),
     [("", BY_HAND), (ORIGIN_OTHER, "compiled by Flotilla 9.9.9 (steps 0123456789ab)")],
@@ -351,7 +351,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
     assert (answer.code, the_run_of(instance)) == (0, "by-hand")
     assert "flotilla: warning: it was " in answer.err
     assert origin in answer.err
-    assert f"and this is {contract.describe_mark(contract.mark())}" in answer.err
+    assert f"but this is {contract.describe_mark(contract.mark())}" in answer.err
 
 
 @MARKS

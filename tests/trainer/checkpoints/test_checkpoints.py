@@ -275,13 +275,15 @@ def test_a_checkpoint_of_another_model_does_not_fit(folder):
     assert str(caught.value).startswith(
         f"the checkpoint {found.uri} does not match the model and optimizer of the configuration ("
     )
-    assert "(model/dense/kernel is float32 [3] there and float32 [4] here)" in str(caught.value)
+    assert "(model/dense/kernel is float32 [3] in the checkpoint, not float32 [4])" in str(
+        caught.value
+    )
     with refusal() as caught:
         restore(found, {"model/other": tf.Variable(0.0)}, io_device=None)
     assert "(it has no model/other)" in str(caught.value)
     with refusal() as caught:
         restore(found, {"global_step": tf.Variable(0.0)}, io_device=None)
-    assert "(global_step is int64 [] there and float32 [] here)" in str(caught.value)
+    assert "(global_step is int64 [] in the checkpoint, not float32 [])" in str(caught.value)
 
 
 def test_a_file_over_the_limit_of_its_size_is_said_in_one_line(folder):
@@ -432,7 +434,7 @@ def test_it_may_be_read_again_into_the_same_folder(published, tmp_path):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"hidden_units": [50]}, "hidden_0/kernel is float32 [64, 100] there and float32 [64, 50]"),
+        ({"hidden_units": [50]}, "hidden_0/kernel is float32 [64, 100] in the checkpoint, not"),
         ({"hidden_units": [100, 100]}, "(it has no model/hidden_1/kernel)"),
     ],
 )

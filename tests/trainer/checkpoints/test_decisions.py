@@ -143,11 +143,11 @@ class TestSelectedCheckpoint:
         ("losses", "choice", "expected"),
         [
             ({10: 0.3, 20: 0.1, 30: 0.2}, "best", (20, "best by validation loss")),
-            ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last: training.hand_on")),
+            ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last, as set in training.hand_on")),
             ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
-            ({10: None, 20: None}, "best", (20, "the last: none was validated")),
+            ({10: None, 20: None}, "best", (20, "the last, because none was validated")),
             ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
-            ({0: 0.1, 20: None}, "best", (20, "the last: none was validated")),
+            ({0: 0.1, 20: None}, "best", (20, "the last, because none was validated")),
             ({0: 0.1, 20: 0.2}, "best", (0, "best by validation loss")),
         ],
     )
@@ -201,7 +201,7 @@ class TestSelectedCheckpoint:
         uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
         found = select_checkpoint(uri, "best")
         assert found.global_step == 30
-        assert found.why == "best by validation lossamong the intact checkpoints"
+        assert found.why == "best by validation loss among the intact checkpoints"
         assert found.best.global_step == 20
         passed, event = self.emitted(tmp_path)
         assert passed.uri.endswith("step-00000020")
@@ -212,7 +212,7 @@ class TestSelectedCheckpoint:
     def test_the_last_that_was_not_validated_is_better_than_none(self, run):
         found = select_checkpoint(run({10: 0.3, 20: None}, damaged=[10]), "best")
         assert found.global_step == 20
-        assert found.why == "the last: no validated checkpoint is intact"
+        assert found.why == "the last, because no validated checkpoint is intact"
 
     @pytest.mark.parametrize("choice", ["best", "last"])
     def test_without_a_whole_one_it_is_refused(self, run, choice):

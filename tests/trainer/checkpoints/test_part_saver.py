@@ -336,12 +336,12 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
 @pytest.mark.parametrize(
     ("kind", "reason", "remedy"),
     [
-        (tf.errors.UnknownError, errno.EIO, "look for errors of that disk"),
-        (tf.errors.AbortedError, errno.ESTALE, "mount it again there"),
+        (tf.errors.UnknownError, errno.EIO, "look for disk errors in the system log"),
+        (tf.errors.AbortedError, errno.ESTALE, "mount it again"),
         (
             tf.errors.DeadlineExceededError,
             errno.ETIMEDOUT,
-            "check whether its file system responds",
+            "check whether the file system responds",
         ),
         (tf.errors.FailedPreconditionError, errno.EBUSY, "free some space there"),
     ],

@@ -61,7 +61,7 @@ def test_what_is_done_is_answered_when_there_is_room_again(tmp_path, size):
         if size:
             reply = Reply.from_json(there.read_bytes())
             assert reply.transient
-            assert reply.error.startswith("ps-0: cannot write its answer: File too large; free")
+            assert reply.error.startswith("ps-0: cannot write its reply: File too large; free")
         else:
             assert there.read_text() == request.to_json()
         reply = answered(server, tmp_path, "b", request)

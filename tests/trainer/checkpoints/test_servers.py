@@ -67,7 +67,7 @@ def test_a_server_whose_disk_is_full_is_not_lost(two_servers, monkeypatch):
 @pytest.mark.usefixtures("short_deadline")
 def test_a_server_whose_disk_is_damaged_is_not_lost(two_servers):
     # Writing to /proc/self/mem fails with EIO, for which TensorFlow has no error type.
-    line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for errors"
+    line = r"^cannot write a checkpoint to ps-1 \(/proc/self\): Input/output error; look for disk"
     with pytest.raises(storage.Unavailable, match=line):
         two_servers._write(1, "/proc/self/mem", "x")
 
@@ -245,7 +245,7 @@ def test_a_misfit_names_the_variable(tmp_path, two_servers):
     found = made.newest()
     with pytest.raises(UserError, match=r"it has no model/other"):
         restore(found, {"model/other": tf.Variable(0.0)}, io_device=None, servers=two_servers)
-    shape = r"model/table is float32 \[1000, 4\] there and float32 \[9, 4\] here"
+    shape = r"model/table is float32 \[1000, 4\] in the checkpoint, not float32 \[9, 4\]"
     with pytest.raises(UserError, match=shape):
         restore(
             found, {ON_FIRST: tf.Variable(tf.zeros([9, 4]))}, io_device=None, servers=two_servers

@@ -134,7 +134,7 @@ def published(folder, variables):
         ({"model/a": tf.Variable(1.0)}, "it has no weight []"),
         (
             {"model/weight": tf.Variable([1.0, 2.0])},
-            "weight has shape [2] there and [] in this model",
+            "weight has shape [2], not [] as in this model",
         ),
         (
             {"model/weight": tf.Variable(1.0), "model/v1.0/bias": tf.Variable([0.0])},
@@ -145,8 +145,9 @@ def published(folder, variables):
 def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_path, variables, said):
     uri = published(tmp_path, variables)
     assert refused(run, uri) == (
-        f"training.warm_start: {uri} is the checkpoint of another model: {said}; give one with "
-        "the same model section, choose variables by {from, include, exclude}, or leave it empty"
+        f"training.warm_start: {uri} is the checkpoint of another model: {said}; give one with the "
+        "same model section, choose variables by {from, include, exclude}, or leave the key "
+        "empty"
     )
 
 
@@ -161,7 +162,7 @@ def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
     uri = publish_checkpoint(tmp_path / "checkpoints", net(units=5))
     found = warm_start.fetch_weights(uri, tmp_path / "scratch")
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
-    with pytest.raises(UserError, match=r"hidden/kernel has shape \[3, 5\] there and \[3, 4\]"):
+    with pytest.raises(UserError, match=r"hidden/kernel has shape \[3, 5\], not \[3, 4\]"):
         warm_start.load(found, named, io_device=None)
 
 

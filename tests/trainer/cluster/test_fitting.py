@@ -49,7 +49,9 @@ def test_a_run_on_other_machines_says_so(ends):
 @pytest.mark.parametrize("code", [1, 75])
 def test_a_bug_or_a_store_that_does_not_answer_refuses_nothing(ends, code):
     ends(code, err="flotilla: cannot reach gs://b\n")
-    with pytest.raises(fitting.NotKnownError, match=r"^the dry run of the model: cannot reach gs"):
+    with pytest.raises(
+        fitting.NotKnownError, match=r"^the dry run of the model failed \(cannot reach gs"
+    ):
         fitting.try_fit(Config())
 
 
@@ -57,7 +59,7 @@ def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
     ends(-9)
     fitting.require(Config())
     assert (
-        "cannot check whether model and dataset fit: the dry run of the model: ended by "
+        "cannot check whether model and dataset fit: the dry run of the model failed (ended by "
         "SIGKILL; is there enough memory?" in caplog.text
     )
 
@@ -67,4 +69,4 @@ def test_a_trial_that_ends_with_its_run_says_nothing(ends, caplog):
     fitting.begin(Config(), "", pytest.fail, lambda: True).join()
     assert not caplog.text
     fitting.begin(Config(), "", pytest.fail).join()
-    assert "and dataset fit: the dry run of the model: ended by SIGKILL" in caplog.text
+    assert "and dataset fit: the dry run of the model failed (ended by SIGKILL" in caplog.text

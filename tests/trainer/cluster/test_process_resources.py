@@ -95,7 +95,7 @@ def present(monkeypatch):
 def test_gpus_that_this_machine_has_not_are_refused(present):
     present(0)
     process.require_gpus(config_of(0))
-    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, but this"):
+    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker is 2, but this"):
         process.require_gpus(config_of(2))
     present(1)
     # One GPU is enough, because several workers may share a GPU.

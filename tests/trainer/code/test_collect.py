@@ -65,9 +65,9 @@ def test_a_link_inside_the_folder_is_followed(folder):
     ("target", "words"),
     [
         ("/etc/hostname", "again.py is a link to /etc/hostname, outside the folder"),
-        ("nowhere", "a link that leads nowhere"),
+        ("nowhere", "a broken link"),
         ("sub", "again.py is a link to a folder"),
-        ("again.py", "a link that leads nowhere"),
+        ("again.py", "a broken link"),
     ],
 )
 def test_any_other_link_is_refused_unless_it_is_left_out(folder, target, words):
@@ -84,7 +84,7 @@ def test_a_pipe_is_not_waited_for(folder):
 
 def test_a_name_that_no_store_takes_is_refused(folder):
     (folder / "a\nb.py").touch()
-    assert "'a\\nb.py' is not a valid name in a store: rename it" in refusal(folder)
+    assert "'a\\nb.py' is not a valid name in a store; rename it" in refusal(folder)
 
 
 def test_a_folder_that_is_none_is_refused(folder, tmp_path):
@@ -112,8 +112,8 @@ def test_too_much_is_refused_by_its_largest_files(folder):
         with (folder / name).open("wb") as file:
             file.truncate(size)
     line = refusal(folder)
-    assert "11.5 MB are more than a bundle may have (10.5 MB)" in line
-    assert "the largest files: weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
+    assert "the files have 11.5 MB, but a bundle may have at most 10.5 MB" in line
+    assert "the largest files are weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
 
 
 def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
@@ -121,7 +121,7 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
     (folder / "many").mkdir()
     for number in range(9):
         (folder / "many" / f"{number}.txt").touch()
-    assert "more than 5 files are too many for a code folder (most are below many" in refusal(
+    assert "more than 5 files, the maximum for a code folder (most are below many" in refusal(
         folder
     )
 

@@ -181,7 +181,8 @@ def test_a_value_of_ones_own_is_in_the_settings(name):
     assert from_form(values) == config
     said = refused(**{name: SETTINGS})
     assert said == (
-        f"{name}: settings have no {'.'.join(key)}: write it there, or choose another value"
+        f"{name}: the value 'settings' needs {'.'.join(key)} in settings; add it, or choose "
+        "another value"
     )
 
 
@@ -194,11 +195,11 @@ def test_a_key_is_given_in_one_place():
             tree = {part: tree}
         said = refused(**{SETTINGS: tree})
         assert said.startswith(
-            f"settings: {'.'.join(field.key)} is the field {field.name} of the form: set it there"
+            f"settings: {'.'.join(field.key)} is set by the field {field.name} of the form; set it "
         )
-        assert ("'settings' chosen there" in said) == bool(field.choices)
+        assert ("choose 'settings' there" in said) == bool(field.choices)
     said = refused(settings={"data": {"dataset": "mnist"}})
-    assert "data.dataset is the field source" in said
+    assert "data.dataset is set by the field source" in said
 
 
 def test_whole_numbers_arrive_as_doubles():

@@ -11,7 +11,10 @@ from flotilla.trainer.runtime.errors import ConfigError
 @pytest.mark.parametrize(
     ("kubernetes", "said"),
     [
-        ({"pod": {"env": {"TF_CONFIG": "{}"}}}, "TF_CONFIG is set by Flotilla or by the operator"),
+        (
+            {"pod": {"env": {"TF_CONFIG": "{}"}}},
+            "TF_CONFIG is set by Flotilla or by the job's operator; leave it out",
+        ),
         ({"pod": {"labels": {"flotilla/run": "x"}}}, "flotilla/run is set by Flotilla"),
         (
             {"pod": {"labels": {"app.kubernetes.io/part-of": "x"}}},
@@ -45,11 +48,11 @@ from flotilla.trainer.runtime.errors import ConfigError
         ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
         (
             {"pod": {"volumes": [{"name": "a", "mount_path": "/flotilla", "source": {"x": 1}}]}},
-            "the mount_path '/flotilla' is taken",
+            "the mount_path '/flotilla' is already used",
         ),
         (
             {"pod": {"volumes": [{"name": "scratch", "mount_path": "/a", "source": {"x": 1}}]}},
-            "the name 'scratch' is taken",
+            "the name 'scratch' is already used",
         ),
         (
             {"pod": {"volumes": [{"nme": "a", "name": "b", "mount_path": "/", "source": {}}]}},

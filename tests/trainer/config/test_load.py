@@ -108,9 +108,9 @@ def test_a_value_is_yaml_with_the_numbers_that_people_write(text, value):
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused_with_its_key(text):
-    said = f"{text!r} is not a YAML value"
+    said = f"{text!r} is not a valid YAML value"
     message = refused(load_config, None, [f"training.steps={text}"])
-    assert message.endswith("is not a YAML value")
+    assert message.endswith("is not a valid YAML value")
     if len(text) < 1000:
         assert refused(parse_value, text) == said
         assert message.startswith(f"--set {f'training.steps={text}'!r}: ")
@@ -251,7 +251,7 @@ def test_a_slip_in_a_key_is_answered_with_a_key_that_there_is(key, data):
 
 @pytest.mark.parametrize("key", [each for each in REMOVED if each not in KEYS])
 def test_a_key_of_an_earlier_version_says_what_to_use(key):
-    assert refused(load_config, None, [f"{key}=1"]) == f"{key}: removed in 0.2: {REMOVED[key]}"
+    assert refused(load_config, None, [f"{key}=1"]) == f"{key}: removed in 0.2; {REMOVED[key]}"
 
 
 def test_a_configuration_that_an_earlier_version_recorded_is_read():
@@ -282,7 +282,7 @@ def test_aliases_that_fill_the_memory_are_one_line(tmp_path):
     ) as error:
         load_config(path)
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"^--set .* is not a YAML value$"):
+    with pytest.raises(ConfigError, match=r"^--set .* is not a valid YAML value$"):
         load_config(None, [f"model.args={{{LAUGHS.strip().replace(chr(10), ', ')}}}"])
 
 
@@ -360,7 +360,7 @@ def test_nothing_is_no_name(assignment):
 
 @pytest.mark.parametrize("label", [2, True, [2], [False]])
 def test_a_name_in_json_that_is_no_text_has_to_be_quoted(label):
-    with pytest.raises(ConfigError, match="write it in quotes, if it is a name"):
+    with pytest.raises(ConfigError, match="it must be a string; write it in quotes"):
         parse_config({"data": {"source": "a.csv", "label": label}})
 
 

@@ -23,7 +23,7 @@ CLICKS = Path(__file__).parents[3] / "examples/clicks_large/clicks_large.yaml"
         ("user.capacity=many", "user.capacity: 'many' is not a whole number"),
         ("user.min_count=true", "user.min_count: True is not a whole number"),
         ("user.max_age=16", "user.max_age: 16 is not allowed; it must be above min_age (16)"),
-        ("user.maxage=3", "user: there is no 'maxage'; did you mean 'max_age'?"),
+        ("user.maxage=3", "user: there is no key 'maxage'; did you mean 'max_age'?"),
         ("user=5", "user: 5 is not allowed; give it a capacity"),
     ],
 )
@@ -85,14 +85,14 @@ def test_a_mapping_without_globs_is_a_text():
     ("value", "words"),
     [
         ("champoin", "did you mean 'champion'"),
-        ("runs/a", "neither champion nor the URI of a checkpoint"),
+        ("runs/a", "it must be champion, the URI of a checkpoint"),
         ("gs://bucket/../a", ".."),
-        ({"from": "champion", "inculde": []}, "no key 'inculde' in it; did you mean 'include'"),
+        ({"from": "champion", "inculde": []}, "there is no key 'inculde'; did you mean 'include'"),
         ({"from": "champion", "layers": []}, "(one of from, include, exclude)"),
         ({"exclude": ["logits/*"]}, "give the URI of the weights: {from: URI}"),
         ({"from": "", "exclude": ["logits/*"]}, "give the URI of the weights: {from: URI}"),
-        ({"from": "champion", "exclude": "logits/*"}, 'exclude is "logits/*": write a list'),
-        ({"from": "champion", "include": [""]}, 'include is [""]: write a list of globs'),
+        ({"from": "champion", "exclude": "logits/*"}, 'exclude: "logits/*" is not a list'),
+        ({"from": "champion", "include": [""]}, 'include: [""] is not a list of globs'),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(value, words):

@@ -74,17 +74,17 @@ def test_they_differ_from_the_form():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("training_steps", "now the field steps, or --set training.steps=..."),
-        ("training_patience", "now --set training.patience=..."),
-        ("data_source", "now the field source, or --set data.source=..."),
-        ("step_memory", "now --memory of `flotilla compile` and `flotilla upload`"),
-        ("data_dataset", "now the field source, or --set data.dataset=..."),
-        ("image", "now --image IMAGE"),
-        ("batch_size", "now --set training.batch_size=..."),
-        ("name", "now --set name=..."),
-        ("nothing", "removed; set a key of the configuration with --set SECTION.KEY=VALUE"),
+        ("training_steps", "use the field steps, or --set training.steps=..."),
+        ("training_patience", "use --set training.patience=..."),
+        ("data_source", "use the field source, or --set data.source=..."),
+        ("step_memory", "use --memory of `flotilla compile` and `flotilla upload`"),
+        ("data_dataset", "use the field source, or --set data.dataset=..."),
+        ("image", "use --image IMAGE"),
+        ("batch_size", "use --set training.batch_size=..."),
+        ("name", "use --set name=..."),
+        ("nothing", "set a key of the configuration with --set SECTION.KEY=VALUE"),
     ],
 )
 def test_each_has_a_spelling_of_now(name, said):
     assert describe_replacement(name) == said
-    assert all(describe_replacement(each).startswith("now ") for each in (*keys(), *OPTIONS))
+    assert all(describe_replacement(each).startswith("use ") for each in (*keys(), *OPTIONS))

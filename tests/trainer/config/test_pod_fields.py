@@ -28,7 +28,7 @@ def test_memory_has_its_unit():
     for text in ("1Mi", "4Gi", "1048576", "2e9", "4G"):
         assert pod_fields.memory(text) == text
     for text in ("4", "16", "400m", "512Ki", "0"):
-        with pytest.raises(ValueError, match="is less than 1Mi: write it with its unit"):
+        with pytest.raises(ValueError, match="is less than 1Mi; write it with its unit"):
             pod_fields.memory(text)
 
 
@@ -67,7 +67,7 @@ def test_labels_of_a_node():
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"pool": 1}, 'pool: 1 is not a string: write it in quotes, as "1"'),
+        ({"pool": 1}, 'pool: 1 is not a string; write it in quotes: "1"'),
         ({"pool": True}, "pool: True is not a string"),
         ({"pool": "a b"}, "pool: 'a b' is not a valid label value"),
         ({"a b": "x"}, "'a b' is not a valid label key"),
@@ -103,7 +103,7 @@ def test_a_toleration(tree):
         ({"keys": "a"}, "'keys' is not a field of a toleration; did you mean 'key'?"),
         ({"key": "a", "operator": "exists"}, "operator: 'exists' is unknown to Kubernetes; did"),
         ({"key": "a", "effect": "Never"}, "effect: 'Never' is unknown to Kubernetes"),
-        ({"key": "a", "operator": "Exists", "value": "b"}, "has no value: leave it out"),
+        ({"key": "a", "operator": "Exists", "value": "b"}, "has no value; leave it out"),
         ({"value": "b"}, "without a key needs the operator Exists"),
         ({"key": "a", "value": True}, "value: True is not a string"),
         ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not a valid taint key"),

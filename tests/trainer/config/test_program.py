@@ -47,9 +47,12 @@ def test_only_placeholders_are_replaced():
         ({"program": {"command": [" "]}}, "the program, is empty"),
         ({"program": {"command": ["a"], "roles": {"wrker": 1}}}, "no role 'wrker'"),
         ({"program": {"command": ["a"], "roles": {"ps": 1}}}, "a chief or a worker is required"),
-        ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "at most one is allowed"),
+        ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "but at most one may"),
         ({"program": {"command": ["a"], "env": {"TF_CONFIG": "x"}}}, "set by Flotilla"),
-        ({"program": {"command": ["a"], "env": {"A B": "x"}}}, "not a valid name of a variable"),
+        (
+            {"program": {"command": ["a"], "env": {"A B": "x"}}},
+            "not a valid name for an environment variable",
+        ),
         ({"program": {"command": ["a"], "env": {"HF_TOKEN": "hf_x"}}}, "HF_TOKEN looks like a"),
         (
             {"program": {"command": ["a"], "checkpoint_marker": "a/b"}},

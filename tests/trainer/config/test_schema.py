@@ -94,10 +94,10 @@ BAD = [
     ("data={buckets: [4], partition: dynamic}", "buckets: they group examples by length"),
     ("data.buckets=[8, 4]", "write the lengths in ascending order"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
-    ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is on 'ps0'; write the server as"),
+    ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is placed on 'ps0'; write the"),
     (
         "cluster.placement={'*': 'ps:1'}",
-        "cluster.placement: '*' is on 'ps:1'; it must be ps:0 to ps:0",
+        "cluster.placement: '*' is placed on 'ps:1'; it must be ps:0 to ps:0",
     ),
     ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
     ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
@@ -108,7 +108,10 @@ BAD = [
     ("training.mixed_precision=fp16", "input should be '', 'bfloat16' or 'float16'"),
     ("training.accumulate=0", "training.accumulate: 0 is not allowed"),
     ("training.ema=1", "training.ema: 1 is not allowed: input should be less than 1"),
-    ("training.warm_start={form: champion}", "training.warm_start: no key 'form' in it; did you"),
+    (
+        "training.warm_start={form: champion}",
+        "training.warm_start: there is no key 'form'; did you",
+    ),
     (
         "training.warm_start={include: [a]}",
         "training.warm_start: give the URI of the weights: {from",
@@ -117,12 +120,12 @@ BAD = [
         "training.warm_start={from: 5}",
         "training.warm_start: give the URI of the weights: {from: URI}",
     ),
-    ("training.warm_start={from: champ}", "training.warm_start: neither champion nor the URI of a"),
+    ("training.warm_start={from: champ}", "training.warm_start: it must be champion, the URI of"),
     (
         "training.warm_start={from: champion, include: a}",
-        'training.warm_start: include is "a": write a list of globs',
+        'training.warm_start: include: "a" is not a list of globs',
     ),
-    ("training.warm_start={from: champion, exclude: [1]}", "exclude is [1]: write a list of globs"),
+    ("training.warm_start={from: champion, exclude: [1]}", "exclude: [1] is not a list of globs"),
     ("training.warm_start=[champion]", "write a URI, champion, or {from, include, exclude}"),
     (
         "training.warm_start=5",
@@ -135,11 +138,11 @@ BAD = [
     ),
     (
         "training.warm_start=champ",
-        "(file:///path, gs://, s3:// or minio://), nor a .keras file; did",
+        "(file:///path, gs://, s3:// or minio://), or a .keras file; did",
     ),
     (
         "training.warm_start=runs/a",
-        "training.warm_start: 'runs/a' is not allowed: neither champion",
+        "training.warm_start: 'runs/a' is not allowed: it must be champion",
     ),
     ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),

@@ -58,8 +58,8 @@ def test_a_margin_in_units_is_the_gates_and_no_evaluation_depends_on_it():
         ({"champion": {"better": "more"}}, "gate.champion.better: 'more' is not allowed"),
         ({"champion": "not_worse"}, "champion: the gate now compares by a margin; write champion"),
         ({"min_gain": 0.1}, "min_gain: the gate now compares by a margin; write champion: {mar"),
-        ({"min": {"top-3": 0.5}}, "'top-3' names no metric: write accuracy or accuracy@"),
-        ({"max": {"loss@": 0.5}}, "'loss@' has no slice: write loss@feature=value"),
+        ({"min": {"top-3": 0.5}}, "'top-3' names no metric; write accuracy or accuracy@"),
+        ({"max": {"loss@": 0.5}}, "'loss@' has no slice; write loss@feature=value"),
         ({"min": {"binary_accuracy": 95}}, "binary_accuracy is a share: 95 is not between 0 and"),
         ({"max": {"price_auc@shop=a": 2}}, "price_auc is a share: 2 is not between 0 and 1"),
     ],
@@ -105,10 +105,10 @@ def test_a_metric_of_an_output_of_any_name_may_be_bounded():
 @pytest.mark.parametrize(
     ("old", "known", "hint"),
     [
-        ("pr_auc", ["auc", "average_precision"], "; it is called 'average_precision' now"),
-        ("pr_auc", ["macro_average_precision"], "; it is called 'macro_average_precision' now"),
-        ("auc", ["accuracy", "macro_auc"], "; it is called 'macro_auc' now"),
-        ("left_pr_auc", ["left_average_precision"], "; it is called 'left_average_precision' now"),
+        ("pr_auc", ["auc", "average_precision"], "; it is now called 'average_precision'"),
+        ("pr_auc", ["macro_average_precision"], "; it is now called 'macro_average_precision'"),
+        ("auc", ["accuracy", "macro_auc"], "; it is now called 'macro_auc'"),
+        ("left_pr_auc", ["left_average_precision"], "; it is now called 'left_average_precision'"),
         ("acuracy", ["accuracy"], "; did you mean 'accuracy'?"),
         (
             "left_rmse",

@@ -176,13 +176,13 @@ def test_supervised_keys_may_name_several_labels(selected):
         ),
         (
             {"label": "price", "inputs": ("price", "sold")},
-            "data.inputs: 'price' of made is also its label; set data.label to another feature, or "
-            "remove it from one of the two",
+            "data.inputs: 'price' of made is also its label; remove it from data.inputs, or set "
+            "data.label to another feature",
         ),
         (
             {"weight": "sold"},
-            "data.weight: 'sold' of made is also its label; set data.label to another feature, or "
-            "remove it from one of the two",
+            "data.weight: 'sold' of made is also its label; remove it from data.weight, or set "
+            "data.label to another feature",
         ),
         (
             {"weight": "shop"},
@@ -201,8 +201,8 @@ def test_supervised_keys_may_name_several_labels(selected):
         ),
         (
             {"label": "shop"},
-            "data.label: 'shop' of made is a text, but a label must be a class or a number; set "
-            "data.label to one or several of its features (rows/age, rows/fare, price, sold, "
+            "data.label: 'shop' of made is a string, but a label must be a class or a number; "
+            "set data.label to one or several of its features (rows/age, rows/fare, price, sold, "
             "times, words)",
         ),
     ],
@@ -219,12 +219,12 @@ def test_a_wrong_role_is_named_with_its_remedy(section, message, tmp_path):
     [
         (
             None,
-            "data.label: made has no label (it does not say which); set data.label to one or "
+            "data.label: made has no label (it has no supervised_keys); set data.label to one or "
             "several of its features (x, y)",
         ),
         (("x", "z"), "data.label: made has no label (its supervised_keys ('x', 'z') name none); "),
         (("z", "y"), "data.inputs: the supervised_keys ('z', 'y') of made name no input; set "),
-        (("x", "x"), "data.inputs: 'x' of made is also its label; set data.label to another "),
+        (("x", "x"), "data.inputs: 'x' of made is also its label; remove it from data.inputs, "),
     ],
 )
 def test_a_dataset_that_leaves_a_role_open_asks_for_its_key(keys, message, tmp_path):

@@ -255,8 +255,8 @@ def sparse(ids):
         (drawn, "draws ids at random"),
         (drawn_by_keras, "computes ids from variables"),
         (walking, "computes ids from rows"),
-        (tied, "uses a table in another way than a lookup"),
-        (branched, "looks up in a branch or a loop"),
+        (tied, "uses a table for something other than lookups"),
+        (branched, "looks up rows in a branch or a loop"),
     ],
 )
 def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, words):

@@ -319,7 +319,7 @@ def test_a_file_with_another_form_of_the_sieve_is_read():
 @pytest.mark.parametrize(
     ("min_count", "why"),
     [
-        (9, "training saw no id 9 times: lower min_count, or train longer"),
+        (9, "no id occurred 9 times; lower min_count, or train longer"),
         (1, "it was frozen, or training never looked up an id in it"),
     ],
 )
@@ -372,14 +372,18 @@ def test_what_it_does_not_take_is_refused(arguments, words):
 def test_ids_of_another_type_are_refused():
     with pytest.raises(ValueError, match="whole numbers of up to 64 bits, not float32; whole numb"):
         table()(tf.constant([1.0]))
-    with pytest.raises(ValueError, match="must be texts, not int64"):
+    with pytest.raises(ValueError, match="must be strings, not int64"):
         EmbeddingTable(4, 2, keys="string")(keras.Input((), dtype="int64"))
 
 
 @pytest.mark.parametrize(
     ("dtype", "arguments", "words"),
     [
-        ("float32", {"capacity": 4}, "missing or beyond 64 bits: fill them, or read them as texts"),
+        (
+            "float32",
+            {"capacity": 4},
+            "missing or beyond 64 bits: fill them, or read them as strings",
+        ),
         ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
         ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),

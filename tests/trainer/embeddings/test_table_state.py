@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_size_is_refused_in_one_line(other, here, tmp_pa
     message = str(caught.value)
     assert "\n" not in message
     assert "does not match the model and optimizer of the configuration" in message
-    assert f"table/shard_0_rows is float32 [21, 3] there and float32 {here} here" in message
+    assert f"table/shard_0_rows is float32 [21, 3] in the checkpoint, not float32 {here}" in message
 
 
 def test_new_rows_begin_their_averages_with_themselves():

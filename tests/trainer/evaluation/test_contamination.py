@@ -105,7 +105,7 @@ def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_p
     both = int(((ours == 2) & (theirs == 0)).sum())
     assert remarks[0].startswith(
         f"{both} of {(ours == 2).sum()} test examples were in the champion's training split, so "
-        "its metrics are too good"
+        "its metrics are too optimistic"
     )
     # Most of the champion's own test examples are not among these test examples.
     assert len(remarks) == 2

@@ -85,28 +85,28 @@ def test_what_both_show_and_what_neither_does():
             ("ps-1",),
             "partial",
             400,
-            "ps-1 lost at global step 510: partial recovery: only its variables go 110 steps back "
+            "ps-1 lost at global step 510; partial recovery: only its variables go 110 steps back "
             "to 400; the others are kept",
         ),
         (
             ("ps-0", "ps-2"),
             "partial",
             400,
-            "ps-0, ps-2 lost at global step 510: partial recovery: only their variables go 110 "
+            "ps-0, ps-2 lost at global step 510; partial recovery: only their variables go 110 "
             "steps back to 400; the others are kept",
         ),
         (
             ("ps-0",),
             "full",
             400,
-            "ps-0 lost at global step 510: full recovery: all variables go 110 steps back to 400 "
+            "ps-0 lost at global step 510; full recovery: all variables go 110 steps back to 400 "
             "(why)",
         ),
         (
             ("ps-0",),
             "full",
             -1,
-            "ps-0 lost at global step 510: full recovery: all variables go to the newest "
+            "ps-0 lost at global step 510; full recovery: all variables go to the newest "
             "checkpoint (why)",
         ),
     ],

@@ -160,7 +160,7 @@ def test_a_blessing_of_another_checkpoint_does_not_count(run, blessed, tmp_path)
     later = dataclasses.replace(run, checkpoint=other)
     assert small_run.refused_export(later, blessed, tmp_path) == (
         f"nothing is exported: {blessed} was made for another checkpoint ({run.checkpoint}); "
-        f"evaluate and check {other} first"
+        f"evaluate {other} and run the gate first"
     )
 
 

@@ -84,8 +84,8 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
     monkeypatch.setitem(FORMATS, form, replaced)
     message = small_run.refused_export(run, blessed, tmp_path)
     assert message.startswith(
-        f"nothing is exported: as {form} the model's predictions for 97 test examples differ by up "
-        f"to "
+        f"nothing is exported: in the format {form}, the model's predictions for 97 test "
+        "examples differ by up to "
     )
 
 
@@ -322,7 +322,9 @@ def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, mo
     monkeypatch.setitem(FORMATS, "tflite_int8", dataclasses.replace(genuine, read=turned))
     with pytest.raises(UserError) as error:
         prove(subject, {"tflite_int8": "m.tflite"}, tmp_path)
-    assert str(error.value).startswith("nothing is exported: as tflite_int8 the model has ")
+    assert str(error.value).startswith(
+        "nothing is exported: in the format tflite_int8, the model has "
+    )
     assert str(error.value).endswith("leave tflite_int8 out of export.formats")
 
 

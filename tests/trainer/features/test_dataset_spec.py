@@ -79,7 +79,7 @@ def test_a_split_that_is_not_there(split, hint):
 
 
 def test_another_kind_is_refused():
-    with pytest.raises(UserError, match="it is a checkpoint, not a dataset"):
+    with pytest.raises(UserError, match="the given dataset is a checkpoint, not a dataset"):
         DatasetSpec.from_manifest(Manifest("checkpoint", (), {}))
 
 

@@ -197,7 +197,7 @@ def test_cnn_refuses_what_is_no_image():
     with pytest.raises(ConfigError) as caught:
         _build("cnn", TABLE)
     assert str(caught.value) == (
-        "model cnn: needs images of (height, width, channels), but the dataset's input has the "
+        "model cnn: it needs images of (height, width, channels), but the dataset's input has the "
         "shape (4,); use mlp or softmax"
     )
 
@@ -219,7 +219,7 @@ def test_several_inputs_need_a_model_of_ones_own(name):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_text_needs_a_model_of_ones_own(name):
-    with pytest.raises(ConfigError, match="needs numbers, but the dataset's input is a text"):
+    with pytest.raises(ConfigError, match="it needs numbers, but the dataset's input is a text"):
         _build(name, InputSpec(shape=(), dtype="string", output_shape=(2,)))
 
 

@@ -221,7 +221,7 @@ def test_it_learns_what_is_clicked_and_what_is_found():
         ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
         (
             {"popularity": ""},
-            "it does not use the input 'shown': name it in user_attributes or it",
+            "it does not use the input 'shown'; name it in user_attributes or it",
         ),
         ({"item": "user"}, "'user' is named twice"),
         ({"item_attributes": ["shown"]}, "'shown' is named twice"),
@@ -248,8 +248,8 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
 @pytest.mark.parametrize(
     ("spec", "line"),
     [
-        (spec_of(dtype="float32"), "tables.user: ids must be whole numbers of up to 64 bits or"),
-        (spec_of(shape=(2,)), "needs one value as 'user', but it is int64 of shape (2,)"),
+        (spec_of(dtype="float32"), "tables.user: ids must be 64-bit whole numbers or strings"),
+        (spec_of(shape=(2,)), "needs one value of 'user', which is int64 of shape (2,)"),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
             "takes user, item, shown; set dat",

@@ -87,7 +87,9 @@ def test_what_is_not_known_of_a_model_is_a_note(tmp_path, monkeypatch):
         raise fitting.NotKnownError("no answer after 90 s")
 
     monkeypatch.setattr(fitting, "try_fit", fail)
-    assert check(configured(tmp_path)).notes == ("not known: no answer after 90 s",)
+    assert check(configured(tmp_path)).notes == (
+        "it is unknown whether model and dataset fit: no answer after 90 s",
+    )
 
 
 def test_a_program_is_looked_for_and_not_tried(tmp_path, monkeypatch):

@@ -46,8 +46,8 @@ REFUSED = {
     "no words": ("", {"command": ["/"]}, "cannot start /: Permission denied"),
     "a file over its limit": (FULL, {}, "File too large"),
     "a port that is taken": (BUSY, {}, "Address already in use"),
-    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* has no complete model"),
-    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* has no complete model in it"),
+    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
+    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
 }  # fmt: skip
 CORRUPT = """
 import os, sys

@@ -307,7 +307,7 @@ def test_every_part_of_a_slice_has_its_rule(tmp_path: Path) -> None:
     [
         ("accuracy@labl", "gate.min.accuracy@labl: there is no slice by 'labl'; did you mean"),
         ("accuracy@x=1", "gate.min.accuracy@x=1: there is no slice by 'x' (sliced by: label)"),
-        ("accuracy@label=9", "gate.min.accuracy@label=9: no example has label '9' (there is 0, a"),
+        ("accuracy@label=9", "gate.min.accuracy@label=9: no example has label '9' (known: 0, a"),
         ("macro_f1@label=0", "gate.min.macro_f1@label=0: 'macro_f1' was not measured"),
     ],
 )
@@ -320,9 +320,9 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("@label", "'@label' names no metric: write accuracy or accuracy@label"),
+        ("@label", "'@label' names no metric; write accuracy or accuracy@label"),
         ("my metric", "'my metric' names no metric"),
-        ("accuracy@", "'accuracy@' has no slice: write accuracy@feature=value"),
+        ("accuracy@", "'accuracy@' has no slice; write accuracy@feature=value"),
         ("accuracy@=3", "'accuracy@=3' has no slice"),
     ],
 )
@@ -471,7 +471,10 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("constant", "words"),
     [
-        ({"metrics": {"accuracy": None}}, "No constant prediction has accuracy, so a margin of 5%"),
+        (
+            {"metrics": {"accuracy": None}},
+            "The accuracy of a constant prediction is unknown, so a margin of 5%",
+        ),
         ({"metrics": {"accuracy": 0.96}}, "The champion is not better than a constant, so 5%"),
     ],
 )

@@ -322,7 +322,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         (
             {"num_labels": 2, "labels": ["no", "yes"]},
             {**BINARY, "positive": "yes"},
-            "the task changed since {uri}, which now has one output for each class; set "
+            "the task has one output, but {uri} has one for each class; set "
             "task.name: classification, or give this model another name",
         ),
         (
@@ -332,7 +332,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
                 "kinds": {"a": "binary_classification"},
                 "positive": {"a": "yes"},
             },
-            "the task of 'a' changed since {uri}, which now has one output for each class; set "
+            "the task of 'a' has one output, but {uri} has one for each class; set "
             "task.outputs.a.name: classification, or give this model another name",
         ),
     ],

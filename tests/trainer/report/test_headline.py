@@ -173,7 +173,7 @@ def test_notes_say_what_no_rule_refuses() -> None:
         "The model does not beat a constant in accuracy; gate.constant is set to reported.",
         "The champion does not beat a constant in accuracy on these examples.",
         "A simple model is better: gradient boosting (scikit-learn, 2,000 of 90,000 rows, 2.9 s) "
-        "reaches accuracy 0.980, this model 0.970.",
+        "reaches accuracy 0.980, and this model 0.970.",
         "The model was trained on 3 of the 360 test examples.",
         "The champion was trained on 12 of the 360 test examples.",
         "Too few test examples to say whether the model has lost a class: c0 (0), c1 (1), c2 (2), "

@@ -174,7 +174,7 @@ def test_an_address_that_is_none_is_one_line(
     for name in VARIABLES.values():
         monkeypatch.setenv(name, text)
     with pytest.raises(
-        ConfigError, match=r"is not the address of a store: write it as http://host"
+        ConfigError, match=r"is not the address of a store; write it as http://host"
     ):
         storage.names(bucket.root)
 

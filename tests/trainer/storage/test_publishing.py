@@ -162,8 +162,8 @@ def test_what_is_no_file_is_refused_by_name(
     broken = make("with_broken")
     (broken / "broken").symlink_to("nowhere")
     for source, message in [
-        (folder, "folder link: a link to a folder"),
-        (pipe, "a pipe: neither a file nor a folder"),
+        (folder, "folder link: it is a link to a folder"),
+        (pipe, "a pipe: it is neither a file nor a folder"),
         (broken, "broken: No such file"),
         (tmp_path / "absent", "absent: No such file"),
         (tmp_path / "with_pipe" / "b.txt", "b.txt: Not a directory"),

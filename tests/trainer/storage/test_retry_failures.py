@@ -199,7 +199,7 @@ def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
 
 
 def test_a_name_that_is_too_long(make: Make, root: str) -> None:
-    with pytest.raises(UserError, match="its path is too long: use shorter names"):
+    with pytest.raises(UserError, match="its path is too long; use shorter names"):
         storage.publish(make(), storage.join(root, "a" * 300), kind="x")
 
 

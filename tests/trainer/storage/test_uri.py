@@ -104,7 +104,7 @@ def test_other_stores_have_no_local_path(uri: str) -> None:
     "uri", ["", "runs/a", "/runs/a", "file://", "http://h/x", "file:/a", "://x", "FILE:///a"]
 )
 def test_what_is_no_uri(uri: str) -> None:
-    with pytest.raises(UserError, match="is not a storage URI: write it as file:///path"):
+    with pytest.raises(UserError, match="is not a storage URI; write it as file:///path"):
         find_scheme(uri)
 
 

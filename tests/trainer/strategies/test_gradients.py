@@ -425,7 +425,7 @@ def test_a_model_that_makes_its_updates_itself_refuses(training):
     key = next(iter(training))
     with pytest.raises(ConfigError) as caught:
         require_updates(config, OwnStep([keras.Input((2,)), keras.layers.Dense(3)]))
-    step = "OwnStep.train_step makes its updates itself"
+    step = "OwnStep.train_step applies its updates itself"
     assert str(caught.value) == f"training.{key}: {step}; leave the key out"
     if key == "ema":
         require_updates(config, normalized())

@@ -253,7 +253,7 @@ def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host
         with export_metrics(job_at(tmp_path, port), ALONE, CHIEF):
             pass
     [event] = [each for each in heard if isinstance(each, events.MetricsUnserved)]
-    assert f"cluster.metrics_port: {port} on " in event.reason
+    assert f":{port} (cluster.metrics_port): " in event.reason
     assert "Address already in use" in event.reason
     assert caplog.text.count("no metrics for Prometheus: ") == 1
 

@@ -34,11 +34,11 @@ def recorded(monkeypatch):
 @pytest.mark.parametrize(
     ("profile", "what"),
     [
-        ("[100]", "not a first and a later last step"),
-        ("[100,100]", "not a first and a later last step"),
-        ("[110,100]", "not a first and a later last step"),
-        ("[0,5]", "not a first and a later last step"),
-        ("[1,2,3]", "not a first and a later last step"),
+        ("[100]", "not a first step and a later last step"),
+        ("[100,100]", "not a first step and a later last step"),
+        ("[110,100]", "not a first step and a later last step"),
+        ("[0,5]", "not a first step and a later last step"),
+        ("[1,2,3]", "not a first step and a later last step"),
         ("[1490,1501]", r"step 1501 is after the end of training \(training.steps is 1500"),
     ],
 )

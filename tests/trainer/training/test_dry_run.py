@@ -149,7 +149,7 @@ def test_a_layer_that_is_not_registered_is_refused_with_the_remedy():
         require(configured({}), net(Strange(name="odd")))
     assert str(error.value) == (
         "model some:model: its layer odd (Strange) cannot be written in the format keras and read "
-        "back: Could not locate class 'Strange': decorate Strange with "
+        "back: Could not locate class 'Strange'; decorate Strange with "
         "@keras.saving.register_keras_serializable(), or leave keras out of export.formats"
     )
 
@@ -306,7 +306,7 @@ def test_examples_have_the_form_of_the_dataset(tmp_path):
     ("name", "message"),
     [
         ("logs", "its loss on a few examples is nan: look for a logarithm, a root or a norm "),
-        ("roots", "the gradient of dense/kernel on a few examples is not finite, though "),
+        ("roots", "the gradient of dense/kernel on a few examples is not finite, although "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
         ("silent", "its train_step returns d_loss, but no loss"),
         ("broken", "a step on a few examples failed: AttributeError: "),
@@ -371,8 +371,8 @@ def test_a_model_that_is_loaded_fits(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "said"),
     [
-        ("async_parameter_server", "0.01 GB, but the memory of 2 ps is limited to 4Mi each; raise"),
-        ("multi_worker_mirrored", "0.01 GB, but the memory of 1 worker is limited to 4Mi each; "),
+        ("async_parameter_server", "0.01 GB, more than the memory limit of ps (2 x 4Mi); raise"),
+        ("multi_worker_mirrored", "0.01 GB, more than the memory limit of worker (1 x 4Mi); "),
         ("single", ""),
     ],
 )
@@ -403,7 +403,7 @@ def test_a_layer_may_have_any_name(tmp_path, name):
         (
             "own_function",
             "its layer own (Activation) cannot be written in the format keras and read back: "
-            "Could not locate function 'swish': decorate swish with @keras.saving.register_keras",
+            "Could not locate function 'swish'; decorate swish with @keras.saving.register_keras",
         ),
     ],
 )

@@ -147,7 +147,8 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"model": {"name": "own_models:python", "args": {"units": 1}}, **SAVED_ALONE},
-            "export.formats: the model calls Python by tf.py_function or tf.numpy_function, which",
+            "export.formats: the model calls Python through tf.py_function or "
+            "tf.numpy_function, which",
         ),
     ],
 )
@@ -171,6 +172,6 @@ def test_texts_are_refused_for_tensorflow_lite(refused, name, shape, stored):
     city = FeatureSpec(shape=shape, dtype="string", stored=stored)
     tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}
     assert refused(churn("no", "yes", city=city), tree) == (
-        "export.formats: TensorFlow Lite has no string operations, with which city_vocabulary "
-        "looks up known texts; leave tflite out, or drop the column"
+        "export.formats: TensorFlow Lite has no string operations, which city_vocabulary needs "
+        "to look up known texts; leave tflite out, or drop the column"
     )

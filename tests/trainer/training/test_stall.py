@@ -76,7 +76,7 @@ def test_a_strategy_that_spares_workers_only_says_so(judged):
 def test_where_all_answer_steps_that_do_not_come_are_a_stall(judged):
     words = judged(Peers())
     assert words == (
-        "no progress for 60 s: every task answers; raise training.stall_timeout if a step takes "
+        "no progress for 60 s: every task responds; raise training.stall_timeout if a step takes "
         "longer"
     )
     # A restarted task may not have reached its first step.

@@ -106,7 +106,7 @@ def fails(*_):
 
 
 BROKEN = {
-    "name": ({"name": None}, "its attribute name must be a text"),
+    "name": ({"name": None}, "its attribute name must be a string"),
     "direction": (
         {"directions": {"absolute": "lowest"}},
         "directions: the direction of 'absolute' is 'lowest'; it must be 'higher' or 'lower', "
@@ -149,7 +149,7 @@ BROKEN = {
     ),
     "metric that does not add up": (
         {"metrics": gives([Largest()])},
-        "if its states over two parts of them are added: a state must be a sum over the",
+        "if the states of two parts of them are added; a state must be a sum over the",
     ),
     "no columns": ({"answers": answered()}, "answers() must return tensors by column"),
     "answers in numpy": (
@@ -158,12 +158,11 @@ BROKEN = {
     ),
     "one answer for all": (
         {"answers": answered(prediction=tf.reduce_mean)},
-        "answers(): the first axis of 'prediction' must be the first axis of the outputs, the "
-        "examples",
+        "answers(): the first axis of 'prediction' must have one entry for each example",
     ),
     "rounded answers": (
         {"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
-        "outputs_of(answers(outputs)) returns other predictions than the outputs, so a champion,",
+        "outputs_of(answers(outputs)) does not give the same predictions as the outputs, so a",
     ),
     "answers that are not read": (
         {"answers": answered(price=lambda outputs: outputs[:, 0])},

@@ -107,7 +107,7 @@ class Arriving:
         except (ValueError, TypeError) as error:
             raise OSError("the request is damaged or comes from another program") from error
         if not are_there:
-            raise OSError("descriptors are missing")
+            raise OSError("file descriptors are missing")
         return request, self._descriptors
 
 

@@ -58,7 +58,7 @@ def _network_failure(url: str, seconds: float) -> str:
         if parts.scheme in {"http", "https", "gs"}:
             asked = _GCS if parts.scheme == "gs" else url
             status = requests.head(asked, timeout=seconds, allow_redirects=False).status_code
-            return f"it answers {status}" if status in UNAVAILABLE else ""
+            return f"it responds with status {status}" if status in UNAVAILABLE else ""
         if parts.scheme == "ftp":
             address = (parts.hostname or "", parts.port or _FTP_PORT)
             socket.create_connection(address, timeout=seconds).close()
@@ -285,7 +285,7 @@ def _failure(name: str, error: Exception) -> str:
             f"download it again from {url}"
         )
     if isinstance(error, OSError) and error.filename:
-        return f"data.dataset: {name}: {error.filename}: {error.strerror}"
+        return f"data.dataset: {name} could not be prepared: {error.filename}: {error.strerror}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if find_place(error) else f" ({os.path.basename(frame.filename)}:{frame.lineno})"
     return f"data.dataset: {name} could not be prepared: {format_error(error)}{where}"

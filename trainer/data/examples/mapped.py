@@ -172,7 +172,7 @@ class MappedSource(Source):
         return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
     def _refuse(self, row: _Row, what: str) -> None:
-        error = UnsuitableError(f"returns {what}, in contrast to other rows")
+        error = UnsuitableError(f"returns {what}, unlike for other rows")
         raise self._make_error(error, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:
@@ -241,7 +241,7 @@ def _class_label(source: str, name: str, values: set[Any]) -> Any:
         return tfds.features.ClassLabel(names=names)
     if not values or not all(isinstance(each, int) for each in values) or min(values) < 0:
         raise UserError(
-            f"{source}: the classes of {name!r} must be texts, or numbers from 0; found "
+            f"{source}: the classes of {name!r} must be strings, or numbers from 0; found "
             f"{min(values - texts, default=None)!r}"
         )
     return tfds.features.ClassLabel(num_classes=int(max(values)) + 1)
@@ -351,7 +351,9 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
             f"returns {name!r} with shape {one} for some rows and {other} for others"
         )
     if not classes and len(kinds) > 1 and _TEXT in kinds:
-        raise UnsuitableError(f"returns {name!r} as a text for some rows and a number for others")
+        raise UnsuitableError(
+            f"returns {name!r} as a string for some rows and as a number for others"
+        )
     sizes = (set(axis) for axis in zip(*shapes, strict=True))
     shape = tuple(next(iter(axis)) if len(axis) == 1 else None for axis in sizes)
     dtype = np.dtype(np.int64) if classes else np.result_type(*kinds)

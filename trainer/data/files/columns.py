@@ -205,11 +205,14 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
             "to truncate and pad them"
         )
         return replace(column, shape=(None, *next(iter(inner))), note=_join(column.note, note))
-    largest = [max(sizes) for sizes in zip(*shapes, strict=True)] if len(ranks) == 1 else []
+    whole = [each for each in shapes if each != (0,)]
+    advice = f"set data.drop: [{name}], or write lists of the same depth"
+    if len(ranks) == 1:
+        largest = [max(sizes) for sizes in zip(*whole, strict=True)]
+        advice = f"set data.shapes: {{{name}: {largest}}}"
     raise UserError(
         f"data.shapes: the values of {name!r} have {len(shapes)} shapes, such as "
-        f"{' and '.join(str(list(each)) for each in shapes[:2])}; set data.shapes: "
-        f"{{{name}: {largest}}}"
+        f"{' and '.join(str(list(each)) for each in whole[:2])}; {advice}"
     )
 
 
@@ -280,7 +283,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])
         yield (
             f"the column {name!r} has {marks} (read as missing); set data.types: {{{name}: text}} "
-            "if it means something"
+            "if it is an ordinary value"
         )
     if kind != "text" or said or not scan.writing:
         return
@@ -289,7 +292,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
         other = next(each for each in NUMBERS_IN_WRITING if each != best)
         both = scan.writing[best] == scan.writing[other] and "," in first
         yield (
-            f"the column {name!r} has numbers written as texts, such as {first!r}, and is read as "
+            f"the column {name!r} has numbers stored as text, such as {first!r}, and is read as "
             f"text; set data.types: {{{name}: {best}}} to read them as "
             f"numbers{f' ({other} if the comma is the decimal separator)' if both else ''}, or "
             f"{{{name}: text}} if they are texts"
@@ -309,7 +312,7 @@ def _hint(scan: ColumnScan, kind: str) -> str:
     if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
         return f"always {next(iter(scan.values))!r}"
     if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
-        return "a different text in each row, like an id"
+        return "a different string in each row, like an id"
     return ""
 
 

@@ -192,7 +192,7 @@ def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
     bad = broken
     if required:
         bad = bad | pc.equal(texts, "").to_numpy(zero_copy_only=False)
-    why = "is neither a text nor an image" if broken.any() else "is missing"
+    why = "is neither a string nor an image" if broken.any() else "is missing"
     return Values(texts.cast(pa.large_binary()), bad, why)
 
 

@@ -229,16 +229,16 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
             is_short = answers_only(file) and {*there} < {*names}
             if {*wanted} <= {*there} and not is_short:
                 continue
-            what = f"{file.path} has {', '.join(there[:3])} and no column"
+            what = f"{file.path} has columns such as {', '.join(there[:3])}, but no column"
             lacks = next(each for each in (*wanted, *names) if each not in there)
             if file.split:
                 raise UserError(
-                    f"data.splits.{file.split}: {what} {lacks!r}; leave it out, and predict "
-                    "it with flotilla predict"
+                    f"data.splits.{file.split}: {what} {lacks!r}; leave this file out, and use it "
+                    "with `flotilla predict`"
                 )
             files.remove(file)
             notes.append(
-                f"data.source: {what} {lacks!r}, and is ignored; use it with flotilla predict"
+                f"data.source: {what} {lacks!r}, so it is ignored; use it with `flotilla predict`"
             )
     files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)
@@ -252,8 +252,8 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
         if found:
             said = ", ".join(f"{folder} is {split}" for folder, split in sorted(found.items()))
             notes.append(
-                f"data.splits: by the folders above the class folders, {said}; set data.splits: "
-                "{train: '**/*'} to draw them instead"
+                f"data.splits: the folders above the class folders determine the splits ({said}); "
+                "to draw the splits instead, set data.splits: {train: '**/*'}"
             )
     files = shuffle_files(files, config.seed)
     reader = ImageFilesReader([x.path for x in files], [x.uri for x in files], labelled=True)
@@ -405,7 +405,7 @@ def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any],
         return list(files), ""
     said = ", ".join(f"{path} is {split}" for split, path in sorted(named.items()))
     draw = "to draw the splits instead, set data.splits: {test: 0.1}"
-    note = f"data.splits: by the names of the files, {said}; {draw}"
+    note = f"data.splits: the names of the files determine the splits ({said}); {draw}"
     return [replace(file, split=found[file.path]) for file in files], note
 
 

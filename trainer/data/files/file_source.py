@@ -162,7 +162,7 @@ class FileSource(Source):
         scan = self._scan or Scan()
         said = list(self._files.notes)
         for text, files in list(scan.notes.items())[:_NAMED]:
-            more = f" (and {len(files) - 1} files more)" if len(files) > 1 else ""
+            more = f" (and {len(files) - 1} more files)" if len(files) > 1 else ""
             said.append(f"data.source: {self._files.files[files[0]].path}{more}: {text}")
         passed = {*self._columns, *self._config.drop}
         left_out = [each for each in scan.index if each not in passed]
@@ -279,7 +279,7 @@ class FileSource(Source):
                 f"{kind} in {self._files.place(piece, row)}" for piece, row, kind in found[:2]
             )
             raise UserError(
-                f"data.types: the column {name!r} holds {places}; use one type, or set "
+                f"data.types: the column {name!r} contains {places}; use one type, or set "
                 f"data.types: {{{name}: text}}"
             )
 
@@ -420,8 +420,8 @@ class FileSource(Source):
         what = "times" if more == "time" else "numbers"
         remedy = "write them as 2026-11-23 10:30, or as" if more == "time" else "name a column of"
         raise UserError(
-            f"data.{key}: {name!r} of {self._config.source} holds no {what}"
-            f"{f' ({places})' if places else ''}; {remedy} numbers"
+            f"data.{key}: {name!r} of {self._config.source} contains no "
+            f"{what}{f' ({places})' if places else ''}; {remedy} numbers"
         )
 
     def _check_distances(self, name: str, scan: Scan) -> None:

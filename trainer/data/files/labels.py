@@ -156,7 +156,7 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
         )
     if not kind:
         return
-    says = f"the label {name!r} has numbers written as texts, such as {texts[0]!r}"
+    says = f"the label {name!r} has numbers stored as text, such as {texts[0]!r}"
     ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
     # `3 doors` may be a class, but a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)

@@ -34,7 +34,7 @@ _MOST_BYTES = 256 << 20
 # Errors that concern a single object; all others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
-_ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
+_ELSEWHERE = "its path leads outside the folder of the table; write paths below that folder"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Pictures:
         if isinstance(value, bytes):
             return value
         if not value:
-            raise UndecodableError("no image is named")
+            raise UndecodableError("the cell names no image")
         uri = self._below(str(value).strip()) if self.folder else str(value)
         path, root = local_path(uri), self.folder and local_path(self.folder)
         if path and root:
@@ -118,7 +118,7 @@ class Pictures:
             uri = storage.join(self.folder, *names)
             check_path(uri)
         except UserError:
-            raise UndecodableError("it is not the path of a file") from None
+            raise UndecodableError("it is not a file path") from None
         return uri
 
 

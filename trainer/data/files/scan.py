@@ -89,8 +89,8 @@ class BrokenRows:
         """Raise `UserError` if most rows have no label, because the column is probably wrong."""
         if self.unlabelled > _MOST_UNLABELLED * self.rows:
             raise UserError(
-                f"{self.says_unlabelled(place)}, which is too many to ignore; name another column, "
-                "or remove these rows from the files"
+                f"{self.says_unlabelled(place)}, too many to leave out; name another column, or "
+                "remove these rows from the files"
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
@@ -102,13 +102,13 @@ class BrokenRows:
         if not self.count or self.count <= allowed * self.rows:
             return
         where = "; ".join(self.first(place))
-        limit = f"more than data.bad_rows ({allowed:g}) allows" if allowed else "none may be"
+        most = f"more than data.bad_rows ({allowed:g}) allows"
+        limit = most if allowed else "but none may be skipped"
         share = min(0.99, max(0.001, 1.1 * self.count / self.rows))
         few = self.count <= _MOST_SKIPPED * self.rows
         more = f", or set data.bad_rows to {share:.2g}" if few else ""
         raise UserError(
-            f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {where}; fix "
-            f"them{more}"
+            f"{name}: {self.count} of {self.rows} rows are broken, {limit}: {where}; fix them{more}"
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:

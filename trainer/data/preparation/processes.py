@@ -140,9 +140,9 @@ def _take_answer(
         if left:
             cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise UserError(
-                f"a process that prepared part {left[0].number} was ended by {cause}; finished "
-                "parts are kept: run it again, with fewer data.runner.processes if it ran out of "
-                "memory"
+                f"a process that prepared part {left[0].number} ended unexpectedly ({cause}); "
+                "finished parts are kept: run it again, with fewer data.runner.processes if it "
+                "ran out of memory"
             ) from None
         return False
     if isinstance(answer, Exception):

@@ -166,7 +166,7 @@ def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
         proto.ParseFromString(path.read_bytes())
     # The class of the error depends on the implementation of Protobuf.
     except Exception:
-        raise UserError(f"its {path.name} is not a SavedModel: write it again") from None
+        raise UserError(f"its {path.name} is not a SavedModel; write it again") from None
     changed = False
     for graph in proto.meta_graphs:
         functions = graph.graph_def.library.function
@@ -185,7 +185,7 @@ def _read_keras(path: Path) -> Callee:
             version = str(parse_mapping(file.read("metadata.json")).get("keras_version", ""))
     except (zipfile.BadZipFile, KeyError, ValueError) as error:
         raise UserError(
-            f"{path.name} is not a complete .keras file ({user_code.short_message(error)}): write "
+            f"{path.name} is not a complete .keras file ({user_code.short_message(error)}); write "
             "it again"
         ) from None
     try:

@@ -53,7 +53,7 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
         known |= {name: name for name in spec.inputs}
         for name, argument in takes.items():
             if name not in known:
-                hint = nearest(name, known) or f" ({', '.join(spec.inputs)})"
+                hint = nearest(name, known) or f" (its inputs: {', '.join(spec.inputs)})"
                 raise UserError(
                     f"its argument {argument} is not an input of the dataset{hint}; give the "
                     "arguments of its signature the names of the features"
@@ -81,7 +81,9 @@ def _require_fit(argument: Argument, feature: str, spec: DatasetSpec) -> None:
         raise UserError(f"{both}; let it accept {of_data.dtype}, and convert inside the model")
     least, most = _range(spec, feature)
     if _is_narrow(argument.dtype, of_data.dtype, least, most):
-        raise UserError(f"{both}, whose values range from {least:g} to {most:g}")
+        raise UserError(
+            f"{both}, whose values range from {least:g} to {most:g}; let it accept {of_data.dtype}"
+        )
     if _reshaped(of_data, argument) is None:
         raise UserError(f"{both}; let it accept that shape, and reshape inside the model")
 

@@ -65,7 +65,7 @@ def load_program_model(
     folder = found.folder / place
     if not place or not folder.is_dir():
         raise UserError(
-            f"{found.uri} has no model: let the program write a SavedModel or a .keras file to "
+            f"{found.uri} has no model; let the program write a SavedModel or a .keras file to "
             "FLOTILLA_MODEL, or set program.after_training: stop"
         )
     paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

@@ -134,11 +134,11 @@ def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> t
     )
     if name:
         raise UserError(
-            f"it returns {there}, but no output for {name!r}: give each output of its signature "
+            f"it returns {there}, but no output for {name!r}; give each output of its signature "
             "the name of its target"
         )
     raise UserError(
-        f"it returns {there}, but {part.name} uses only one output: name that output "
+        f"it returns {there}, but {part.name} uses only one output; name that output "
         f"{_own_name(part)!r} in the signature"
     )
 
@@ -165,10 +165,10 @@ def _require_shape(name: str, values: Array, part: Task) -> None:
     sizes = ", ".join("any" if size < 0 else str(size) for size in wanted)
     each = ""
     if part.link and part.labels and len(given) == len(wanted):
-        each = f": the label has {len(part.labels)} classes, but the model {given[-1]}"
+        each = f": the label has {len(part.labels)} classes, but the model returns {given[-1]}"
     raise UserError(
-        f"its output {name!r} is {said}, and {part.name} of {part.target} needs [any, {sizes}]"
-        f"{each}"
+        f"its output {name!r} is {said}, but {part.name} of {part.target} needs [any, "
+        f"{sizes}]{each}"
     )
 
 

@@ -198,7 +198,7 @@ def test_an_error_names_the_example_and_the_line():
     [
         ("turns_into_text", "returns 'x' as string, but the first examples as float32"),
         ("grows", "returns 'x' with shape (3,), but the first examples with shape (2,);"),
-        ("loses_one", "returns no 'y', in contrast to other rows"),
+        ("loses_one", "returns no 'y', unlike for other rows"),
         ("whole_then_broken", ""),
     ],
 )
@@ -214,7 +214,7 @@ def test_later_examples_have_to_be_like_the_first(function, what):
 
 def test_the_first_examples_have_to_agree():
     message = refusal("turns_into_text_soon")
-    assert "returns 'x' as a text for some rows and a number for others" in message
+    assert "returns 'x' as a string for some rows and as a number for others" in message
     assert "example 7 of part 0" in message
 
 

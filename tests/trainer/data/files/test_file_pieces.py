@@ -119,7 +119,7 @@ def test_a_damaged_dataset_is_made_again_of_the_same_data_only(tmp_path):
     path.write_bytes(table(flip=1))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(
-        UserError, match=r"its examples differ from those of a\.csv-\w+, which is dam"
+        UserError, match=r"its examples differ from those of the damaged dataset a\.csv-\w+; rest"
     ):
         prepare(config, root, tmp_path / "scratch")
     assert storage.read_manifest(first.uri).fields == first.manifest.fields

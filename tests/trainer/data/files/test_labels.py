@@ -93,7 +93,7 @@ def _as_number(value: Any) -> float:
         (["1", "01", "2"], "read as one class: '01' and '1'"),
         (["1", "2", "3"], "3 different whole numbers, which are read as classes"),
         (["?", "a", "b"], "has '?' as a class"),
-        (["3 doors", "5 doors"], "numbers written as texts"),
+        (["3 doors", "5 doors"], "numbers stored as text"),
     ],
 )
 def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):

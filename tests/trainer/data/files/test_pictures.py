@@ -17,7 +17,7 @@ from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace
 
-OUTSIDE = "outside the folder of its table"
+OUTSIDE = "outside the folder of the table"
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def test_a_cell_names_a_file_below_its_table(table: Path, cell: str) -> None:
         ("photos", "it is a folder"),
         ("photos/ä b/1.png/2.png", "no such file"),
         ("photos/2.png", "no such file"),
-        ("a\0b.png", "not the path of a file"),
+        ("a\0b.png", "not a file path"),
         ("a\nb.png", "no such file"),
-        ("n" * 300, "not the path of a file"),
-        ("a/" * 3000, "not the path of a file"),
+        ("n" * 300, "not a file path"),
+        ("a/" * 3000, "not a file path"),
         ("%2e%2e/secret.png", "no such file"),
         ("1.png?endpoint=127.0.0.1:1", "no such file"),
         ("  ", OUTSIDE),
-        ("", "no image is named"),
-        (None, "no image is named"),
+        ("", "the cell names no image"),
+        (None, "the cell names no image"),
     ],
 )
 def test_a_cell_that_names_another_place_is_a_broken_row(

@@ -65,9 +65,13 @@ def test_files_of_a_contest(tmp_path: Path) -> None:
     assert len(found["x"]) == 40
     assert len(sizes(found)) == 3
     said = notes(tmp_path)
-    assert "data.source: test.csv has x, z and no column 'label', and is ignored" in said[1]
-    assert "sample_submission.csv has x, label and no column 'z'" in said[0]
-    with pytest.raises(UserError, match=r"no column 'label', and is|no column 'label'; leave it"):
+    assert (
+        "data.source: test.csv has columns such as x, z, but no column 'label', so it is" in said[1]
+    )
+    assert "sample_submission.csv has columns such as x, label, but no column 'z'" in said[0]
+    with pytest.raises(
+        UserError, match=r"no column 'label', so it is|no column 'label'; leave this"
+    ):
         listed_as(tmp_path, {"train.csv": "train", "test.csv": "test"})
 
 
@@ -99,7 +103,7 @@ def test_names_of_splits_are_splits(tmp_path: Path, names: tuple[str, ...]) -> N
     write(tmp_path, **{n: rows(c, 100 * c) for n, c in zip(names, counts, strict=True)})
     _, found = opened(tmp_path)
     assert dict(sizes(found)) == {"train": 30, "validation": 7, "test": 5}
-    assert "data.splits: by the names of the files" in notes(tmp_path)[0]
+    assert "data.splits: the names of the files determine" in notes(tmp_path)[0]
     _, drawn = opened(tmp_path, splits={"test": 0.3})
     assert sizes(drawn)["test"] > 5
     # If the name of one file indicates no split, the splits are drawn at random.

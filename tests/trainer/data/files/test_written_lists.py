@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -87,6 +88,19 @@ def test_lists_are_cut_and_padded_where_that_is_asked(tmp_path: Path, form: str)
     assert sorted(found["v"].tolist()) == sorted(([*each, 0, 0, 0])[:4] for each in lists)
     with pytest.raises(ConfigError, match=r"data\.shapes: v: \[4, 2\] does not match"):
         opened(tmp_path, shapes={"v": (4, 2)})
+
+
+@pytest.mark.parametrize(
+    ("lists", "advice"),
+    [
+        ([[], [[1, 2]], [[1, 2, 3], [4, 5, 6]]], r"\[1, 2\] and \[2, 3\]; set .*\{v: \[2, 3\]\}"),
+        ([[1, 2], [[1, 2]]], r"\[1, 2\] and \[2\]; set data\.drop: \[v\], or write lists"),
+    ],
+)
+def test_lists_of_several_shapes_are_refused(tmp_path: Path, lists: list[Any], advice: str) -> None:
+    write(tmp_path, "csv", [lists[i % len(lists)] for i in range(60)])
+    with pytest.raises(UserError, match=advice):
+        opened(tmp_path)
 
 
 def test_a_length_that_is_a_column_too_is_refused(tmp_path: Path) -> None:

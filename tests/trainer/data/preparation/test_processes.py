@@ -67,7 +67,9 @@ def test_a_process_that_is_killed_is_one_line_and_its_end_keeps_the_rest(prepare
     source.kills = 3
     with pytest.raises(UserError) as caught:
         prepared(source, processes=2)
-    assert "part 3 was ended by signal SIGKILL; finished parts are kept" in str(caught.value)
+    assert "part 3 ended unexpectedly (signal SIGKILL); finished parts are kept" in str(
+        caught.value
+    )
     finished = set(reads(source))
     source.kills = -1
     prepared(source, processes=2)
@@ -94,7 +96,7 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
 def test_a_process_that_ends_before_it_reads_its_request_is_an_error(prepared, source, monkeypatch):
     monkeypatch.setattr(processes, "_COMMAND", "raise SystemExit(3)")
     source.padding = "x" * 1_000_000
-    with pytest.raises(UserError, match="part 0 was ended by exit code 3"):
+    with pytest.raises(UserError, match=r"part 0 ended unexpectedly \(exit code 3"):
         prepared(source, processes=2)
 
 

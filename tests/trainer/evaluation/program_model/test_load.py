@@ -165,7 +165,7 @@ REFUSED = {
     "several outputs": (
         programs.save(lambda x: {"a": x[:, :10], "b": x[:, :10]}, PIXELS),
         "it returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification uses only "
-        "one output: name that output 'probabilities' in the signature",
+        "one output; name that output 'probabilities' in the signature",
     ),
     "another shape": (
         programs.save(classes(10), {"x": tf.TensorSpec((None, 28, 28))}),
@@ -187,13 +187,13 @@ REFUSED = {
             lambda image, rate: {"y": image[:, :10] * rate},
             {"image": tf.TensorSpec((None, 64)), "rate": tf.TensorSpec((None, 1))},
         ),
-        "its argument 'rate' (float32 [any, 1]) is not an input of the dataset (image)",
+        "its argument 'rate' (float32 [any, 1]) is not an input of the dataset (its inputs: image)",
     ),
     "one row": (
         programs.save(lambda x: {"y": tf.reduce_mean(x, axis=0, keepdims=True)[:, :10]}, PIXELS),
         "its output 'y' has shape [1, 10] for 97 examples; it must return one row for each",
     ),
-    "nothing": (touch(), "has no model: let the program write a SavedModel or a .keras file"),
+    "nothing": (touch(), "has no model; let the program write a SavedModel or a .keras file"),
     "two files": (touch("a.keras", "b.keras"), "it has a.keras, b.keras; write one SavedModel"),
     "no model": (touch("notes.txt"), "it has notes.txt; write one SavedModel or one .keras file"),
     "damaged graph": (touch("saved_model.pb"), "saved_model.pb is not a SavedModel"),
@@ -219,7 +219,7 @@ def test_a_checkpoint_without_a_model_says_where_the_program_has_to_write_one(ru
         touch("a.keras"),
         program={"checkpoint": "checkpoint", "model": "", "layout": "keras"},
     )
-    with pytest.raises(UserError, match="has no model: let the program write a SavedModel or"):
+    with pytest.raises(UserError, match="has no model; let the program write a SavedModel or"):
         evaluate(run.config, run.dataset, uri, storage.uri_of(tmp_path / "e"), tmp_path)
 
 

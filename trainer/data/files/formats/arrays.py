@@ -130,12 +130,12 @@ def _check(path: Path, arrays: dict[str, _Array]) -> None:
         if each.dtype.hasobject:
             raise UserError(
                 f"data.source: the array {name!r} of {path} contains pickled objects, which are "
-                "never loaded; save it as numbers or texts, with one shape for all rows"
+                "never loaded; save it as numbers or strings, with one shape for all rows"
             )
         if each.dtype.kind not in _KINDS or each.dtype == np.longdouble:
             raise UserError(
                 f"data.source: the array {name!r} of {path} is {each.dtype}, which cannot be read; "
-                "save it as numbers, texts or times"
+                "save it as numbers, strings or times"
             )
         if not each.shape:
             raise UserError(

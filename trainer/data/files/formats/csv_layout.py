@@ -263,7 +263,7 @@ class _Head:
         if more > 0 and any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
             cause = "quote numbers that have a comma, or write them without commas"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
-            cause = 'quote texts by ", right after the delimiter'
+            cause = "write texts in double quotes, right after the delimiter"
         raise UserError(
             f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, like "
             f"{len(rows)} of the first {len(self._rows) - place - 1} rows, and the header (row "
@@ -371,8 +371,8 @@ class _Quotes:
                 'remove the quote, or write "" for a quote within a quoted text'
             )
         note = (
-            f"{swallows}, and all rows have {len(layout.names)} values if quotes are ignored: "
-            "quotes are read as ordinary characters"
+            f"{swallows}, and all rows have {len(layout.names)} values if quotes are ignored; "
+            "therefore, quotes are read as ordinary characters"
         )
         return replace(layout, quote="", notes=(*layout.notes, note))
 

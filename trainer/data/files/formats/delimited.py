@@ -277,7 +277,7 @@ def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> Use
         )
     if _STRADDLING in reason:
         reason = f"a row is longer than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
-    return UserError(f"data.source: {path} is not a readable CSV: {reason}")
+    return UserError(f"data.source: {path} is not a readable CSV file: {reason}")
 
 
 def _first_not_unicode(path: Path, layout: CsvLayout) -> str:

@@ -165,8 +165,8 @@ def _list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
         raise UserError(
-            f"data.source: records of {path} have different keys: {len(records)} have {len(names)} "
-            f"keys, such as {names[-1]!r}; write records with the same keys, or put the varying "
-            "part into a list of values"
+            f"data.source: records of {path} have different keys: {len(records)} records have "
+            f"{len(names)} keys in total, such as {names[-1]!r}; write records with the same keys, "
+            "or put the varying part into a list of values"
         )
     return names
