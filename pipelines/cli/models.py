@@ -289,8 +289,8 @@ Split = Annotated[
     str,
     typer.Option(
         metavar="SPLIT",
-        help="The split of the dataset to predict. Without INPUT, this is the dataset that the "
-        "model was trained on.",
+        help="The split to predict of the dataset INPUT. Without INPUT, it is a split of the "
+        "dataset that the model was trained on.",
     ),
 ]
 Columns = Annotated[

@@ -151,10 +151,12 @@ _INSTANCE = {
     ),
     "token_file": _text(
         "FILE",
-        "A file with a bearer token. Default: KFP_EXISTING_TOKEN, then KF_PIPELINES_SA_TOKEN_PATH.",
+        "A file with a bearer token. Default: the token in KFP_EXISTING_TOKEN, then the file named "
+        "by KF_PIPELINES_SA_TOKEN_PATH.",
     ),
     "cookies_file": _text(
-        "FILE", "A file with the Cookie header of the session. Default: KFP_COOKIES."
+        "FILE",
+        "A file with the Cookie header of the session. Default: the header in KFP_COOKIES.",
     ),
     "ca_file": _text(
         "FILE", "The PEM file of the certificate authority of the instance. Default: KFP_CA_FILE."

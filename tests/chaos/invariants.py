@@ -236,6 +236,7 @@ def _has_kept_values(outcome: Outcome) -> bool:
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:
+    """No process outlives its try."""
     for command in outcome.left:
         yield f"a process is left: {command}"
 

@@ -283,9 +283,15 @@ def test_a_run_and_a_schedule_get_an_image(instance, remote, uploaded):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--parameter", "step_memory=16Gi"], "step_memory: now --memory of `flotilla compile`"),
-        (["--parameter=training_steps=5"], "training_steps: now the field steps, or --set train"),
-        (["--parameter", "image=a/b:2"], "image: use --image IMAGE"),
+        (
+            ["--parameter", "step_memory=16Gi"],
+            "step_memory: no longer supported; use --memory of `flotilla compile`",
+        ),
+        (
+            ["--parameter=training_steps=5"],
+            "training_steps: no longer supported; use the field steps, or --set",
+        ),
+        (["--parameter", "image=a/b:2"], "image: no longer supported; use --image IMAGE"),
         (["--parameter"], ": no longer supported; set a key"),
     ],
 )

@@ -178,7 +178,7 @@ class _Rows(ABC):
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
-        """Update the rows of a gradient, which has no duplicate rows."""
+        """Update the rows that the gradient refers to. The gradient has no duplicate indices."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
         """Update the rows of all tables, with or without a replica context."""

@@ -112,8 +112,8 @@ def cnn(  # noqa: PLR0913
     shape = tuple(spec.shape)
     if len(shape) not in {FLAT_IMAGE, DEEP_IMAGE}:
         raise ConfigError(
-            "it needs images of (height, width, channels), but the dataset's input has the shape "
-            f"{shape}; use mlp or softmax"
+            "it needs images of shape (height, width) or (height, width, channels), but the "
+            f"dataset's input has the shape {shape}; use mlp or softmax"
         )
     if len(shape) == FLAT_IMAGE:
         x = keras.layers.Reshape((*shape, 1), name="one_channel")(x)

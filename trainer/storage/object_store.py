@@ -218,7 +218,8 @@ class ObjectStore:
             stored = there.get(entry.stored_at)
             if stored is None or stored.bytes != entry.bytes:
                 raise StoreError(
-                    f"{join(uri, entry.stored_at)} differs from the added file; try again"
+                    f"{join(uri, entry.stored_at)} is missing or differs from the uploaded file; "
+                    "try again"
                 )
         return self._publish(uri, manifest, set(there))
 

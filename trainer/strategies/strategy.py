@@ -312,7 +312,8 @@ def build_own_step(
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)
         if "loss" not in logs:
-            raise ConfigError(f"its train_step returns {', '.join(logs) or 'nothing'}, but no loss")
+            found = ", ".join(logs) or "an empty dictionary"
+            raise ConfigError(f"its train_step returns no loss, but {found}")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
     # As in `fit`, AutoGraph does not convert the user's code.

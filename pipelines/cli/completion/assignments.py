@@ -45,7 +45,7 @@ def _inner(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a key holds, or None. A list of sections is not a section."""
     from pydantic import BaseModel
 
-    # Skip parametrized types such as a mapping, because they are not classes.
+    # Skip `Literal` types, because they are not classes.
     kinds = [each for each in _kinds(field.annotation) if isinstance(each, type)]
     return next((each for each in kinds if issubclass(each, BaseModel)), None)
 

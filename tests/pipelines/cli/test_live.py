@@ -205,7 +205,7 @@ def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
     (line,) = lines_of(
         ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
     )
-    assert line.startswith("ps-1 lost at global step 510: partial recovery")
+    assert line.startswith("ps-1 lost at global step 510; partial recovery")
 
 
 def test_an_event_that_is_of_no_interest_shows_nothing(lines_of):

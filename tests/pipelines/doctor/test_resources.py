@@ -41,16 +41,16 @@ def node(kube):
     ("hard", "used", "found"),
     [
         # The job has a parameter server, a chief and two workers.
-        ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("requests 8, 4 of 10", '"12"')),
-        ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
-        ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
+        ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("requests 8, and 4 of 10", '"12"')),
+        ({"cpu": "7"}, {}, ("requests 8, and 0 of 7", '"8"')),
+        ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, and 0 of 15Gi", '"16Gi"')),
         ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
         # The quota also counts the pod of the step.
-        ({"pods": "4"}, {}, ("and its step request 5, 0 of 4", '"5"')),
-        ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, 2 of 5", '"7"')),
-        ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),
-        ({"requests.nvidia.com/gpu": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
-        ({"services": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
+        ({"pods": "4"}, {}, ("and its step request 5, and 0 of 4", '"5"')),
+        ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, and 2 of 5", '"7"')),
+        ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, and 0 of 0", '"1"')),
+        ({"requests.nvidia.com/gpu": "3"}, {}, ("requests 4, and 0 of 3", '"4"')),
+        ({"services": "3"}, {}, ("requests 4, and 0 of 3", '"4"')),
     ],
 )
 def test_a_quota_that_is_too_small(of_job, quota, hard, used, found):
@@ -77,7 +77,8 @@ def test_a_quota_that_is_too_small(of_job, quota, hard, used, found):
 def test_a_quota_with_room(of_job, quota, hard):
     quota(hard)
     assert of_job(CPU, MEMORY)["quota"] == {
-        "name": "quota", "state": "ok", "message": "room for the job in team", "remedy": "",
+        "name": "quota", "state": "ok", "remedy": "",
+        "message": "there is room for the job in team",
     }  # fmt: skip
 
 
@@ -85,7 +86,7 @@ def test_the_agent_next_to_a_program_counts(of_job, quota):
     quota({"requests.cpu": "4"})
     program = 'program={"command": ["python", "train.py"], "roles": {"worker": 2}}'
     found = of_job(CPU, program)["quota"]
-    assert "requests.cpu: the job requests 4200m, 0 of 4 are used" in found["message"]
+    assert "requests.cpu: the job requests 4200m, and 0 of 4 are already used" in found["message"]
 
 
 def test_what_is_over_already_and_not_asked_for_is_no_matter(of_job, quota):
@@ -181,7 +182,7 @@ def test_a_limit_alone_is_a_request_too(of_job, quota):
     quota({"requests.cpu": "1500m"})
     limits = "cluster.kubernetes.pod.resources.limits.cpu=500m"
     own = "cluster.kubernetes.ps.resources.requests.cpu=0.1"
-    said = "requests 1600m, 0 of 1500m"
+    said = "requests 1600m, and 0 of 1500m"
     assert said in of_job(limits, own)["quota"]["message"]
 
 
@@ -190,11 +191,11 @@ def test_a_limit_alone_is_a_request_too(of_job, quota):
     [
         # The job has a parameter server, a chief and two workers: one Job per task and a shared
         # Service.
-        ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, 0 of 0 are used"),
-        ({"count/jobs.batch": "3"}, "requests 4, 0 of 3 are used"),
-        ({"count/pods": "3"}, "and its step request 5, 0 of 3 are used"),
-        ({"services": "0"}, "requests 1, 0 of 0 are used"),
-        ({"count/leases.coordination.k8s.io": "0"}, "requests 1, 0 of 0 are used"),
+        ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, and 0 of 0 are already used"),
+        ({"count/jobs.batch": "3"}, "requests 4, and 0 of 3 are already used"),
+        ({"count/pods": "3"}, "and its step request 5, and 0 of 3 are already used"),
+        ({"services": "0"}, "requests 1, and 0 of 0 are already used"),
+        ({"count/leases.coordination.k8s.io": "0"}, "requests 1, and 0 of 0 are already used"),
         ({"count/tfjobs.kubeflow.org": "0", "services": "1"}, ""),
     ],
 )
@@ -203,7 +204,7 @@ def test_a_quota_for_jobsets(of_jobset, quota, hard, said):
     quota(hard)
     found = of_jobset()["quota"]
     wanted = f"the quota team is too small: {next(iter(hard))}: the job {said}"
-    assert found["message"] == (wanted if said else "room for the job in team")
+    assert found["message"] == (wanted if said else "there is room for the job in team")
 
 
 @pytest.mark.parametrize("text", ["0", "1500m", "1", "3Gi", "5Mi", "7Ki", "12", "1001m"])

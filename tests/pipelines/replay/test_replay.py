@@ -156,7 +156,7 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
     assert bool(said) is is_other
     if is_other:
         assert said.startswith("the code differs: version ")
-        assert "commit bbbbbbbbbbbb and not aaaaaaaaaaaa" in said
+        assert "commit bbbbbbbbbbbb instead of aaaaaaaaaaaa" in said
         assert said.endswith("module replayed_code was changed since")
         (tmp_path / "replayed_code.py").unlink()
         assert replays.code_remark(given).endswith("module replayed_code is not found here")

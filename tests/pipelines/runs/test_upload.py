@@ -349,7 +349,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
     add("by-hand", mark)
     answer = remote("submit")
     assert (answer.code, the_run_of(instance)) == (0, "by-hand")
-    assert "flotilla: warning: it was " in answer.err
+    assert "flotilla: warning: version by-hand " in answer.err
     assert origin in answer.err
     assert f"but this is {contract.describe_mark(contract.mark())}" in answer.err
 

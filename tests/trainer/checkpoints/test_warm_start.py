@@ -131,14 +131,14 @@ def published(folder, variables):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"model/a": tf.Variable(1.0)}, "it has no weight []"),
+        ({"model/a": tf.Variable(1.0)}, "it has no weight of shape []"),
         (
             {"model/weight": tf.Variable([1.0, 2.0])},
-            "weight has shape [2], not [] as in this model",
+            "its weight has shape [2], not [] as in this model",
         ),
         (
             {"model/weight": tf.Variable(1.0), "model/v1.0/bias": tf.Variable([0.0])},
-            "it has v1.0/bias [1], which this model lacks",
+            "it has v1.0/bias of shape [1], which this model lacks",
         ),
     ],
 )
@@ -382,7 +382,7 @@ class TestOfKeras:
             begin(net_parts(classes=5), str(file))
         uri = storage.uri_of(file)
         assert str(caught.value).startswith(
-            f"training.warm_start: {uri} is the weights file of another model: out/kernel "
+            f"training.warm_start: {uri} is the weights file of another model: its out/kernel "
         )
 
     @pytest.mark.parametrize("text", ["no model", ""])

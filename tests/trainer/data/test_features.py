@@ -235,7 +235,7 @@ def test_a_dataset_that_leaves_a_role_open_asks_for_its_key(keys, message, tmp_p
 
 def test_a_dataset_of_texts_alone_needs_a_builder(tmp_path):
     texts = {"text": tfds.features.Text(), "summary": tfds.features.Text()}
-    with pytest.raises(ConfigError, match=r"'summary' of made is a text.*package.module:Builder"):
+    with pytest.raises(ConfigError, match=r"'summary' of made is a string.*package.module:Builder"):
         of(texts, ("text", "summary"), tmp_path)
 
 

@@ -200,7 +200,7 @@ def test_times_that_are_none_are_refused_with_their_places(tmp_path: Path) -> No
     rows = "x,day,label\n" + "".join(f"{i},monday,{i % 2}\n" for i in range(9))
     line = refused(tmp_path, rows, splits={"time": "day"})
     assert "data.splits.time: 'day' of" in line
-    assert "holds no times" in line
+    assert "contains no times" in line
     assert "'monday'" in line
 
 
@@ -430,7 +430,7 @@ def test_a_class_may_be_written_as_a_list_is(tmp_path, name):
 @pytest.mark.parametrize(
     ("rows", "keys", "says"),
     [
-        ("{i},1.5,{w}", {"weight": "w"}, "data.weight: 'w' of .* holds no numbers .*'low'"),
+        ("{i},1.5,{w}", {"weight": "w"}, "data.weight: 'w' of .* contains no numbers .*'low'"),
         (
             "{i},17000000000{i:02d}.5,1",
             {},

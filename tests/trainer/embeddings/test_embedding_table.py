@@ -387,7 +387,7 @@ def test_ids_of_another_type_are_refused():
         ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
         ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),
-        ("int64", {"capacity": 4, "maxage": 3}, "there is no 'maxage'"),
+        ("int64", {"capacity": 4, "maxage": 3}, "there is no key 'maxage'"),
         ("int64", {"capacity": 4, "initializer": "nothing"}, "tables.user.initializer"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     other = dataclasses.replace(run, dataset=dataset, checkpoint=checkpoint)
     output, text, decision = measured(other, champion, tmp_path)
-    assert text["champion"]["incomparable"] == "it knows 10 classes, but this model 11"
+    assert text["champion"]["incomparable"] == "it has 10 classes, but this model has 11"
     assert not decision.blessed
     assert not predictions(output, "champion_output").exists()
 
@@ -131,8 +131,8 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"owns": None}, "it has the outputs income, city, but this model income, city, owns"),
-        ({"city": ["0", "1"]}, "it knows 2 classes of city, but this model 3"),
+        ({"owns": None}, "it has the outputs income, city, but this model has income, city, owns"),
+        ({"city": ["0", "1"]}, "it has 2 classes of city, but this model has 3"),
         (
             {"city": ["a", "1", "2"]},
             "its class 0 of city is 'a', but the class of this model is '0'",

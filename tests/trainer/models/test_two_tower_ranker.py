@@ -249,10 +249,10 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
     ("spec", "line"),
     [
         (spec_of(dtype="float32"), "tables.user: ids must be 64-bit whole numbers or strings"),
-        (spec_of(shape=(2,)), "needs one value of 'user', which is int64 of shape (2,)"),
+        (spec_of(shape=(2,)), "it needs one value of 'user', which is int64 of shape (2,)"),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
-            "takes user, item, shown; set dat",
+            "it needs the inputs user, item, shown; set dat",
         ),
         (spec_of(dtype="string"), "popularity: 'shown' is string, not a number"),
     ],

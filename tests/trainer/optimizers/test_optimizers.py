@@ -111,8 +111,8 @@ def test_wrong_types_are_named():
         ("adam", "amsgrad", 1, "true or false"),
         ("muon", "ns_steps", 2.5, "a whole number"),
         ("muon", "ns_steps", True, "a whole number"),
-        ("muon", "exclude_layers", "logits", "a list of texts"),
-        ("muon", "exclude_layers", [1], "a list of texts"),
+        ("muon", "exclude_layers", "logits", "a list of strings"),
+        ("muon", "exclude_layers", [1], "a list of strings"),
     ):
         assert _refusal(name, **{argument: value}) == (
             f"training.optimizer.args.{argument}: {value!r} is not allowed; it must be {allowed}"

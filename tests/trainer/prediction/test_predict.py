@@ -239,7 +239,7 @@ def test_a_column_of_json_with_several_types_cannot_become_parquet(model, tmp_pa
     rows = [{**ROWS[0], "id": n if n < 5 else {"x": "text"}.get("x")} for n in range(9)]
     rows[:0] = [{**ROWS[0], "id": 1}] * 8192
     path = write_jsonl(tmp_path / "in.jsonl", rows)
-    with pytest.raises(UserError, match=r"write .jsonl"):
+    with pytest.raises(UserError, match=r"write a .jsonl"):
         asked(model, [path], tmp_path / "out.parquet", columns=("id",), batch_size=8192)
     asked(model, [path], tmp_path / "out.jsonl", columns=("id",), batch_size=8192)
 

@@ -307,7 +307,10 @@ def test_every_part_of_a_slice_has_its_rule(tmp_path: Path) -> None:
     [
         ("accuracy@labl", "gate.min.accuracy@labl: there is no slice by 'labl'; did you mean"),
         ("accuracy@x=1", "gate.min.accuracy@x=1: there is no slice by 'x' (sliced by: label)"),
-        ("accuracy@label=9", "gate.min.accuracy@label=9: no example has label '9' (known: 0, a"),
+        (
+            "accuracy@label=9",
+            "gate.min.accuracy@label=9: no example has label '9' (its values: 0, a",
+        ),
         ("macro_f1@label=0", "gate.min.macro_f1@label=0: 'macro_f1' was not measured"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_large_variable_goes_first_wherever_it_is():
 @pytest.mark.parametrize("server", ["ps:2", "ps:-1", "ps", "worker:0", "ps:\u00b2"])
 def test_a_server_that_is_not_there_is_refused(server):
     assert refused({"a/*": server}) == (
-        f"cluster.placement: 'a/*' is on {server!r}; it must be ps:0 to ps:1"
+        f"cluster.placement: 'a/*' is placed on {server!r}; it must be ps:0 to ps:1"
     )
 
 

@@ -155,8 +155,8 @@ def two_signatures(folder):
 REFUSED = {
     "wrong classes": (
         programs.save(classes(3), PIXELS),
-        "its output 'y' is float32 [any, 3], and classification of 'label' (one int64 of 10 "
-        "classes) needs [any, 10]: the label has 10 classes, but the model 3",
+        "its output 'y' is float32 [any, 3], but classification of 'label' (one int64 of 10 "
+        "classes) needs [any, 10]: the label has 10 classes, but the model returns 3",
     ),
     "numbers of classes": (
         programs.save(lambda x: {"y": tf.argmax(x, axis=1)}, PIXELS),
