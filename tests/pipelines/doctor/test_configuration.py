@@ -52,7 +52,7 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "two_tower"}},
             "fail",
-            "model two_tower: needs 2 classes, but the dataset has 10; set data.types: {label: "
+            "model two_tower: it needs 2 classes, but the dataset has 10; set data.types: {label: "
             "float} if it is a rating",
         ),
         (
