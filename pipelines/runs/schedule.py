@@ -20,6 +20,11 @@ from kfp_server_api import (
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import read_defaults
+from flotilla.pipelines.old_parameters import (
+    are_old_parameters,
+    convert_parameters,
+    describe_ignored,
+)
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, connect, pages
@@ -40,11 +45,6 @@ from flotilla.pipelines.settings import Settings
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code.bundle import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form
-from flotilla.trainer.config.old_parameters import (
-    are_old_parameters,
-    convert_parameters,
-    describe_ignored,
-)
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 

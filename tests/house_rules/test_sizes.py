@@ -16,7 +16,7 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
+FOLDER_LIMITS = {"components": 20}
 # Maximum number of lines per folder. The commit that raises a number says what was removed in
 # return.
 BUDGETS = {
@@ -26,7 +26,7 @@ BUDGETS = {
     "components/records": 1340,
     "components/sweeps": 282,
     "components/tfjob": 231,
-    "pipelines": 2073,
+    "pipelines": 2180,
     "pipelines/cli": 4305,
     "pipelines/doctor": 1704,
     "pipelines/replay": 577,
@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/checkpoints": 2819,
     "trainer/cluster": 2564,
     "trainer/code": 452,
-    "trainer/config": 3587,
+    "trainer/config": 3480,
     "trainer/data": 10936,
     "trainer/data_gate": 2002,
     "trainer/embeddings": 2068,

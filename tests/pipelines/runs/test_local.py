@@ -13,11 +13,11 @@ import pytest
 
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_ID
+from flotilla.pipelines.old_parameters import keys
 from flotilla.pipelines.runs import local, local_status
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.form import from_form, to_local_form
 from flotilla.trainer.config.load import load_config, parse_config
-from flotilla.trainer.config.old_parameters import keys
 from flotilla.trainer.config.schema import Config, StorageConfig
 from flotilla.trainer.events import AttemptBegin, FromScratch, RunBegin
 from flotilla.trainer.runtime.errors import ConfigError

@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from flotilla.trainer.config.load import load_config
-from tests.trainer.config.test_old_parameters import flat
+from tests.pipelines.test_old_parameters import flat
 
 
 @pytest.fixture

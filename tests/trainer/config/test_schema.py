@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flotilla.trainer.config import old_parameters
+from flotilla.pipelines import old_parameters
 from flotilla.trainer.config import schema as module
 from flotilla.trainer.config.load import load_config, parse_config
 from flotilla.trainer.config.schema import Config

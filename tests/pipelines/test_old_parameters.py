@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from flotilla.trainer.config.load import load_config
-from flotilla.trainer.config.old_parameters import (
+from flotilla.pipelines.old_parameters import (
     OPTIONS,
     are_old_parameters,
     convert_parameters,
     describe_replacement,
     keys,
 )
+from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
