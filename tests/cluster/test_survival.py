@@ -181,7 +181,7 @@ def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
         assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)
 
 
-# More steps than any machine trains before the interrupt, but not so many that the history omits
+# The interrupt comes before this step on any machine. With many more steps, the history would omit
 # most rows.
 HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 

@@ -274,7 +274,7 @@ class TestRefused:
         assert all(name.startswith(f"{refused.folder}/") for name in new)
 
 
-# More steps than any machine trains before the interrupt.
+# The interrupt comes before this step on any machine.
 ENDLESS = 10_000_000
 LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
 MORE = 40

@@ -6,9 +6,9 @@ server that loads the modules LATER. Each server handles the requests for its ow
 servers exit when standard input ends.
 
 A forked process has only the thread that called fork, so no other thread may hold a lock that it
-needs. A server has one thread of its own. OpenBLAS (of NumPy and SciPy) and Arrow's allocator have
-threads too, but stop or restart them at a fork. TensorFlow has no threads before its first
-operation, and this module runs no operation.
+needs. A server runs Python in one thread. OpenBLAS (of NumPy and SciPy) and Arrow's allocator stop
+or restart their threads at a fork. TensorFlow starts no thread before its first operation, and this
+module runs no operation.
 
 The kernel ends the server when its parent exits, and each process when the server exits.
 """
