@@ -39,7 +39,7 @@ BUDGETS = {
     "trainer/cluster": 2564,
     "trainer/code": 452,
     "trainer/config": 3480,
-    "trainer/data": 10936,
+    "trainer/data": 10946,
     "trainer/data_gate": 2002,
     "trainer/embeddings": 2068,
     "trainer/evaluation": 3171,

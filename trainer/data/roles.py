@@ -126,9 +126,10 @@ def _guess_label(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
     found = [name for word in LABELS for name in left if name.lower() == word]
     if found:
         return (found[0],)
+    hint = f", perhaps {left[-1]!r} (one of {format_names(left)})" if left else ""
     raise ConfigError(
         f"data.label: {config.source} has no column 'label' or 'target'; set data.label to the "
-        f"column to predict, perhaps {left[-1] if left else ''!r} (one of {format_names(left)})"
+        f"column to predict{hint}"
     )
 
 

@@ -35,7 +35,7 @@ class Target:
     def refuse(self, dataset: str, split: str, given: Column) -> None:
         """Raise `UserError` if an example has no class, or a number is not finite."""
         values = _flatten(given)
-        if values.dtype.kind == "f":
+        if values.dtype.kind in "fV":  # bfloat16 has the kind V.
             _refuse_infinite("label", self.name, dataset, split, values)
         elif self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
             raise UserError(

@@ -1,5 +1,6 @@
 """Tests that the classes of targets are counted and that values unfit for training are rejected."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -93,3 +94,11 @@ def test_classes_of_which_nothing_is_learnt_are_said():
     target.add("test", np.array([0, 1, 2, 2]))
     (note,) = target.notes()
     assert note.startswith("the label 'y' has 'c' only in validation or test")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_label_that_is_not_a_number_is_refused(dtype):
+    found = target("float32")
+    found.refuse("data", "train", np.array([1, 2], dtype))
+    with pytest.raises(UserError, match="whose 'y' is nan"):
+        found.refuse("data", "train", np.array([1, np.nan], dtype))

@@ -51,7 +51,8 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     try:
         found = make(**given, **config.builder_args)
         if config.version and is_folder(found) and str(found.version) != config.version:
-            raise ValueError(f"its only version is {found.version}")
+            only = f"{config.dataset} has only version {found.version}"
+            raise ConfigError(f"data.version: {config.version}: {only}")
         return found
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]

@@ -136,12 +136,7 @@ def position(file: Any) -> int:
 
 def bytes_read(file: Any) -> int:
     """Return the number of decompressed bytes that were read from a file of `open_file`."""
-    return count_expanded(file) or position(file)
-
-
-def count_expanded(file: Any) -> int:
-    """Return the number of decompressed bytes read from a compressed file; 0 for other files."""
-    return int(getattr(getattr(file, "raw", None), "expanded", 0))
+    return int(getattr(getattr(file, "raw", None), "expanded", 0)) or position(file)
 
 
 def _decompress(stored: IO[bytes], path: Path, compression: str) -> Any:

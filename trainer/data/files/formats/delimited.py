@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from flotilla.trainer.data.files.formats.csv_layout import CsvLayout, detect_layout
-from flotilla.trainer.data.files.formats.decompression import (
-    count_expanded,
-    is_whole,
-    open_text,
-    position,
-)
+from flotilla.trainer.data.files.formats.decompression import is_whole, open_text, position
 from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
 from flotilla.trainer.runtime.errors import UserError
 
@@ -56,18 +52,18 @@ class CsvReader(Reader):
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Divide a file at unambiguous record ends; a file with ambiguous quotes stays whole."""
-        # `_safe_ends` only counts double quotes, so other quotes and escapes make the ends unknown.
         if path.stat().st_size < 2 * size or is_whole(path):
             return [(0, END)]
         layout = detect_layout(path)
-        if layout.escape or layout.quote != _QUOTE.decode():
+        # `_safe_ends` only counts double quotes, so other quotes and escapes make the ends unknown.
+        if not layout.has_lines and (layout.escape or layout.quote != _QUOTE.decode()):
             return [(0, END)]
+        find = _line_ends if layout.has_lines else _safe_ends
         with path.open("rb") as file:
-            ends = list(_safe_ends(file, size))
+            ends = list(find(file, size))
         if None in ends:
             return [(0, END)]
-        bounds = [0, *(end for end in ends if end), END]
-        return list(pairwise(bounds))
+        return list(pairwise([0, *filter(None, ends), END]))
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
@@ -215,7 +211,7 @@ def _concatenate(held: Sequence[Rows]) -> Rows:
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Yield a stream, and a function that converts a size in memory to bytes of the file.
 
-    Pyarrow reads far ahead, so the read position is not the parsed position.
+    Pyarrow reads up to 32 blocks ahead, which is ignored for compressed files.
     """
     start, counted = max(piece.start, begin), 0
 
@@ -227,37 +223,33 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
     if is_whole(path):
         with open_text(path) as file:
             file.read(start)
-            parsed = 0
-
-            def read(block: int) -> int:
-                nonlocal parsed
-                parsed += block
-                ahead = count_expanded(file)
-                return locate(round(position(file) * min(parsed / ahead if ahead else 1.0, 1.0)))
-
-            yield pa.PythonFile(file, mode="r"), read
+            yield pa.PythonFile(file, mode="r"), lambda _block: locate(position(file))
         return
     size = max(0, (path.stat().st_size if piece.stop == END else piece.stop) - start)
     with pa.OSFile(str(path)) as file:
         yield file.get_stream(start, size), lambda block: locate(min(counted + block, size))
 
 
+def _line_ends(file: IO[bytes], size: int) -> Iterator[int]:
+    """Yield ends of lines about `size` bytes apart."""
+    last = os.fstat(file.fileno()).st_size
+    while file.tell() + size < last:
+        file.seek(size, os.SEEK_CUR)
+        file.readline()
+        yield file.tell()
+
+
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:
-    """Yield record ends about `size` bytes apart; 0 at the end, and None if one is ambiguous."""
-    quotes = 0
-    while chunk := file.read(size):
-        if _STRAY.search(chunk):
+    """Yield record ends about `size` bytes apart, or None if one is ambiguous."""
+    while chunk := file.read(size) + file.readline():
+        lines, is_open = [chunk], chunk.count(_QUOTE) % 2
+        while is_open and (line := file.readline()):
+            lines.append(line)
+            is_open ^= line.count(_QUOTE) % 2
+        if any(map(_STRAY.search, lines)):
             yield None
             return
-        quotes += chunk.count(_QUOTE)
-        while line := file.readline():
-            quotes += line.count(_QUOTE)
-            if _STRAY.search(line):
-                yield None
-                return
-            if quotes % 2 == 0:
-                break
-        yield file.tell() if line else 0
+        yield file.tell()
 
 
 def _newlines(file: IO[bytes], count: int) -> int:

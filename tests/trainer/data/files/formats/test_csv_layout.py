@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
+import io
 import zipfile
 import zlib
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from flotilla.trainer.data.files.formats import csv_layout
-from flotilla.trainer.data.files.formats.csv_layout import _check, detect_layout
+from flotilla.trainer.data.files.formats.csv_layout import _check, _Quotes, detect_layout
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece
 from flotilla.trainer.runtime.errors import UserError
@@ -271,3 +274,23 @@ def test_each_name_of_a_wide_table_is_looked_up_once(tmp_path: Path) -> None:
 
     _check(tmp_path, "FILE", [Name(f"c{i}") for i in range(2000)], set())
     assert Name.compared < 10_000
+
+
+def test_files_with_plain_quotes_have_one_row_in_each_line(tmp_path: Path) -> None:
+    random, seen = np.random.RandomState(0), set()
+    values = ["1", "x", '""', '"a"', '"a,"', '"a ""b"""', '5"', '"a\nb"', '"a"b', " 'c'"]
+    for number in range(300):
+        rows = [",".join(random.choice(values[: 4 + number % 7], 3)) for _ in range(8)]
+        text = "".join(f"{row}\n" for row in ["n,m,k", "1,1,1", *rows])
+        path = tmp_path / f"{number}.csv"
+        path.write_text(text)
+        try:
+            layout = detect_layout(path)
+        except UserError:
+            continue
+        found, lines = list(csv.reader(io.StringIO(text))), text.splitlines()
+        quotes = _Quotes(path, layout, ())
+        seen.add((layout.has_lines, quotes._has_plain_quotes(text.encode())))
+        if quotes._has_plain_quotes(text.encode()) or (layout.has_lines and layout.quote):
+            assert found == [next(csv.reader([line])) for line in lines]
+    assert {(True, True), (True, False), (False, False)} <= seen

@@ -84,9 +84,22 @@ def test_a_file_is_cut_at_ends_of_records_only(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_quotes_are_in_doubt_stays_whole(tmp_path: Path) -> None:
-    path = file(tmp_path, b"a,b\n" + b'1,5" pipe\n' * 2000)
+    path = file(tmp_path, b"a,b\n" + b'1,5" pipe\n' * 2000 + b'1,"two\nlines"\n')
     assert READER.cut(path, 1024) == [(0, END)]
-    assert len(csv_records(path)) == 2000
+    assert len(csv_records(path)) == 2001
+
+
+@pytest.mark.parametrize("row", ['{},5" pipe', '{},"a ""b"", c"', "{},", "{},'it''s'"])
+def test_a_file_without_values_of_several_lines_is_divided_at_lines(
+    tmp_path: Path, row: str
+) -> None:
+    path = file(
+        tmp_path, "".join(["a,b\n", *(row.format(at) + "\n" for at in range(900))]).encode()
+    )
+    pieces = READER.cut(path, 1024)
+    assert len(pieces) > 3
+    found = [row["a"] for each in pieces for row in csv_records(path, *each)]
+    assert found == [str(number) for number in range(900)]
 
 
 def test_compressed_files(tmp_path: Path) -> None:
