@@ -100,8 +100,8 @@ def call(arguments: list[str]) -> int:
         # the command line, cannot be written.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
-        # Typer prints help texts itself, so a full disk is reported here.
-        if error.errno != errno.ENOSPC:
+        # Typer prints help texts itself, so these errors of standard output are reported here.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         discard(sys.stdout)
         return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)

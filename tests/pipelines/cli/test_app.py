@@ -170,6 +170,15 @@ def test_standard_output_that_takes_nothing(arguments):
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["run", "--help"]])
+def test_standard_output_beyond_the_size_limit_of_files(arguments, tmp_path):
+    command = ["sh", "-c", 'ulimit -f 0 && "$@"', "sh", FLOTILLA, *arguments]
+    with (tmp_path / "out").open("wb") as out:
+        process = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False)
+    assert process.stderr == b"flotilla: cannot write to standard output: File too large\n"
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("arguments", [["--version"], ["completion", "bash", "--json"], ["runs"]])
 def test_streams_that_are_closed(arguments):
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", FLOTILLA, *arguments]
