@@ -172,7 +172,10 @@ def _parse_rows(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[
 
 
 def _segment(uri: str, number: int) -> str:
-    return uri if number == 1 else f"{uri.removesuffix(_SUFFIX)}.{number}{_SUFFIX}"
+    if number == 1:
+        return uri
+    stem = storage.name_of(uri).removesuffix(_SUFFIX)
+    return storage.join(storage.parent_of(uri), f"{stem}.{number}{_SUFFIX}")
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import read_validations
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
-from flotilla.trainer.config.model import CHAMPION, KERAS, initial_weights
+from flotilla.trainer.config.model import CHAMPION, initial_weights, is_weights_file
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.features.statistics.statistics import FILE, Learnt
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -73,7 +73,7 @@ def require_weights(value: str | Mapping[str, Any]) -> None:
     if source in ("", CHAMPION):
         return
     try:
-        if not source.endswith(KERAS):
+        if not is_weights_file(source):
             storage.read_manifest(source)
         elif storage.name_of(source) not in storage.names(storage.parent_of(source)):
             raise storage.Missing(f"nothing exists at {source}")
@@ -181,7 +181,7 @@ def learnt_of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> L
 def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
     own = [uri for uri, _ in reversed(list_checkpoints(checkpoints))]
     source = initial_weights(training.warm_start).source
-    return [*own, *([source] if source and not source.endswith(KERAS) else [])]
+    return [*own, *([source] if source and not is_weights_file(source) else [])]
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:

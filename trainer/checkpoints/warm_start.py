@@ -24,7 +24,13 @@ from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint
 from flotilla.trainer.checkpoints.contents import PREFIX
 from flotilla.trainer.checkpoints.index import KIND
 from flotilla.trainer.checkpoints.servers import PartServers
-from flotilla.trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
+from flotilla.trainer.config.model import (
+    CHAMPION,
+    KERAS,
+    InitialWeights,
+    initial_weights,
+    is_weights_file,
+)
 from flotilla.trainer.embeddings.embedding_table import may_lack
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.runtime import user_code
@@ -109,7 +115,7 @@ def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | Non
 
 def _fetch_source(weights: InitialWeights, folder: Path) -> Source:
     uri, file = weights.source, folder / _FILE
-    if uri.endswith(KERAS):
+    if is_weights_file(uri):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_bytes(storage.read_bytes(uri))
         return Source(weights=weights, folder=folder, file=file)
@@ -177,7 +183,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
 
 
 def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
-    kind = "weights file" if uri.endswith(KERAS) else "checkpoint"
+    kind = "weights file" if is_weights_file(uri) else "checkpoint"
     raise ConfigError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
         "model section, choose variables by {from, include, exclude}, or leave the key "

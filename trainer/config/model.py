@@ -149,10 +149,15 @@ def _globs(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(globs)
 
 
+def is_weights_file(source: str) -> bool:
+    """Return whether the source of initial weights is a `.keras` file, not a directory."""
+    return source.partition("?")[0].endswith(KERAS)
+
+
 def _check_source(source: str) -> str:
     if not source or source == CHAMPION:
         return source
-    if source.endswith(KERAS) and "://" not in source:
+    if is_weights_file(source) and "://" not in source:
         source = uri_of(source)
     if not is_uri(source):
         hint = nearest(source, [CHAMPION])

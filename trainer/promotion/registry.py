@@ -178,7 +178,7 @@ def _numbers(above: str) -> list[int]:
     return sorted(
         number
         for name, number in found
-        if number and _number_uri(above, number).endswith(f"/{name}")
+        if number and storage.name_of(_number_uri(above, number)) == name
     )
 
 

@@ -221,11 +221,12 @@ def loop(path):
 
 
 class TestInAnObjectStore:
-    @pytest.fixture
-    def uri_rows(self, gcs):
-        bucket = bucket_name()
-        gcs.create_bucket(bucket)
-        return f"gs://{bucket}/run/checkpoints/history.jsonl"
+    @pytest.fixture(params=["gcs", "s3"])
+    def uri_rows(self, request):
+        bucket, server = bucket_name(), request.getfixturevalue(request.param)
+        server.create_bucket(bucket)
+        scheme, options = {"gcs": ("gs", ""), "s3": ("s3", "?region=us-east-1")}[request.param]
+        return f"{scheme}://{bucket}/run/checkpoints/history.jsonl{options}"
 
     @pytest.fixture(autouse=True)
     def _small_segments(self, monkeypatch):

@@ -15,6 +15,7 @@ from flotilla.trainer.events import AttemptBegin, WarmStart
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.strategies.strategy import checkpoint_variables
+from tests.stores.fixtures import bucket_name
 from tests.trainer.counting import Counting, Run
 from tests.trainer.small_run import publish_checkpoint
 
@@ -332,6 +333,13 @@ class TestOfKeras:
         taken, event = begin(net_parts(), str(file))
         assert taken == BODY | HEAD
         assert event.uri == storage.uri_of(file)
+
+    def test_the_uri_of_a_file_may_have_options(self, begin, file, s3):
+        bucket = bucket_name()
+        s3.create_bucket(bucket)
+        uri = f"s3://{bucket}/pretrained.keras?region=us-east-1"
+        storage.write_bytes(uri, file.read_bytes())
+        assert begin(net_parts(), uri)[0] == BODY | HEAD
 
     def test_names_of_models_around_a_layer_do_not_matter(self, begin, file):
         # Keras includes the name of a new Sequential in the paths of its variables, but omits the

@@ -15,6 +15,8 @@ from flotilla.trainer.promotion import kserve, registry
 from flotilla.trainer.promotion.registry import opponent
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.manifest import MANIFEST
+from tests.stores.fixtures import bucket_name
+from tests.stores.s3_server import S3Server
 
 NAME = "digits"
 
@@ -62,6 +64,17 @@ def test_an_empty_registry(root: str) -> None:
     assert registry.newest(root, NAME) == 0
     with pytest.raises(UserError, match="digits has no champion below"):
         registry.rollback(root, NAME, by="me")
+
+
+def test_a_registry_below_a_uri_with_options(s3: S3Server, tmp_path: Path) -> None:
+    bucket = bucket_name()
+    s3.create_bucket(bucket)
+    root = f"minio://{bucket}/team?endpoint={s3.url}&region=us-east-1"
+    for number, text in enumerate("ab", 1):
+        assert register(root, tmp_path, text).number == number
+        promote(root, number, number - 1)
+    assert [each.number for each in registry.versions(root, NAME)] == [1, 2]
+    assert (registry.names(root), champion(root)) == ([NAME], 2)
 
 
 def test_a_version_is_a_copy_that_can_be_served(root: str, tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
     bucket = bucket_name()
     server.create_bucket(bucket)
     server.plan.unconditional = bool(unconditional)
-    yield f"{scheme}://{bucket}/store_root", server.plan
+    options = "?region=us-east-1" if scheme == "s3" else ""
+    yield f"{scheme}://{bucket}/store_root{options}", server.plan
     server.plan.unconditional, server.plan.before = False, None
 
 
