@@ -112,7 +112,7 @@ def _write(found: list[comparisons.Comparison]) -> None:
     try:
         comparisons.write(found, OUTPUT)
     except OSError as error:
-        sys.exit(f"bench: cannot write {OUTPUT}: {error.strerror}; make room for it")
+        sys.exit(f"bench: cannot write {OUTPUT}: {error.strerror}; free some space")
 
 
 def _words() -> list[str]:

@@ -47,7 +47,7 @@ def checkpoint_parts() -> Comparison:
     """Return how long a save pauses training, relative to an in-memory copy on the servers."""
     seen = _led()
     return Comparison(
-        name=f"a save of {MEGABYTES:,} MB of tables in parts: pause of training, over a copy",
+        name=f"saving {MEGABYTES:,} MB in parts: pause of training, compared with a copy in memory",
         rounds=tuple(
             each / copied for each, copied in zip(seen["pauses"], seen["copies"], strict=True)
         ),

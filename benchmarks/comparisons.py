@@ -43,12 +43,12 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Return the median of all rounds."""
+        """The median of all rounds."""
         return median(self.rounds)
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Return the bounds by name, starting with the bound of the median."""
+        """The bounds by name, starting with the bound of the median."""
         found = {
             "at_least": self.at_least,
             "at_most": self.at_most,
@@ -82,7 +82,7 @@ Measured = TypeVar("Measured")
 def alternating(
     rounds: int, first: Callable[[], Measured], second: Callable[[], Measured]
 ) -> list[tuple[Measured, Measured]]:
-    """Return both values of every round; the order of measurement alternates."""
+    """Return both values of every round. The order of measurement alternates."""
     found = []
     for number in range(rounds):
         if number % 2:
@@ -111,7 +111,7 @@ def write(compared: list[Comparison], path: Path) -> None:
 
 def table(compared: list[Comparison]) -> str:
     """Return a table with one line per comparison."""
-    rows = [("name", "ratio", "has to be", "holds")]
+    rows = [("comparison", "ratio", "limit", "met")]
     rows += [
         (each.name, f"{each.ratio:.3f}", _words(each), str(each.holds).lower()) for each in compared
     ]

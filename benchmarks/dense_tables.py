@@ -4,9 +4,9 @@ The dataset is `examples/clicks_large` with fewer ids, and each id has its own r
 one side, two asynchronous workers train with two parameter servers, which create the row of an id
 when it first occurs. On the other side, one process trains with `keras.layers.Embedding` tables,
 which have a row for every id of the training split from the start. The difference is the total loss
-of accuracy from tables, workers and servers. Both sides use the same number of batches of the same
-size and a learning rate that decays to zero, and are evaluated on the same test split. Each round
-has another seed.
+of accuracy from tables, workers and servers. Both sides use the same number of batches, the same
+batch size and a learning rate that decays to zero. They are evaluated on the same test split. Each
+round has another seed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def same_tables() -> Comparison:
         )
     lost = [plain["auc"] - own["auc"] for own, plain in pairs]
     return Comparison(
-        name="1 less the AUC that tables that grow on servers lose to dense ones in one process",
+        name="1 minus the AUC that growing tables on servers lose to dense tables in one process",
         rounds=tuple(1 - each for each in lost),
         at_least=1 - LOST,
         more={

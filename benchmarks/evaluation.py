@@ -78,7 +78,7 @@ def evaluation() -> Comparison:
         ours(), bare()
         pairs = alternating(ROUNDS, ours, bare)
     return Comparison(
-        name="examples/s evaluated and published, against predict and scikit-learn in memory",
+        name="evaluation: examples/s, compared with Keras's predict and scikit-learn in memory",
         rounds=tuple(own / other for own, other in pairs),
         at_least=0.25,
         more={"examples_per_second": [[round(each) for each in pair] for pair in pairs]},

@@ -56,14 +56,14 @@ def first_epoch() -> Comparison:
     The time of Flotilla includes fetching its shards; TFDS reads its files in place.
     """
     pairs = [(own.first, other.first) for own, other in _rounds().pairs]
-    return _compared("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
+    return _compared("first epoch of MNIST, shuffled: examples/s, compared with TFDS", 4, pairs)
 
 
 def later_epochs() -> Comparison:
     """Compare examples per second in later epochs, in which TFDS decodes again."""
     rounds = _rounds()
     pairs = [(own.later, other.later) for own, other in rounds.pairs]
-    name = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
+    name = "later epochs of MNIST, shuffled: examples/s, compared with TFDS"
     return _compared(name, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
 
 
@@ -106,7 +106,7 @@ def _rounds() -> Rounds:
 def speeds_of(
     batches: tf.data.Dataset, examples: int, batch_size: int, staging: float = 0.0
 ) -> Speeds:
-    """Read batches in a graph, as training does; return the speeds."""
+    """Read batches in a graph, as training does, and return the speeds."""
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
         labels = tf.constant(0, tf.int64)

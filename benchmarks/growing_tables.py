@@ -49,7 +49,8 @@ def table_rows() -> Comparison:
         ROUNDS, lambda: _rows_per_second(of_table, asked), lambda: _rows_per_second(plain, places)
     )
     return Comparison(
-        name=f"rows of {DIMENSION} numbers looked up and updated, by ids, over by place",
+        name=f"growing table with rows of {DIMENSION} numbers: rows/s looked up and updated, "
+        "compared with a plain variable",
         rounds=tuple(own / other for own, other in found),
         at_least=0.3,
         more={

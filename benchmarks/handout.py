@@ -1,4 +1,4 @@
-"""Measures how many updates per second one chief hands out to stub workers over loopback."""
+"""Measures how many updates per second one chief dispatches to stub workers over loopback."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ servers[0].join()
 
 
 def handed_out(workers: int = WORKERS) -> Comparison:
-    """Measure the updates per second that one chief hands out to stub workers, without a model."""
+    """Measure the updates per second that one chief dispatches to stub workers, without a model."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         rounds = [measured(Path(name) / f"{each}", workers) for each in range(ROUNDS)]
     return Comparison(
-        name=f"updates/s handed out to {workers:,} stub workers by one chief",
+        name=f"updates/s that one chief dispatches to {workers:,} stub workers",
         rounds=tuple(each["updates_per_second"] for each in rounds),
         at_least=2_000,
         more={"runs": rounds},

@@ -59,7 +59,8 @@ def _measured(name: str, dimension: int) -> list[Comparison]:
     found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
     return [
         Comparison(
-            name=f"{name}, {dimension} numbers a row: {what} with {LARGE:,} rows, over {SMALL:,}",
+            name=f"{name}, {dimension} numbers per row: CPU seconds per {what} with {LARGE:,} "
+            f"rows, compared with {SMALL:,} rows",
             rounds=tuple(large / small for large, small in pairs),
             at_most=1.3,
             more={"milliseconds": [[round(1e3 * each, 3) for each in pair] for pair in pairs]},

@@ -65,14 +65,14 @@ class Trained:
 
 @cache
 def mnist() -> str:
-    """Publish MNIST, once for all comparisons in this process; return its URI."""
+    """Publish MNIST, once for all comparisons in this process, and return its URI."""
     folder = tempfile.mkdtemp(prefix="flotilla-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return prepared(Path(folder))
 
 
 def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
-    """Publish MNIST below a folder, optionally with other settings; return its URI."""
+    """Publish MNIST below a folder, optionally with other settings, and return its URI."""
     program = (
         "import sys; from pathlib import Path; from flotilla.trainer.data import prepare; "
         "from flotilla.trainer.config.data import DataConfig; "
@@ -101,7 +101,7 @@ def model(settings: Mapping[str, Any] = NONE) -> Any:
 
 
 def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
-    """Train with the baseline's configuration and `settings`, whose keys have `__` for a dot."""
+    """Train with the baseline's configuration and `settings`. `__` in a key stands for a dot."""
     config = configuration({key.replace("__", "."): value for key, value in settings.items()})
     return trained(config, workdir, dataset)
 
@@ -124,7 +124,7 @@ def trained(config: Config, workdir: Path, dataset: str) -> Trained:
 
 
 def clocked(run_events: Iterable[events.Event]) -> list[Progress]:
-    """Return the progress of a run; its `seconds` exclude the time of checkpoints."""
+    """Return the progress of a run. Its `seconds` exclude the time of checkpoints."""
     rows: list[Progress] = []
     saving = 0.0
     for each in run_events:

@@ -41,7 +41,7 @@ def memory() -> Comparison:
     """Compare the resident memory of chief and workers after 50,000 steps and after 5,000 steps."""
     runs = _runs(SETTINGS, (EARLY, LATE), ROUNDS)
     return Comparison(
-        name=f"memory of chief and workers after {LATE:,} steps, over that after {EARLY:,}",
+        name=f"memory of chief and workers after {LATE:,} steps, compared with {EARLY:,} steps",
         rounds=tuple(worst_growth(run[0], run[-1]) for run in runs),
         at_most=1.05,
         more={"megabytes": [_megabytes(run) for run in runs]},
@@ -52,7 +52,7 @@ def table_memory() -> Comparison:
     """Compare the memory of all tasks after the same numbers of steps, with a full table."""
     (run,) = _runs(OF_TABLE, TABLE_LOOKS, 1)
     return Comparison(
-        name=f"memory of all tasks with a full table after {LATE:,} steps, over after {EARLY:,}",
+        name=f"memory with a full table after {LATE:,} steps, compared with {EARLY:,} steps",
         rounds=(worst_growth(run[0], run[-1], TASKS),),
         at_most=1.05,
         more={

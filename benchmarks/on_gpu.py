@@ -36,7 +36,7 @@ def present() -> bool:
 
 
 def on_gpu(steps: int = STEPS) -> Comparison:
-    """Compare examples per second of `single` and `model.fit`; the report names the device."""
+    """Compare examples per second of `single` and `model.fit`. The report names the device."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         count = iter(range(ROUNDS))
@@ -58,8 +58,8 @@ def on_gpu(steps: int = STEPS) -> Comparison:
 
         pairs = alternating(ROUNDS, own, fit)
     return Comparison(
-        name=f"CNN on MNIST, bfloat16 and XLA, single on {devices[-1]}: examples/s, against "
-        "model.fit",
+        name=f"CNN on MNIST with bfloat16 and XLA, single on {devices[-1]}: examples/s, compared "
+        "with Keras's fit",
         rounds=tuple(mine / theirs for mine, theirs in pairs),
         at_least=1.2,
         more={"examples_per_second": [[round(each) for each in pair] for pair in pairs]},

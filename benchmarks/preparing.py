@@ -36,7 +36,7 @@ def preparing() -> Comparison:
 
         pairs = alternating(ROUNDS, lambda: measured(FLOTILLA), lambda: measured(TFDS))
     return Comparison(
-        name="prepare_data of MNIST from its files: seconds, over download_and_prepare alone",
+        name="prepare_data with MNIST: seconds, compared with preparation with TFDS alone",
         rounds=tuple(own / other for own, other in pairs),
         at_most=1.5,
         more={"seconds": [[round(each, 2) for each in pair] for pair in pairs]},
@@ -44,7 +44,7 @@ def preparing() -> Comparison:
 
 
 def prepared_by(which: str, folder: Path) -> float:
-    """Prepare MNIST below a folder with Flotilla or with TFDS alone; return the seconds."""
+    """Prepare MNIST below a folder with Flotilla or with TFDS alone, and return the seconds."""
     folder.mkdir(parents=True)
     # Start TensorFlow before the measurement, because both sides use it.
     tf.constant(0)

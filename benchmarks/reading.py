@@ -48,8 +48,8 @@ def table_input() -> list[Comparison]:
     """Compare the rows of a table read per CPU second, in the first epoch and in later ones."""
     return [
         Comparison(
-            name=f"a table in batches of {size}, {when} epoch: rows for each processor second, "
-            "over a record a row",
+            name=f"reading a table in batches of {size}, {when}: rows per CPU second, compared "
+            "with one record per row",
             rounds=tuple(own[index] / other[index] for own, other in _rounds(size)),
             at_least=4,
             more={
@@ -59,7 +59,7 @@ def table_input() -> list[Comparison]:
             },
         )
         for size in BATCHES
-        for index, when in enumerate(("first", "a later"))
+        for index, when in enumerate(("first epoch", "later epochs"))
     ]
 
 
@@ -125,7 +125,7 @@ def _records_of_rows(files: list[str], size: int) -> tf.data.Dataset:
 
 
 def measure(batches: tf.data.Dataset, size: int) -> list[float]:
-    """Read epochs in a graph; return rows per CPU second in the first and in later epochs."""
+    """Read epochs in a graph, and return rows per CPU second in the first and in later epochs."""
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
         labels = tf.constant(0, tf.int64)

@@ -169,7 +169,7 @@ TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
 
 
 def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
-    """Measure the chosen tables (default: all) that have no stored result; return all results."""
+    """Measure the chosen tables (default: all) that have no stored result. Return all results."""
     found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
     for seed in range(SEEDS):
@@ -186,7 +186,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def measured(name: str, seed: int) -> dict[str, Any]:
-    """Prepare a table, train and evaluate; return the main metric of each model."""
+    """Prepare a table, train and evaluate, and return the main metric of each model."""
     _, label, make = (TEXTS if name in TEXTS else TABLES)[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
         home, frame = Path(folder), make().dropna(subset=[label])
@@ -226,7 +226,7 @@ def measured(name: str, seed: int) -> dict[str, Any]:
 
 
 def fitted_words(task: Task, spec: DatasetSpec, dataset: str, home: Path) -> dict[str, Any]:
-    """Fit TF-IDF and logistic regression; return the metrics of the test split."""
+    """Fit TF-IDF and logistic regression, and return the metrics of the test split."""
     text = importlib.import_module("sklearn.feature_extraction.text")
     linear = importlib.import_module("sklearn.linear_model")
     (name,), (label,) = spec.inputs, spec.targets
@@ -243,7 +243,7 @@ def fitted_words(task: Task, spec: DatasetSpec, dataset: str, home: Path) -> dic
 
 
 def fitted(task: Task, spec: DatasetSpec, dataset: str, home: Path, seed: int) -> dict[str, Any]:
-    """Fit two layers with plain Keras; return the metrics of the test split."""
+    """Fit two layers with plain Keras, and return the metrics of the test split."""
     clock = Clock(_HOUR)
     parts = {each: _rows(spec, dataset, home, each) for each in ("train", "validation", "test")}
     columns = Columns(spec, parts["train"], task.output_shape[-1])

@@ -75,7 +75,7 @@ def same_accuracy(name: str) -> Comparison:
             lambda: _plain(replace(path.plain, seed=next(plain))),
         )
     return Comparison(
-        name=f"test accuracy on MNIST, {name}: against model.fit",
+        name=f"{name}: test accuracy on MNIST, compared with Keras's fit",
         rounds=tuple(fast / slow for fast, slow in pairs),
         at_least=AT_LEAST,
         more={"accuracy": [[round(each, 4) for each in pair] for pair in pairs]},

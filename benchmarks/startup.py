@@ -67,7 +67,7 @@ def startup() -> Comparison:
             total += ratio
         rounds.append(total)
     return Comparison(
-        name="imports of all steps and tasks: CPU seconds, over one import of TensorFlow",
+        name="imports of all steps and tasks: CPU seconds, compared with one import of TensorFlow",
         rounds=tuple(rounds),
         at_most=AT_MOST,
         more={

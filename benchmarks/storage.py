@@ -53,7 +53,7 @@ def many_files() -> Comparison:
         storage.is_published(root)
         seconds = alternating(ROUNDS, lambda: published(1), lambda: published(retry.THREADS))
     return Comparison(
-        name="300 files of 20 KB published at 30 ms a request, against one by one",
+        name="300 files published in parallel, 30 ms per request: speed, compared with one by one",
         rounds=tuple(alone / together for alone, together in seconds),
         at_least=7,
         more={"seconds": [round(together, 2) for _, together in seconds]},
@@ -83,7 +83,7 @@ def checkpoints() -> Comparison:
                 steps *= 2
     every = [each for run in found for each in run]
     return Comparison(
-        name="steps/s with a checkpoint every 10 s in a bucket, against none",
+        name="checkpoint in a bucket every 10 s: steps/s, compared with no checkpoints",
         rounds=tuple(1 - fmean(each.seconds for each in run) / EVERY for run in found),
         at_least=0.97,
         more={
@@ -127,7 +127,7 @@ def taken(run_events: Sequence[Event]) -> list[Taken]:
 
 @contextmanager
 def gcs(latency: float) -> Iterator[str]:
-    """Run a Google Cloud Storage emulator in another process; yield the URI of a bucket."""
+    """Run a Google Cloud Storage emulator in another process. Yield the URI of a bucket."""
     command = [sys.executable, "-m", "tests.stores", "gs", BUCKET, str(latency)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
         assert own.stdin is not None

@@ -57,13 +57,13 @@ class Stubs(AsyncParameterServer):
 
 
 def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
-    """Train with all workers for `seconds`; return the update rate and the chief's CPU time."""
+    """Train with all workers for `seconds`, and return the update rate and the chief's CPU time."""
     cluster = Cluster(addresses={role: tuple(addresses) for role, addresses in spec.items()})
     began, used = time.monotonic(), time.process_time()
     stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
     stubs.lead()
     connected, of_connecting = time.monotonic() - began, time.process_time() - used
-    # The number of updates to hand out until a speed is measured.
+    # The number of updates to dispatch until a speed is measured.
     steps = 4 * TURN * len(spec["worker"])
     boundary = 10**12
     began, used = time.monotonic(), time.process_time()
@@ -115,7 +115,7 @@ def _say(found: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Print the result of `lead` as JSON; SPEC is a file with the addresses by role."""
+    """Print the result of `lead` as JSON. SPEC is a file with the addresses by role."""
     signals.end_with_parent()
     path, seconds = sys.argv[1:]
     found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))

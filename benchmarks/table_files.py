@@ -81,7 +81,8 @@ def _compare(path: Path) -> Comparison:
     pairs = alternating(ROUNDS, lambda: measure(FLOTILLA), lambda: measure(ARROW))
     kind = path.suffix.lstrip(".")
     return Comparison(
-        name=f"prepare_data of {ROWS:,} rows of {kind}: processor seconds, over pyarrow's reading",
+        name=f"prepare_data with {ROWS:,} rows of {kind}: CPU seconds, compared with reading the "
+        "file with pyarrow",
         rounds=tuple(own / other for own, other in pairs),
         at_most=25.0,
         more={"seconds_and_megabytes": found},

@@ -65,7 +65,7 @@ def configuration(name: str, strategy: str, seed: int) -> Config:
 
 
 def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
-    """Train a configuration with a strategy or with `fit`; return its metrics on the test split."""
+    """Train a configuration with a strategy or with `fit`. Return its metrics on the test split."""
     # Import these only in the child process. The parent starts one child for each measurement.
     from benchmarks.baselines import compiled  # noqa: PLC0415
     from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
@@ -92,7 +92,7 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
 
 
 def launched(config: Config, dataset: str, work: Path) -> str:
-    """Train on a local cluster; return the URI of the checkpoints."""
+    """Train on a local cluster, and return the URI of the checkpoints."""
     checkpoints = storage.uri_of(work / "checkpoints")
     local.launch(
         Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=work / "tasks")
@@ -101,7 +101,7 @@ def launched(config: Config, dataset: str, work: Path) -> str:
 
 
 def run(kept: Path) -> dict[str, dict[str, list[float]]]:
-    """Run the missing measurements; return the values by configuration and strategy."""
+    """Run the missing measurements, and return the values by configuration and strategy."""
     found: dict[str, dict[str, list[float]]] = (
         json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     )
@@ -141,7 +141,7 @@ def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
 
 
 def task_of(name: str) -> str:
-    """Return the task of a configuration; `auto` means `classification` in these configurations."""
+    """Return the task of a configuration. `auto` means `classification` in these configurations."""
     text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
     said = yaml.safe_load(text).get("task", {}).get("name", "auto")
     return "classification" if said == "auto" else str(said)

@@ -30,7 +30,7 @@ def asynchronous() -> Comparison:
         return bench.train("async_parameter_server", STEPS).steps_per_second
 
     return _compared(
-        "async, pull_every=1: global steps/s, against the asynchronous TensorFlow 1 program",
+        "asynchronous: global steps/s, compared with the TensorFlow 1 program",
         (2.5, 2.2),
         own,
         lambda bench: bench.baseline(sync=False),
@@ -45,7 +45,7 @@ def synchronous() -> Comparison:
         return bench.train("sync_parameter_server", UPDATES).steps_per_second
 
     return _compared(
-        "sync, all of 2: updates/s, against the synchronous TensorFlow 1 program",
+        "synchronous with 2 workers: updates/s, compared with the TensorFlow 1 program",
         (2.0, 1.7),
         own,
         lambda bench: bench.baseline(sync=True),
@@ -62,7 +62,7 @@ def local_steps() -> Comparison:
         return trained.local_steps_per_second
 
     return _compared(
-        "async, pull_every=10: local steps/s, against one process without a cluster",
+        "asynchronous with pull_every=10: local steps/s, compared with one process",
         (0.7, 0.6),
         own,
         lambda bench: bench.train("single", STEPS).steps_per_second,
@@ -72,7 +72,7 @@ def local_steps() -> Comparison:
 def one_process() -> Comparison:
     """Compare examples per second of one process with `model.fit`."""
     return _compared(
-        "single: examples/s, against model.fit with 500 steps an execution",
+        "single: examples/s, compared with Keras's fit with 500 steps per execution",
         (1.2, 1.0),
         lambda bench: bench.train("single", STEPS).steps_per_second,
         lambda bench: bench.fit(),
@@ -86,7 +86,7 @@ def one_process_compiled() -> Comparison:
         return bench.train("single", STEPS, training__jit_compile=True).steps_per_second
 
     return _compared(
-        "single, compiled: examples/s, against model.fit with 500 steps an execution",
+        "single with jit_compile: examples/s, compared with Keras's fit",
         (1.2, 1.0),
         own,
         lambda bench: bench.fit(),

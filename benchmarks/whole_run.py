@@ -23,7 +23,7 @@ def whole_run() -> Comparison:
         run_seconds(workdir), import_seconds()
         pairs = alternating(ROUNDS, lambda: run_seconds(workdir), import_seconds)
     return Comparison(
-        name="flotilla run on the digits, warm: seconds, over one import of TensorFlow",
+        name="second flotilla run on the digits: seconds, compared with one import of TensorFlow",
         rounds=tuple(run / one for run, one in pairs),
         at_most=5,
         more={"seconds": [[round(each, 2) for each in pair] for pair in pairs]},

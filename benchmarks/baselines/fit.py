@@ -1,4 +1,4 @@
-"""Runs Keras's `model.fit` in one process; prints its speed and its device as a JSON object.
+"""Runs Keras's `model.fit` in one process, and prints its speed and device as JSON.
 
 The input follows Keras's documentation: arrays in memory are shuffled, batched and prefetched by
 `tf.data`. One call into TensorFlow runs 500 steps.

@@ -125,7 +125,7 @@ class _Record:
         self._kept: list[tuple[float, int, list[Any]]] = []
 
     def add(self, step: int) -> bool:
-        """Count a local step; return whether a snapshot of the weights is due."""
+        """Count a local step, and return whether a snapshot of the weights is due."""
         self._local_steps += 1
         if self._local_steps % EVERY == 1:
             self._marks.append((time.time(), step))

@@ -31,7 +31,7 @@ def prepare(data_dir: Path) -> None:
 
 
 def batches(source: Any, *, batch_size: int, cached: bool = False) -> tf.data.Dataset:
-    """Return endless shuffled batches; `cached` keeps decoded examples in memory."""
+    """Return endless shuffled batches. `cached` keeps decoded examples in memory."""
     settings = tfds.ReadConfig(try_autocache=False)
     examples = source.as_dataset(
         split=SPLIT, as_supervised=True, shuffle_files=True, read_config=settings

@@ -16,7 +16,7 @@ PAGE = Path("docs/experiments.md")
 
 
 def main() -> int:
-    """Run the experiments that have not been run yet; return 1 if one misses its goal."""
+    """Run the experiments that have not been run yet, and return 1 if one misses its goal."""
     mnist.require()
     FOLDER.mkdir(parents=True, exist_ok=True)
     brought: dict[Run, Measured] = {}

@@ -46,7 +46,7 @@ class Row:
 
 
 def accuracy_of(least: float) -> Judge:
-    """Evaluate one run by its accuracy on the test split."""
+    """Return a judge that evaluates one run by its accuracy on the test split."""
 
     def judge(brought: Sequence[Measured]) -> Finding:
         (run,) = brought
@@ -56,7 +56,7 @@ def accuracy_of(least: float) -> Judge:
 
 
 def synchronous(least: float, workers: int) -> Judge:
-    """Evaluate one run by its accuracy; require one gradient from each worker per update."""
+    """Return a judge of one run: its accuracy, and one gradient per worker in each update."""
 
     def judge(brought: Sequence[Measured]) -> Finding:
         (run,) = brought
@@ -104,7 +104,7 @@ def _softmax(kind: str, least: float, *settings: str) -> Row:
 
 
 def _mlp(kind: str, *settings: str) -> Row:
-    """Return the row of a network with one hidden layer; a constant learning rate has no goal."""
+    """Return the row of a network with one hidden layer. A constant learning rate has no goal."""
     least = 0.0 if settings else 0.97
     exact = "" if kind == "async" else "; 2 local steps an update"
     goal = f"none{exact}; the rate stays at 0.01" if settings else f"{least}{exact}; cosine decay"

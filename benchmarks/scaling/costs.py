@@ -42,7 +42,7 @@ class Costs:
         loopback: seconds of a round trip between two tasks of one machine.
         memory: by role (`chief`, `ps`, `worker`): bytes of the process, and bytes per byte of the
             variables that it holds.
-        dispatch: how the chief hands out updates.
+        dispatch: how the chief dispatches updates.
     """
 
     worker_update: float
@@ -81,7 +81,7 @@ class Model:
 
 
 def sharing_cache(cold: float, workers: int, cores: int) -> float:
-    """Return the slowdown of workers that share the cores of a machine; 1 without sharing.
+    """Return the slowdown of workers that share the cores of a machine, or 1 without sharing.
 
     Workers on one core share its cache. Misses grow with the square root of the factor by which a
     cache shrinks (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").

@@ -73,7 +73,7 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
         points: runs with several models, values of `pull_every`, and numbers of workers and
             servers.
         cores: cores of the machine.
-        dispatch: how updates are handed out; its `look` is fitted.
+        dispatch: how the chief dispatches updates; its `look` is fitted.
     """
     dispatch = dispatch or Dispatch(closure=CLOSURE)
     own = [point for point in points if point.fitted]

@@ -34,7 +34,7 @@ def settings_of(model: str) -> dict[str, Any]:
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Measure each model in a new process; return its `gradient` seconds and `held` bytes."""
+    """Measure each model in a new process, and return its `gradient` seconds and `held` bytes."""
     one_core = {"TF_NUM_INTRAOP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "benchmarks.scaling.gradient"]

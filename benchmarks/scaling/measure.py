@@ -39,7 +39,7 @@ LOCAL_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """The settings of one run; `steps` and `checkpoint_every` count updates."""
+    """The settings of one run. `steps` and `checkpoint_every` count updates."""
 
     model: str
     workers: int
@@ -73,7 +73,7 @@ def cases() -> Iterator[Case]:
 
 
 def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
-    """Run a case below `workdir`; `found` has the measured gradient of its model."""
+    """Run a case below `workdir`. `found` has the measured gradient of its model."""
     config = launched.configuration(
         {
             **gradient.settings_of(case.model),

@@ -2,7 +2,7 @@
 
 A worker pulls from all servers, computes, pushes to all servers, and repeats. Processors and
 network cards are first-come-first-served queues with the service times of `Work`. Asynchronous
-updates are handed out in stretches: the chief starts a stretch on all workers, which then take
+updates are dispatched in stretches: the chief starts a stretch on all workers, which then take
 updates in turns from the first server (`Dispatch`). A synchronous update is the mean of the first
 gradients of its step; later ones are dropped.
 
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """How the strategy hands out asynchronous updates.
+    """How the chief dispatches asynchronous updates.
 
     Attributes:
         seconds: length of a stretch, after which workers wait for each other and a checkpoint or
@@ -340,7 +340,7 @@ class _Simulation:
             self.waiting.append(worker)
 
     def _passed(self, way: str, times: Iterable[float]) -> float:
-        """Return the end time of a transfer of all parts; each part has its own network card."""
+        """Return the end time of a transfer of all parts. Each part has its own network card."""
         cards, wires = self.cards[way], self.work.wire
         cards.used += wires[0]
         queues = zip(times, cards.free, wires, strict=False)

@@ -5,15 +5,15 @@ user or an item from a hash of its id. `Clickstream.chances` computes the true p
 click.
 
     ids        sparse integers below 2^52, as in a real service, instead of consecutive numbers
-    items      are shown with frequencies that follow Zipf's law; each day, a share `drift` of the
+    items      are shown with frequencies that follow Zipf's law. Each day, a share `drift` of the
                popularity moves to other items, and `new_items` replace as many old items
     users      differ in activity: a few are often active, most of them rarely (Zipf's law with a
                flat head). Each day, `new_users` are new, and tastes turn by `drift` of a right
                angle
     clicks     are more likely if the tastes of user and item agree; items also differ in quality
     segment    of a user, and `category` of an item, are also known for a new id. Users of a
-               segment share a part of their tastes (`explained`), and so do items of a category;
-               the rest depends on the id alone
+               segment share a part of their tastes (`explained`), and so do items of a category.
+               The rest depends on the id alone
     shown      how often the item was shown on the day before; 0 for a new item
 
 Each day is a version: 1.1.17 is day 17. The newest day is `day` or, if the date of day 0 is given
