@@ -34,7 +34,7 @@ def mark() -> str:
 
 
 def mark_component(component: Any) -> Any:
-    """Add the mark to the command of a KFP component; do nothing inside a running step."""
+    """Add the mark to the command of a KFP component. Do nothing inside a running step."""
     add_arguments(component, [OPTION, mark()])
     return component
 
@@ -46,7 +46,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a pipeline with this mark matches this code; False for an empty mark."""
+    """Return whether a pipeline with this mark matches this code. An empty mark does not."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
@@ -61,10 +61,10 @@ def refuse(compiled_by: str) -> NoReturn:
     """Raise the `ConfigError` for a pipeline that does not match this code."""
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
-        f"the pipeline was compiled by {theirs}, but the image has {own}, whose steps differ; "
-        "upload the pipeline again with the version of the image (`flotilla upload`) and recreate "
-        "its schedules (`flotilla reschedule`), or set the run parameter image to the image that "
-        "it was compiled for"
+        f"the pipeline was compiled by {theirs}, but the image contains {own} with different "
+        "steps; upload the pipeline again with the Flotilla version of the image (`flotilla "
+        "upload`) and recreate its schedules (`flotilla reschedule`), or set the run parameter "
+        "image to the image that the pipeline was compiled for"
     )
 
 

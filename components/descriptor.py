@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.json_records import read_record
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """A reference to a published directory; `facts` are also stored as the artifact's metadata."""
+    """A reference to a published directory. `facts` are also stored as the artifact's metadata."""
 
     kind: str
     uri: str
@@ -32,7 +32,7 @@ class Descriptor:
 
 
 def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
-    """Write the descriptor of the directory at `uri` to an artifact; raises `UserError`."""
+    """Write the descriptor of the directory at `uri` to an artifact. Raises `UserError`."""
     manifest = storage.read_manifest(uri)
     write(
         artifact,
@@ -60,8 +60,8 @@ def check(artifact: Any, uri: str) -> None:
         )
     if storage.read_manifest(uri).digest != found.digest:
         raise UserError(
-            f"{uri} was published again with different content after the step that made the "
-            f"{found.kind}: start a new run"
+            f"the content of {uri} has changed since a step published the {found.kind}: start a "
+            "new run"
         )
 
 
@@ -70,8 +70,8 @@ def _read_descriptor(artifact: Any) -> Descriptor:
         if found := read_record(Descriptor, Path(artifact.path).read_bytes()):
             return found
     raise UserError(
-        f"the artifact {artifact.uri} does not describe anything that a step published: pass the "
-        "artifact of the publishing step, or only the URI"
+        f"the artifact {artifact.uri} does not describe the output of a step: pass the artifact "
+        "from the step that published the output, or only the URI"
     )
 
 
@@ -93,7 +93,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
         confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
     elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = (
-            f"{len(labels)} classes exceed the maximum of {MOST_CLASSES}"
+            f"the matrix has {len(labels)} classes, but only up to {MOST_CLASSES} can be shown"
         )
     else:
         # The UI identifies rows by name, so add the index to a name that several classes share.

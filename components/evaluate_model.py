@@ -83,7 +83,7 @@ def evaluate(step: Step) -> str:
 
 
 def check_gate(step: Step) -> str:
-    """Apply the gate to the evaluation; return `blessed` or `refused`."""
+    """Apply the gate to the evaluation, and return `blessed` or `refused`."""
     policy = load_bundle(step.config)
     found = decide(policy, step.root, step.run_id, step.evaluation)
     if not found.blessed:
@@ -123,7 +123,7 @@ class Inputs:
 def evaluate_checkpoint(
     config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path
 ) -> Any:
-    """Evaluate a checkpoint and the champion, if there is one; return the `Evaluation`."""
+    """Evaluate a checkpoint and the champion, if there is one, and return the `Evaluation`."""
     from flotilla.trainer.evaluation import evaluate
 
     checkpoint, champion = inputs.checkpoint, inputs.champion

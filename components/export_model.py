@@ -42,13 +42,13 @@ def export_model(
 
 
 def work(step: Step) -> str:
-    """Export and register the model; return `promoted` or `refused`."""
+    """Export and register the model, and return `promoted` or `refused`."""
     uri = step.stage("export_model", export)
     return step.stage("register_model", register, model_uri=uri)
 
 
 def export(step: Step) -> str:
-    """Export the model; raise a `UserError` if it is not blessed or its formats disagree."""
+    """Export the model. Raises a `UserError` if it is not blessed or its formats disagree."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -70,7 +70,7 @@ def export(step: Step) -> str:
 
 
 def register(step: Step) -> str:
-    """Check the exported model, register it and promote it; return `promoted` or `refused`."""
+    """Check the exported model, register it and promote it. Return `promoted` or `refused`."""
     with scratch_folder() as scratch:
         settings = load_bundle(step.config)
         run = (step.root, step.run_id)

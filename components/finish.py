@@ -47,7 +47,7 @@ def work(step: Step) -> None:
 
 
 def end_and_report(step: Step) -> None:
-    """End the training cluster if it still exists; write the report even if this fails."""
+    """End the training cluster if it still exists. Write the report even if this fails."""
     found = step.root
     # If there is no root, the first step has failed and has already reported the reason.
     with suppress(UserError):
@@ -75,7 +75,7 @@ def _report(step: Step, root: str, folder: Path) -> None:
 
 
 def _publish(uri: str, page: bytes, stays: Path | str) -> bool:
-    """Publish the report and return whether it worked; a failure must not fail a finished run."""
+    """Publish the report and return whether it worked. A failure must not fail a finished run."""
     try:
         storage.write_bytes(uri, page)
     except storage.Unavailable as error:

@@ -13,7 +13,7 @@ IMAGE = "flotilla-python:0.1.0"
 
 
 def component(function: Callable[..., Any]) -> Any:
-    """Make a KFP component from a function; inside a running step, return the function itself."""
+    """Make a KFP component from a function. Inside a running step, return the function itself."""
     return make_component(function, IMAGE)
 
 

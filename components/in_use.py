@@ -30,7 +30,7 @@ _ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
-    """Mark the directory `<root>/<folder>/<name>` as used; return whether it is still published."""
+    """Mark the directory `<root>/<folder>/<name>` as used. Return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
     # Wait for removals that started earlier. A removal that starts after this point sees the mark.
@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Announce a removal of `path`; yield whether nothing has used it since Unix time `seen`."""
+    """Announce a removal of `path`. Yield whether nothing has used it since Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))

@@ -23,7 +23,7 @@ RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
 
 
 def make_component(function: Callable[..., Any], image: str) -> Any:
-    """Make a KFP component from a function; inside a running step, return the function itself."""
+    """Make a KFP component from a function. Inside a running step, return the function itself."""
     from kfp import dsl
 
     # Inside a running step, KFP does not load its compiler, so `dsl.component` does not exist.
@@ -33,7 +33,7 @@ def make_component(function: Callable[..., Any], image: str) -> Any:
 
 
 def add_arguments(component: Any, arguments: Sequence[str]) -> None:
-    """Add arguments to the command of a component; do nothing inside a running step."""
+    """Add arguments to the command of a component. Do nothing inside a running step."""
     if hasattr(component, "component_spec"):
         component.component_spec.implementation.container.args += arguments
 
@@ -59,7 +59,7 @@ class StepCommand:
 
 
 def parse_command(command: Sequence[str]) -> StepCommand | None:
-    """Parse a command of KFP's local runner; return None for any other command."""
+    """Parse a command of KFP's local runner, and return None for any other command."""
     if len(command) <= _ARGUMENTS or _EXECUTOR not in command[_SHELL]:
         return None
     arguments = tuple(command[_ARGUMENTS:])

@@ -41,7 +41,7 @@ def engine(name: str) -> Engine:
 
 
 def render_job(config: Config) -> Tree:
-    """Return the job of a configuration, with placeholders for a run; raises `ConfigError`."""
+    """Return the job of a configuration, with placeholders for a run. Raises `ConfigError`."""
     from flotilla.components.kubernetes.engine import document
 
     found = engine(config.cluster.launcher)
@@ -66,13 +66,13 @@ def require_shared(config: Config, root: str) -> None:
     if without:
         raise ConfigError(
             f"storage.root: {root} is a folder that the pods of {', '.join(without)} do not share; "
-            "set it to a bucket (storage.root=s3://BUCKET/FOLDER), or mount a volume there or "
-            "above it (cluster.kubernetes.pod.volumes)"
+            "set it to a bucket (storage.root=s3://BUCKET/FOLDER), or mount a shared volume at "
+            "this folder or a parent of it (cluster.kubernetes.pod.volumes)"
         )
 
 
 def choose(job: Job) -> Launcher:
-    """Return the launcher of a job, resolving `auto`; raises `UserError`."""
+    """Return the launcher of a job, resolving `auto`. Raises `UserError`."""
     launcher = job.config.cluster.launcher
     if launcher != "auto":
         return launcher
@@ -113,7 +113,7 @@ def _launch_here(job: Job) -> None:
 
 
 def end(settings: Mapping[str, Any], run_id: str) -> None:
-    """Delete the jobs that a run with these settings left on a cluster; raises `UserError`."""
+    """Delete the jobs that a run with these settings left on a cluster. Raises `UserError`."""
     try:
         cluster = parse_settings(settings).get("cluster") or {}
         named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}

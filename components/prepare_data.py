@@ -65,7 +65,7 @@ def prepare_data(
 
 
 class Prepared(NamedTuple):
-    """The outputs of the first step; `config` is the configuration as JSON.
+    """The outputs of the first step. `config` is the configuration as JSON.
 
     `Output` is the result. KFP's local runner accepts no other output name in a condition.
     """
@@ -78,7 +78,7 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages in order; only the first if nothing is new or a dataset is given."""
+    """Run the stages in order, or only the first if nothing is new or a dataset is given."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
@@ -92,7 +92,7 @@ def work(step: Step) -> Prepared:
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Resolve the configuration; for an unchanged run, write the outputs that KFP's UI expects."""
+    """Resolve the configuration. For an unchanged run, write the outputs that KFP's UI expects."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):
@@ -137,7 +137,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
 
 
 def prepare(step: Step) -> tuple[str, str]:
-    """Publish or reuse the dataset; return its URI and the configuration without `auto` values."""
+    """Publish or reuse the dataset. Return its URI and the configuration without `auto` values."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
@@ -168,7 +168,7 @@ def prepare(step: Step) -> tuple[str, str]:
 
 
 def validate(step: Step) -> str:
-    """Check the dataset, also against the champion's dataset; return `accepted` or `refused`."""
+    """Check the dataset, compare it with the champion's, and return `accepted` or `refused`."""
     # Import this only here, because SciPy takes longer to import than a whole unchanged run.
     from flotilla.trainer.data_gate import validate
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """Arguments of the next stages; `is_unchanged`: whether an earlier run did the same work."""
+    """Arguments of the next stages. `is_unchanged`: whether an earlier run did the same work."""
 
     config: str
     root: str
@@ -55,7 +55,7 @@ def _refuse(step: Step) -> None:
 
 
 def work(step: Step) -> Resolved:
-    """Build, check and publish the configuration; return the arguments of the next stages."""
+    """Build, check and publish the configuration, and return the arguments of the next stages."""
     contract.check()
     artifact, config = step.configuration, from_form(vars(step))
     root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
@@ -74,8 +74,8 @@ def work(step: Step) -> Resolved:
         config = add_choices(config, step.published, root, run_id)
     if earlier:
         reason = (
-            f"files and configuration are the same as in {earlier}, which has finished; to train "
-            "again, set training.when_unchanged=train"
+            f"the files and the configuration are the same as in the finished run {earlier}; to "
+            "train again, set training.when_unchanged=train"
         )
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
     descriptor.write(artifact, config.model_dump(mode="json"))
@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """Replace the warm start `champion` with the champion's checkpoint; "" if there is none."""
+    """Replace the warm start `champion` with the champion's checkpoint, or with "" if none."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:
@@ -170,8 +170,9 @@ def _require_same_source(data: DataConfig) -> None:
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
         raise ConfigError(
-            f"data.source: a resumed run uses the files that it started with ({before[1]} with "
-            f"data.spans {before[0]}): start a new run for {data.source} with {data.spans}"
+            f"data.source: a resumed run uses the files that it started with: {before[1]} with "
+            f"data.spans {before[0]}; start a new run to use {data.source} with data.spans "
+            f"{data.spans}"
         )
     run_store.pin(_LISTED, listed or json.dumps(asked))
 
@@ -185,12 +186,15 @@ def _list_files(config: Config, root: str) -> str:
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
         # Use the champion's listing, which is published even if some of its files were deleted.
-        _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
+        _log.info(
+            "data.source: the champion was trained on all %d spans; using its files",
+            len(found.spans),
+        )
         return before.version
     listing.publish(taken, root)
     events.emit(events.NewestVersion(dataset=data.source, version=taken.digest))
     _log.info(
-        "data.source: %d files%s, listing %s",
+        "data.source: selected %d files%s; listing %s",
         len(taken.files), f" of the spans {spans}" if spans else "", taken.digest,
     )  # fmt: skip
     return taken.digest
@@ -217,7 +221,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     # Prefer the earlier choice, because a different model would not fit the checkpoints of the run.
     name, why = choice.of_dataset(spec)
     if before := _model_before():
-        name, why = before.name, "chosen by an earlier start of this run"
+        name, why = before.name, "an earlier attempt of this run chose it"
         args = {**before.args, **config.model.args}
         model = config.model.model_copy(update={"name": name, "args": args})
         config = config.model_copy(update={"model": model})
@@ -246,7 +250,7 @@ def _choose_length(config: Config, dataset: str) -> Config:
 
 
 def find_finished_run(config: Config, root: str) -> str:
-    """Return the id of an earlier run that did the same work; empty if there is none."""
+    """Return the id of an earlier run that did the same work, or an empty string."""
     if not config.data.source or config.training.when_unchanged == "train":
         return ""
     return run_store.pin_once("run that has finished", lambda: trained.find_finished(config, root))

@@ -80,7 +80,7 @@ class StepSpec:
 
     @property
     def kfp_name(self) -> str:
-        """Return the name that KFP gives the component and its task."""
+        """The name that KFP gives the component and its task."""
         return self.name.replace("_", "-")
 
 
@@ -149,7 +149,7 @@ PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_e
 
 
 def find_step(name: str) -> StepSpec:
-    """Return the row of a step, given its name or its KFP name; raises `LookupError`."""
+    """Return the row of a step, given its name or its KFP name. Raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
@@ -157,7 +157,7 @@ def find_step(name: str) -> StepSpec:
 
 
 def find_step_of_stage(stage: str) -> StepSpec:
-    """Return the step that runs the stage with this name; raises `LookupError`."""
+    """Return the step that runs the stage with this name. Raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if any(each.name == stage for each in step.stages):
             return step
@@ -165,13 +165,13 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after `stage`; all if `stage` is of another step."""
+    """Return the names of a step's stages after `stage`, or of all if `stage` is not its own."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def name_step_of(stage: str) -> str:
-    """Return the name of the step that runs a stage; return an unknown name unchanged.
+    """Return the name of the step that runs a stage, or an unknown name unchanged.
 
     A record of another version or of another pipeline may name an unknown stage.
     """
@@ -182,14 +182,14 @@ def name_step_of(stage: str) -> str:
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Return whether a stage with this result ends the run; False for an unknown stage."""
+    """Return whether a stage with this result ends the run. An unknown stage does not."""
     row = _find_stage(name)
     is_refused = bool(row and row.accepts and word != row.accepts)
     return row is WORKING[-1] or ends_well(name, word) or is_refused
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether this result of a stage ends the run well; False for an unknown stage."""
+    """Return whether this result of a stage ends the run well. An unknown stage does not."""
     row = _find_stage(name)
     return bool(row and row.completes and word == row.completes)
 
@@ -200,7 +200,7 @@ def _find_stage(name: str) -> StageSpec | None:
 
 
 def output_kind(name: str) -> Output | None:
-    """Return the kind of a stage's output; None if it publishes nothing or is unknown."""
+    """Return the kind of a stage's output, or None if it publishes nothing or is unknown."""
     return next((stage.output for stage in STAGES if stage.name == name), None)
 
 

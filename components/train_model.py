@@ -26,7 +26,7 @@ from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import training_data as trained
 
-_ENDS = "the program has finished training; with program.after_training: stop, nothing is evaluated"
+_ENDS = "the program has finished training; program.after_training: stop skips the evaluation"
 
 
 @component
@@ -57,7 +57,7 @@ def work(step: Step) -> str:
 
 
 def train(step: Step) -> str:
-    """Train and select a checkpoint; return its URI, or "" if the run ends with training."""
+    """Train and select a checkpoint. Return its URI, or "" if the run ends with training."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = load_bundle(step.config)
     from flotilla.trainer.data.shards.shard_store import plan_streaming
@@ -97,7 +97,7 @@ def train(step: Step) -> str:
 
 
 def _select(config: Config, checkpoints: str, *, needs_model: bool) -> SelectedCheckpoint | None:
-    """Return the selected checkpoint; None if a program wrote none and none is needed."""
+    """Return the selected checkpoint, or None if a program wrote none and none is needed."""
     if not config.program.command:
         return select_checkpoint(checkpoints, config.training.hand_on, config.task.main_metric)
     return select_program_checkpoint(checkpoints, needs_model=needs_model)

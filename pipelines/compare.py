@@ -27,7 +27,7 @@ class Comparison:
     """A comparison of runs.
 
     Attributes:
-        groups: for each group and name, a list of the runs' values, None for a run without one.
+        groups: the values of the runs, by group and name. A run without a value has None.
         best: the runs with the best value of the main metric; empty if their main metrics differ.
         intervals: for each metric of the group `test`, each run's confidence interval or None.
     """

@@ -76,7 +76,7 @@ def image_remark(image: str) -> str:
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
-    return f"no cluster can pull {IMAGE}, which names no registry: {remedy}"
+    return f"no cluster can pull {IMAGE}, because its name has no registry: {remedy}"
 
 
 def _text_of_pipeline(image: str, pods: StepPods, config: Config | None) -> str:

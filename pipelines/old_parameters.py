@@ -90,7 +90,7 @@ def _deep(value: Any, field: Any) -> Any:
 
 
 def describe_replacement(name: str) -> str:
-    """Return how a former run parameter, or a field of the form, is set now."""
+    """Return how to set a former run parameter, or a field of the form, in this version."""
     if name == "image":
         return "use --image IMAGE"
     if name in OPTIONS:

@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def rows_per_second(self) -> float:
-        """Return the number of rows written per second. Loading the model is not counted."""
+        """The number of rows written per second. Loading the model is not counted."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -179,9 +179,14 @@ def _check_inputs(given: tuple[str, ...], split: str) -> None:
     if any(not each.strip() for each in given):
         raise ConfigError("INPUT is empty: give a file, a folder or a URI")
     if not given and not split:
-        raise ConfigError("INPUT: give files, or a split of the model's dataset with --split")
+        raise ConfigError(
+            "INPUT is missing: give files, or a split of the model's dataset with --split"
+        )
     if split and given and (len(given) > 1 or "://" not in given[0]):
-        raise ConfigError("INPUT: with --split, give the URI of one dataset or leave INPUT out")
+        raise ConfigError(
+            "INPUT: --split needs the URI of one dataset; leave INPUT out to use the dataset of "
+            "the model"
+        )
 
 
 def model_uri(model: str, root: str) -> str:
@@ -260,7 +265,7 @@ def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Predic
             for event in follower.new():
                 on_event(event)
         if interrupts:
-            raise RunInterruptedError("interrupted; no partial output remains")
+            raise RunInterruptedError("interrupted; the partial output was removed")
         if child.returncode or not (folder / _SUMMARY).exists():
             raise _failure(folder, child.returncode)
         summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))

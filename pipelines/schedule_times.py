@@ -46,7 +46,7 @@ class Cron:
     known: str
 
     def after(self, moment: datetime) -> datetime | None:
-        """Return the first match after `moment`, in the same time zone; None if there is none."""
+        """Return the first match after `moment` in its time zone, or None if there is none."""
         try:
             return next(CronSim(self.known, moment), None)
         except CronSimError:
@@ -54,7 +54,7 @@ class Cron:
 
 
 def parse(text: str) -> Cron:
-    """Parse a cron expression of five or six fields; raises `ConfigError`."""
+    """Parse a cron expression of five or six fields. Raises `ConfigError`."""
     words = _EVERY.get(text.strip().lower(), text).split()
     if len(words) == len(_FIELDS) - 1:
         words = ["0", *words]
@@ -78,7 +78,7 @@ def parse(text: str) -> Cron:
 
 
 def _normalize_part(part: str, place: int) -> str | None:
-    """Return a part of a field in cronsim's syntax; None if KFP or cronsim refuses it."""
+    """Return a part of a field in cronsim's syntax, or None if KFP or cronsim refuses it."""
     _, _, most, values = _FIELDS[place]
     found = _PART.fullmatch(part)
     if not found:
@@ -127,7 +127,7 @@ class Timing:
 
 
 def make_timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
-    """Return when runs start, from the command line options; raises `ConfigError`."""
+    """Return when runs start, from the command line options. Raises `ConfigError`."""
     if bool(cron) == bool(every):
         raise ConfigError("give either --cron or --every")
     if more["latest"] and version:
@@ -144,7 +144,7 @@ def make_timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
 
 
 def _find_zone(name: str) -> tzinfo:
-    """Return the time zone with this name; raises `ConfigError`."""
+    """Return the time zone with this name. Raises `ConfigError`."""
     if name == "UTC":
         return UTC
     try:
@@ -156,7 +156,7 @@ def _find_zone(name: str) -> tzinfo:
 
 
 def describe(when: Timing) -> tuple[str, str]:
-    """Return a description of a timing, and its next start; raises `ConfigError`."""
+    """Return a description of a timing, and its next start. Raises `ConfigError`."""
     if when.cron is None:
         return f"every {when.interval} s", ""
     zone = _find_zone(when.zone)
@@ -168,6 +168,6 @@ def describe(when: Timing) -> tuple[str, str]:
     also = "" if when.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
     unless = "the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE is set there"
     if when.zone != "UTC":
-        unless = f"if the instance's CRON_SCHEDULE_TIMEZONE is {when.zone}, as in --timezone"
+        unless = f"this needs an instance with CRON_SCHEDULE_TIMEZONE={when.zone}"
     text = f"cron {when.cron.text!r}, next at {there}{also}; {unless}"
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"

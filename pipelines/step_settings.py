@@ -91,7 +91,7 @@ def _mount(pair: tuple[str, str]) -> None:
             "letters, digits and -"
         )
     if not _PATH.fullmatch(folder) or {".", ".."} & set(folder.split("/")):
-        raise ValueError(f"{folder!r} is not a folder in a pod: write it as /data")
+        raise ValueError(f"{folder!r} is not a folder in a pod: give a path such as /data")
     taken = [each for each in (*_TAKEN, SCRATCH_FOLDER) if f"{folder}/".startswith(f"{each}/")]
     if taken:
         raise ValueError(f"{folder!r} is in a folder that the image or KFP uses: choose another")
@@ -100,20 +100,20 @@ def _mount(pair: tuple[str, str]) -> None:
 def _label(pair: tuple[str, str]) -> None:
     pod_fields.labels(dict([pair]))
     if pair[0].startswith(_OWN_LABELS):
-        raise ValueError(f"{pair[0]} is set by Flotilla or by KFP")
+        raise ValueError(f"{pair[0]} is set by Flotilla or by KFP: choose another label")
 
 
 def _variable(pair: tuple[str, str]) -> None:
     name, value = pair
     if not _VARIABLE.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a variable")
+        raise ValueError(f"{name!r} is not the name of a variable: use letters, digits and _")
     if name in SECRET_KEYS:
         raise ValueError(
-            f"{name} is a secret, which the pipeline would expose: put it in a secret, and name "
-            "that with --store-secret"
+            f"{name} is a secret, and the pipeline would expose it: put it in a Kubernetes secret, "
+            "and name that secret with --store-secret"
         )
     if name.startswith(_OWN_VARIABLES):
-        raise ValueError(f"{name} is set by Flotilla or by KFP")
+        raise ValueError(f"{name} is set by Flotilla or by KFP: leave it out")
     if "{{" in value or "\0" in value:
         raise ValueError(f"{name}: KFP does not accept a value that contains {{{{")
 

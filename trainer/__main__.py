@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(workdir: Path, message: str, trace: str = "") -> None:
-    """Report the message on standard error and in the termination log; log the traceback."""
+    """Report the message on standard error and in the termination log, and log the traceback."""
     termination.write(workdir, message)
     if trace:
         logging.error("%s", trace)

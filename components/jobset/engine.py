@@ -61,7 +61,7 @@ BACKOFF_LIMIT = 1000
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the JobSet that trains `job`; equal arguments give equal JobSets."""
+    """Return the JobSet that trains `job`. Equal arguments give equal JobSets."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -135,7 +135,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return the pod failure policy; Kubernetes applies the first rule that matches."""
+    """Return the pod failure policy. Kubernetes applies the first rule that matches."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,
@@ -210,7 +210,7 @@ class JobSets(Engine):
         return bool(tree["spec"].get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how the job ended; None if it has not ended."""
+        """Return how the job ended, or None if it has not ended."""
         if condition(tree, "Completed"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -257,7 +257,7 @@ class JobSets(Engine):
         return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Delete the Job of a lost pod; JobSet recreates it at once, without backoff."""
+        """Delete the Job of a lost pod. JobSet recreates it at once, without backoff."""
         for owner in pod["metadata"].get("ownerReferences") or []:
             if owner["kind"] == "Job":
                 api.delete(JOBS, owner["name"], owner["uid"])

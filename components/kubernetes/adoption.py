@@ -1,9 +1,9 @@
 """Adopts the unfinished job of an earlier attempt of the step, or creates a new one.
 
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
-the digest of the manifest is the same. A job that has finished, is being stopped or deleted, or has
-another manifest is replaced by a new one, which resumes training from the newest checkpoint. No job
-is created while an earlier one still has a pod, because both would train at the same time.
+the digest of the manifest is the same. A job is replaced if it has finished, is being stopped or
+deleted, or has another manifest. The new job resumes training from the newest checkpoint. No job is
+created while an earlier one still has a pod, because both would train at the same time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Adoption:
         deadlines: DeadlinesConfig,
         wait: Callable[[float], None],
     ) -> None:
-        """Store the arguments; `wait` sleeps, and raises if the run is interrupted."""
+        """Store the arguments. `wait` sleeps, and raises if the run is interrupted."""
         self._engine, self._kind = engine, engine.kind
         self._api = api
         self._deadlines = deadlines
@@ -75,7 +75,7 @@ class Adoption:
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
-        """Wait until a job and its pods are deleted; raises `UserError` after `seconds`."""
+        """Wait until a job and its pods are deleted. Raises `UserError` after `seconds`."""
         label = self._kind.selector(name)
         left = seconds
         while self._get(name) or self._ask(lambda: self._api.list_labelled(PODS, label)):
@@ -123,7 +123,7 @@ class Adoption:
         return not self._ask(partial(stop.is_requested, self._api, found))
 
     def _take_over(self, found: Tree, own: Tree) -> Tree | None:
-        """Make this attempt the owner of a job and return the job; None if it was deleted."""
+        """Make this attempt the owner of a job and return the job, or None if it was deleted."""
         if not own:
             return found
         name = found["metadata"]["name"]
@@ -132,7 +132,7 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Do not retry. The lease would not be renewed, and the guard would end the job.
+                # Do not retry, because the lease would expire and the guard would end the job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 

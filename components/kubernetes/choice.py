@@ -27,10 +27,11 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine of the run's job, or the first served engine; `local` without a cluster."""
+    """Return the engine of the run's job, the first served engine, or `local` without a cluster."""
     if not is_on_a_cluster():
         log.info(
-            "cluster.launcher auto: local, because this is not a pod and KUBECONFIG is not set"
+            "cluster.launcher auto selects local, because this process is not in a pod and "
+            "KUBECONFIG is not set"
         )
         return "local"
     connection = connect()
@@ -42,10 +43,15 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
             served[each] = jobs
     for each, jobs in served.items():
         if jobs:
-            log.info("cluster.launcher auto: %s, which has a job of this run", each.name)
+            log.info(
+                "cluster.launcher auto selects %s, because it has a job of this run", each.name
+            )
             return each.name
     for each in served:
-        log.info("cluster.launcher auto: %s: the cluster serves %ss", each.name, each.kind.kind)
+        log.info(
+            "cluster.launcher auto selects %s, because the cluster serves %ss",
+            each.name, each.kind.kind,
+        )  # fmt: skip
         return each.name
     kinds = " nor ".join(f"{each.kind.kind}s" for each in engines)
     raise UserError(
@@ -55,7 +61,7 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
 
 
 def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
-    """Return the jobs of a run; None if the cluster does not serve the kind."""
+    """Return the jobs of a run, or None if the cluster does not serve the kind."""
     label = f"{names.RUN}={names.label_value(run_id)}"
     try:
         return api.list_labelled(engine.kind.resource, label)

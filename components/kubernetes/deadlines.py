@@ -15,15 +15,15 @@ from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
-_ADMISSION = "it is suspended until its Kueue queue has capacity: kubectl get workloads"
+_ADMISSION = "Kueue suspends it until its queue has capacity; see: kubectl get workloads"
 # Maximum number of tasks that a message names.
 _NAMED = 5
 _REMEDIES = {
     "image": (
-        "correct --image or cluster.kubernetes.pod.image, or name the secret for its registry in "
+        "correct --image or cluster.kubernetes.pod.image, or add the secret of the registry to "
         "cluster.kubernetes.pod.image_pull_secrets"
     ),
-    "container": "correct what the message names, or the settings in cluster.kubernetes.pod",
+    "container": "fix the cause that the message names, or the settings in cluster.kubernetes.pod",
 }
 
 
@@ -62,7 +62,7 @@ class Deadlines:
         self._uid = ""
         self._made_at = clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
-        # The time at which each pod was first seen to be unable to start, by pod uid.
+        # The time at which each pod first failed to start, by pod uid.
         self._failing_since: dict[str, float] = {}
         # Total running time of earlier jobs of this run, in seconds.
         self._ran = 0.0
@@ -99,13 +99,13 @@ class Deadlines:
             if self.has_run:
                 self._ran += self._clock() - self._entered_at
             log.info(
-                "the job is suspended: it waits %s",
-                "until its queue has capacity again" if self._is_put_back else "for admission",
+                "the job is suspended until %s",
+                "its queue has capacity again" if self._is_put_back else "its queue admits it",
             )
             events.emit(events.Suspension(is_over=False, was_running=self._is_put_back))
             self._enter(pod_state.QUEUEING)
         elif self._is_suspended and not suspended:
-            log.info("the job is resumed and its pods start")
+            log.info("the job is no longer suspended, and its pods start")
             events.emit(events.Suspension(is_over=True, was_running=self._is_put_back))
             self._is_put_back = False
             self._entered_at = self._progressed_at = self._clock()
@@ -140,11 +140,11 @@ class Deadlines:
         self._progressed_at = self._clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the next deadline; infinity if there is none."""
+        """Return the seconds until the next deadline, or infinity if there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
     def find_exceeded(self, every: Collection[Tree]) -> str:
-        """Return a message if a pod cannot start or a deadline is exceeded; otherwise empty."""
+        """Return a message if a pod cannot start or a deadline is exceeded, or an empty string."""
         pods = self._newest_pods(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:
@@ -160,7 +160,7 @@ class Deadlines:
                 self._engine.kind, seconds, "the job has neither a status nor a pod"
             ),
             "stalling": f"training has made no progress for {limit}",
-            "running": f"training was not finished after {limit}",
+            "running": f"training did not finish within {limit}",
         }
         if key in of_the_job:
             return of_the_job[key]
@@ -192,12 +192,12 @@ class Deadlines:
     def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
         if stage == pod_state.QUEUEING and self._is_suspended:
-            return f"the job was not admitted after {limit}: {_ADMISSION}"
+            return f"the job was not admitted within {limit}: {_ADMISSION}"
         missing = self.expected_pods - len(pods)
         if stage == pod_state.QUEUEING and missing > 0:
-            return f"{missing} of {self.expected_pods} pods were not created after {limit}"
-        what = "has no node" if stage == pod_state.QUEUEING else "has not started"
-        return _sentence(waiting, f"{what} after {limit}")
+            return f"{missing} of {self.expected_pods} pods were not created within {limit}"
+        what = "did not get a node" if stage == pod_state.QUEUEING else "did not start"
+        return _sentence(waiting, f"{what} within {limit}")
 
     def _newest_pods(self, pods: Collection[Tree]) -> list[Tree]:
         return list(pod_state.newest(pods).values())
@@ -230,14 +230,14 @@ def _explain_pods(pods: Collection[Tree], limit: str) -> str:
 
 
 def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
-    """Return what the tasks of a role are waiting for; empty if all of them run."""
+    """Return what the tasks of a role are waiting for, or an empty string if all of them run."""
     parts = [f"{expected - len(pods)} not created"] if len(pods) < expected else []
     for stage, what in ((pod_state.QUEUEING, "without a node"), (pod_state.STARTING, "starting")):
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
         reasons = dict.fromkeys(filter(None, map(pod_state.waiting_reason, waiting)))
         reason = " ".join(next(iter(reasons), "").split())
         if waiting and all(map(pod_state.waits_as_usual, waiting)):
-            reason = f"{reason}: its image is being pulled, or its volumes mounted"
+            reason = f"{reason}: Kubernetes is pulling images or mounting volumes"
         if waiting:
             parts.append(f"{len(waiting)} {what}{f' ({reason})' if reason else ''}")
     running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)

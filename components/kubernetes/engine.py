@@ -59,7 +59,7 @@ class Engine(ABC):
 
     @abstractmethod
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the manifest for training `job`; equal arguments give equal manifests."""
+        """Return the manifest for training `job`. Equal arguments give equal manifests."""
 
     @abstractmethod
     def templates(self, tree: Tree) -> Sequence[Tree]:
@@ -79,7 +79,7 @@ class Engine(ABC):
 
     @abstractmethod
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how the job ended; None if it has not ended."""
+        """Return how the job ended, or None if it has not ended."""
 
     @abstractmethod
     def is_failing(self, api: Api, tree: Tree, /) -> bool:
@@ -119,7 +119,7 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 
 
 def add_digest(tree: Tree) -> Tree:
-    """Add the digest of a job as an annotation; a retry adopts a job with the same digest.
+    """Add the digest of a job as an annotation. A retry adopts a job with the same digest.
 
     The digest excludes the label of isolated pods and the tracker's variables, which may differ
     between two attempts of the same step.

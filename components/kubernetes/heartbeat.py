@@ -1,7 +1,7 @@
 """The heartbeat of a launcher: a lease that has the job's name and is owned by the job.
 
-An annotation on the job would not work, because while the job's controller is down, the job can be
-read but not written, and the guard of a healthy run would consider its launcher dead.
+An annotation on the job would not work. While the job's controller is down, the job can be read but
+not written, and the guard of a healthy run would consider its launcher dead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Heartbeat:
         self._kind = kind
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
-        self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
+        self._loop = Loop(self._beat, interval, name="heartbeat", failing="cannot send a heartbeat")
         # After this many consecutive refusals, the launcher gives up and reports the refusal.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
@@ -69,7 +69,7 @@ class Heartbeat:
         self.is_taken_over = False
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the lease of a job and renew it once; raises `UserError`."""
+        """Take the lease of a job and renew it once. Raises `UserError`."""
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
@@ -83,8 +83,8 @@ class Heartbeat:
             ) from None
         if renewed["spec"].get("holderIdentity") != self._holder:
             raise UserError(
-                f"the lease {job['metadata']['name']} was changed by the cluster after it was "
-                "written: exempt it from webhooks that modify objects in this namespace"
+                f"the cluster changed the lease {job['metadata']['name']} after the launcher wrote "
+                "it: exempt the lease from webhooks that modify objects in this namespace"
             )
 
     def start(self) -> None:
@@ -104,7 +104,7 @@ class Heartbeat:
             self._on_refused(error)
             return False
         except UnreachableError as error:
-            log.debug("a heartbeat was not sent: %s", error)
+            log.debug("cannot send a heartbeat: %s", error)
         except RefusedError as error:
             if error.is_missing:
                 return False
@@ -124,7 +124,7 @@ class Heartbeat:
         return True
 
     def _own_version(self) -> str:
-        """Return the lease's resource version, empty if it is missing; raises `TakenOverError`."""
+        """Return the lease's resource version, empty if it is missing. Raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)
@@ -194,7 +194,7 @@ class Heartbeat:
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
 
     def _renew(self, version: str = "") -> Tree:
-        """Renew the lease; if a `version` is given, only if the lease still has this version."""
+        """Renew the lease. If a `version` is given, the lease must still have this version."""
         name = self._job["metadata"]["name"]
         patch = {"spec": {"holderIdentity": self._holder, "renewTime": _now()}}
         known = {"metadata": {"resourceVersion": version}} if version else {}

@@ -29,7 +29,7 @@ _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exist
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return the last events of objects as the end of a message; empty if there are none.
+    """Return the last events of objects as the end of a message, or an empty string.
 
     If the permission to list events is missing, the text says so. If the events cannot be read for
     another reason, it is empty.
@@ -72,7 +72,7 @@ class PodRefusals:
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the arguments; events are read for the uids that `reporters` returns."""
+        """Store the arguments. Events are read for the uids that `reporters` returns."""
         self._api, self._kind = api, kind
         self._reporters = reporters
         self._deadlines = deadlines
@@ -82,7 +82,7 @@ class PodRefusals:
         self.newest = ""
 
     def final(self) -> str:
-        """Return why a job that has not run can never get its pods; empty if no reason is known."""
+        """Return why a job that has not run can never get its pods, or an empty string."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS

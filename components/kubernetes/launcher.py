@@ -108,7 +108,7 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
-    """End the remaining jobs of a run, and return their names; raises `UserError`.
+    """End the remaining jobs of a run, and return their names. Raises `UserError`.
 
     If the leading task of a job runs, it is first asked to stop with a last checkpoint. Then its
     guard ends the job, even if this process is killed within seconds.
@@ -133,7 +133,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
 
 
 def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
-    """End a job; return why it could not be deleted, or an empty string."""
+    """End a job, and return why it could not be deleted, or an empty string."""
     name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
     log.warning("stopping the job %s, because its launcher has ended", name)
     if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
@@ -158,7 +158,7 @@ def _stop(engine: Engine, api: Api, job: Tree) -> None:
 
 
 class _Launch:
-    """Manages the job of a run from creation to deletion; recreates it after a pod is lost."""
+    """Manages the job of a run from creation to deletion, and recreates it after a lost pod."""
 
     def __init__(
         self,
@@ -265,7 +265,7 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job and delete it; return the loss of a pod if the job must be recreated."""
+        """Watch a job and delete it. Return the loss of a pod if the job must be recreated."""
         relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
@@ -314,7 +314,7 @@ class _Launch:
                 watch.stopped.set()
 
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
-        """Write a line of a task's log to the log of the step; relay it if it is an event."""
+        """Write a line of a task's log to the log of the step. Relay it if it is an event."""
         streams.relay(str(task), text)
         event = events.parse(text, job=label_job(self._kind, self._name, self._namespace))
         if isinstance(event, events.Restart):
@@ -334,11 +334,14 @@ class _Launch:
     def _end(self, supervisor: Supervisor) -> None:
         """Delete the job and wait until its pods are gone, so that nothing outlives the step."""
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
-            log.warning("pods of the job %s are still on their nodes", self._name)
+            log.warning(
+                "the job %s and its pods were not deleted within %s s",
+                self._name, self._deletion_seconds,
+            )  # fmt: skip
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the %s marked the job %s as failed, so it is created again",
+            "%s lost its pod %s: %s; the %s marked the job %s as failed: creating the job again",
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 
@@ -352,7 +355,7 @@ class _Launch:
             return error
         if not deleted:
             return RunInterruptedError(
-                f"interrupted; the job {self._name} was not deleted after "
+                f"interrupted; the job {self._name} was not deleted within "
                 f"{self._deletion_seconds} s; the last published checkpoint is intact"
             )
         logs.drain(DRAIN_SECONDS, leading(self._job.config))
@@ -382,7 +385,7 @@ class _Launch:
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
-        """Ask the leading task's guard to end the job; return whether it can respond."""
+        """Ask the leading task's guard to end the job, and return whether it can respond."""
         try:
             if self._stop is None:
                 self._find_earlier()
@@ -399,14 +402,14 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the job that an earlier attempt of the step created; its chief may be saving."""
+        """Find the job that an earlier attempt of the step created. Its chief may be saving."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True
             self._stop = self._engine.stop(found)
 
     def _delete(self) -> bool:
-        """Delete the job unless another launcher has taken it over; return whether this worked."""
+        """Delete the job unless another launcher has taken it over. Return whether this worked."""
         if self._heartbeat.is_taken_over:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)
@@ -420,7 +423,7 @@ class _Launch:
         return True
 
     def _uid_of_own(self) -> str:
-        """Return the uid of a job whose creation got no response; empty if there is none."""
+        """Return the uid of a job whose creation got no response, or an empty string."""
         try:
             found = self._api.get(self._kind.resource, self._name)["metadata"]
         except RefusedError as error:
@@ -432,7 +435,7 @@ class _Launch:
         return str(found["uid"]) if is_own else ""
 
     def _wait(self, seconds: float) -> None:
-        """Sleep; raise `RunInterruptedError` if a signal arrives."""
+        """Sleep. Raises `RunInterruptedError` if a signal arrives."""
         with suppress(queue.Empty):
             if self._job_events.get(timeout=seconds) is None:
                 raise self._interruption()

@@ -45,7 +45,7 @@ _Timestamp = tuple[str, str]
 
 
 class LogPosition:
-    """The position in a log; `take` returns only new lines."""
+    """The position in a log. `take` returns only new lines."""
 
     def __init__(self) -> None:
         """Start at the first line."""
@@ -57,12 +57,12 @@ class LogPosition:
         self._catching_up = False
 
     def begin_request(self) -> str:
-        """Start a new request and return its `sinceTime`; empty for the whole log."""
+        """Start a new request, and return its `sinceTime`, which is empty for the whole log."""
         self._repeated, self._catching_up = 0, True
         return f"{self._last[0]}{self._zone}" if self._last[0] else ""
 
     def take(self, line: str) -> str | None:
-        """Return the text of a new line; None for a line that was read before."""
+        """Return the text of a new line, or None for a line that was read before."""
         time, _, text = line.partition(" ")
         match = _TIME.fullmatch(time)
         if not match:
@@ -84,7 +84,7 @@ class LogFollower(threading.Thread):
     """A daemon thread that reads the log of one container until its next restart."""
 
     def __init__(self, api: Api, pod: Tree, container: str, sink: LogSink) -> None:
-        """Store the arguments; `start` starts reading."""
+        """Store the arguments. `start` starts reading."""
         self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api

@@ -45,7 +45,7 @@ _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that writes to `checkpoints`; every retry gets the same name."""
+    """Return the name of the job that writes to `checkpoints`. Every retry gets the same name."""
     return f"{_job_prefix(model)}{_digest(checkpoints)}"
 
 
@@ -65,7 +65,7 @@ def _job_prefix(model: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return a text as a label value; if it is invalid, clean it and append a digest."""
+    """Return a text as a label value. If it is invalid, clean it and append a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
@@ -91,7 +91,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Resource:
-    """A namespaced resource of the API; `group` is empty for the core API."""
+    """A namespaced resource of the API. `group` is empty for the core API."""
 
     plural: str
     group: str = ""
@@ -99,7 +99,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """Return the `apiVersion` of the objects."""
+        """The `apiVersion` of the objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str) -> str:

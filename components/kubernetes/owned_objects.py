@@ -10,7 +10,7 @@ from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 
 
 def step_pod() -> Tree | None:
-    """Return the owner reference to this step's pod; None outside a pod.
+    """Return the owner reference to this step's pod, or None outside a pod.
 
     Use it only in the pod's namespace, because Kubernetes considers an owner in another namespace
     missing and would delete the job.
@@ -28,7 +28,7 @@ def isolate(templates: Sequence[Tree]) -> None:
 
 
 def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
-    """Return the network policy of an existing job; None for a job without isolation.
+    """Return the network policy of an existing job, or None for a job without isolation.
 
     The pods of the job can reach each other on every port, because NCCL uses any port. All pods of
     the cluster can reach the metrics port. The name is unique to this job, because the policy of an

@@ -28,17 +28,17 @@ def describe_failure(
 
 
 class Restarts:
-    """Counts the restarts of all tasks of a run; Kubernetes only counts those within a pod.
+    """Counts the restarts of all tasks of a run. Kubernetes only counts those within a pod.
 
     Training does not cause the loss of a pod. Therefore lost pods count towards
     `cluster.max_restarts` only until training has published a newer checkpoint.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        """Start at 0 restarts; the limit is `cluster.max_restarts`."""
+        """Start at 0 restarts. The limit is `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # Needed because another thread, which reads the leader's log, calls `record_progress`.
+        # Another thread, which reads the leader's log, calls `record_progress`.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
@@ -54,7 +54,7 @@ class Restarts:
         return self._engine.is_final(self._config, end)
 
     def record_progress(self, step: int) -> None:
-        """Record a published checkpoint; if it is the newest, reset the count of lost pods."""
+        """Record a published checkpoint. If it is the newest, reset the count of lost pods."""
         with self._lock:
             if step > self._newest:
                 self._newest = step
@@ -62,7 +62,7 @@ class Restarts:
                 self._losses.clear()
 
     def count(self, end: TaskEnd, cause: str = "") -> bool:
-        """Count a restart unless the exit is final; return False if this exceeds the limit."""
+        """Count a restart unless the exit is final, and return False if this exceeds the limit."""
         if self.is_final(end):
             return True
         lost = end.task if end.pod_deleted or end.code is None else None
@@ -87,7 +87,7 @@ class Restarts:
         return True
 
     def count_loss(self, loss: Loss) -> None:
-        """Count a lost pod that failed the job; raises `UserError` if the limit is exceeded."""
+        """Count a lost pod that failed the job. Raises `UserError` if the limit is exceeded."""
         if loss.uid in self._counted:
             return
         if not self._draw(loss.task):

@@ -130,11 +130,11 @@ class SuspendingStop(Stop):
             super().request(api)
 
     def answer_seconds(self) -> float:
-        """Return the seconds to wait; a suspended job's tasks may use their grace period."""
+        """Return the seconds to wait. A suspended job's tasks may use their grace period."""
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:
-        """Return whether the leading task has ended; for a suspended job, whether all pods have."""
+        """Return whether the leading task or, if the job is suspended, every pod has ended."""
         if not self._is_suspended:
             return super().has_ended(api)
         return all(pod_state.has_ended(pod) for pod in self.pods(api))

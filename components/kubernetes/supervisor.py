@@ -70,7 +70,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Store the arguments; `created` is the job as returned by the API."""
+        """Store the arguments. `created` is the job as returned by the API."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -103,7 +103,7 @@ class Supervisor:
         self._start: Work | None = None
 
     def run(self) -> Loss | None:
-        """Watch the job; return None if it succeeded, or the loss of a pod that made it fail.
+        """Watch the job, and return None if it succeeded, or the loss of a pod that made it fail.
 
         Raises:
             UserError: the job failed, was deleted, or exceeded a deadline.
@@ -134,7 +134,7 @@ class Supervisor:
                 return None
 
     def wait_until_deleted(self, seconds: float) -> bool:
-        """Wait until the job and its pods are deleted; return whether this happened in time."""
+        """Wait until the job and its pods are deleted, and return whether this happened in time."""
         end = time.monotonic() + seconds
         while not self._is_job_deleted or self._pods:
             left = end - time.monotonic()
@@ -162,7 +162,7 @@ class Supervisor:
         return messages[-1] if messages else ""
 
     def _next(self, seconds: float) -> tuple[Tree, bool] | events.Restart | None:
-        """Return the next event; None on a timeout or an interrupt of the launcher."""
+        """Return the next event, or None on a timeout or an interrupt of the launcher."""
         try:
             job_event = self._job_events.get(timeout=max(seconds, 0.0))
         except queue.Empty:
@@ -177,7 +177,7 @@ class Supervisor:
         return job_event
 
     def _handle(self, item: Tree, deleted: bool) -> bool:
-        """Handle an event; return whether the job is over."""
+        """Handle an event, and return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
             over = self._engine.end(item)
@@ -196,7 +196,7 @@ class Supervisor:
         return False
 
     def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
-        """Record an object; return the ends of tasks that were not known before."""
+        """Record an object, and return the ends of tasks that were not known before."""
         uid = item["metadata"]["uid"]
         if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
@@ -277,7 +277,7 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
-        """Return why a pod was lost if this does not fail the job; otherwise empty."""
+        """Return why a pod was lost if this does not fail the job, or an empty string."""
         loss = self._losses.get(end.uid)
         is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
@@ -295,7 +295,7 @@ class Supervisor:
             self._bring_back()
 
     def _bring_back(self) -> None:
-        """Make the controller replace lost pods; retry later if the API is unreachable."""
+        """Make the controller replace lost pods. Retry later if the API is unreachable."""
         for uid, pod in list(self._to_bring_back.items()):
             task = pod_state.find_task(pod)
             try:
@@ -344,7 +344,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss that made the job fail; None if its leading task had succeeded before."""
+        """Return the loss that made the job fail, or None if its leading task had succeeded."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)
@@ -366,7 +366,7 @@ class Supervisor:
         if failure.is_past_deadline:
             limit = self._job.config.cluster.kubernetes.job.active_deadline_seconds
             return (
-                f"the job {self._name} was not finished after {limit} s "
+                f"the job {self._name} did not finish within {limit} s "
                 f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
             )
         for end in self._ends.values():
@@ -391,7 +391,7 @@ class Supervisor:
         return last_events(self._api, *uids)
 
     def _refresh_pods(self) -> None:
-        """Record the current pods; wait for the last events of missing ones."""
+        """Record the current pods, and wait for the last events of missing ones."""
         try:
             pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         except (RefusedError, UnreachableError):
@@ -439,7 +439,7 @@ class Supervisor:
             self._start = None
 
     def _warn_of_absent(self) -> None:
-        """Warn once if a lost pod is not recreated; its controller may be down."""
+        """Warn once if a lost pod is not recreated. Its controller may be down."""
         newest = pod_state.newest(self._pods.values())
         for task, at in list(self._asked_at.items()):
             pod = newest.get(task)
@@ -452,8 +452,8 @@ class Supervisor:
             elif time.monotonic() - at >= ABSENT_SECONDS:
                 del self._asked_at[task]
                 log.warning(
-                    "%s has no new pod after %g s: the %s is not running or rejected the pod; "
-                    "see: %s",
+                    "%s has no new pod after %g s: the %s is not running, or it cannot create the "
+                    "pod; see: %s",
                     task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
                 )  # fmt: skip
 
@@ -472,7 +472,7 @@ class Supervisor:
             raise kind(f"{exceeded} (job {self._name}){self._last_events()}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
-            raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
+            raise TransientError(unreachable(limit, f"the job {self._name} may still be running"))
 
     def _find_exceeded(self) -> str:
         """Return a message if a deadline is exceeded even after reading the current state."""

@@ -54,7 +54,7 @@ def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
-    """Return the task hours and GPU hours that training used; empty if there was no training."""
+    """Return the task hours and GPU hours that training used, or {} without training."""
     train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
     # A configuration of another version may lack a section or name an unknown strategy.
     held: Mapping[str, Any] = {}
@@ -91,7 +91,7 @@ PAGE = "report.html"
 def write(
     state: str, root: str, run_id: str, folder: Path, path: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Write the report of a run to `path` from all results that exist; return its data.
+    """Write the report of a run to `path` from all results that exist, and return its data.
 
     `state` is KFP's final state, for example `SUCCEEDED`. `words` is KFP's failure message.
     `folder` is a local folder that may contain the run's events.
@@ -198,7 +198,7 @@ def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _add_traceback(step: StepRecord, known: RunState) -> StepRecord:
-    """Return the record; if training failed, add the tasks' traceback of the user's code."""
+    """Return the record. If training failed, add the tasks' traceback of the user's code."""
     if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)
@@ -225,7 +225,7 @@ def _verdict(
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
-    """Return the error message of a failed run if no step reports the error; otherwise empty."""
+    """Return the error message of a failed run if no step reports the error, or ""."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
@@ -241,7 +241,7 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
 
 
 def _find_missing(names: Collection[str]) -> str:
-    """Return the stage after the last of the named stages; empty if there is none."""
+    """Return the stage after the last of the named stages, or an empty string if there is none."""
     last = max((n for n, stage in enumerate(WORKING) if stage.name in names), default=-1)
     after = WORKING[last + 1 :]
     return after[0].name if after else ""
@@ -273,7 +273,7 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return the parsed JSON file `name`; an empty `of` if the file is missing or invalid."""
+        """Return the parsed JSON file `name`, or an empty `of` if it is missing or invalid."""
         with _skip_unreadable():
             uri = self.uri(kind)
             if uri:
@@ -357,14 +357,14 @@ class _Published:
 
 
 def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
-    """Parse a JSON file; raise a `ValueError` if it or one of its fields has the wrong type."""
+    """Parse a JSON file. Raises a `ValueError` if it or one of its fields has the wrong type."""
     tree = parse(data)
     if not isinstance(tree, of):
         raise ValueError(f"{where} does not contain a {of.__name__}")
     if of is dict and parse_record(_Published, tree) is None:
         raise ValueError(f"{where} has a field of the wrong type")
     if of is list and not all(isinstance(each, dict) for each in tree):
-        raise ValueError(f"{where} contains values that are not rows")
+        raise ValueError(f"{where} contains values that are not JSON objects")
     return tree
 
 

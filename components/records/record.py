@@ -142,7 +142,7 @@ def _find_run(given: Mapping[str, Any]) -> str:
 
 
 def run_stage(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
-    """Run `work` as a stage and record its progress; return its result.
+    """Run `work` as a stage, record its progress, and return its result.
 
     On a KFP instance, the stage is retried after a `TransientError`, up to the limit of its step.
     Its record lists all attempts. A stage that was asked to stop is not retried.
@@ -218,7 +218,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
 
 
 def _full_disk(error: BaseException) -> str:
-    """Return the error message if a full disk caused this error; empty for any other error."""
+    """Return the error message if a full disk caused this error, or an empty string."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return ""
     where = error.filename or f"below {tempfile.gettempdir()}"
@@ -264,7 +264,7 @@ class _Course:
 
     @contextmanager
     def publishing_progress(self) -> Iterator[None]:
-        """Publish the stage's progress in its record at intervals; do nothing without a URI."""
+        """Publish the stage's progress in its record at intervals. Do nothing without a URI."""
         if not self.at:
             yield
             return
@@ -294,7 +294,7 @@ class _Course:
         self.end(status, code, error, trace, f"flotilla: {self.name}: {error}")
 
     def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
-        """Emit and publish the end of the stage; write `line` to standard error."""
+        """Emit and publish the end of the stage. Write `line` to standard error."""
         ended = self._make_end(status, code, error, trace)
         events.emit(ended)
         # Emit the event first, because the store may not respond within the grace period.

@@ -45,7 +45,7 @@ _PLAIN = (str, int, float, bool, list, dict, type(None))
 
 
 def find_run_id(kfp_run_id: str) -> str:
-    """Return the run id set by the command line; for a run started on KFP, return KFP's run id."""
+    """Return the run id set by the command line, or KFP's run id for a run started on KFP."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
@@ -87,7 +87,7 @@ def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) 
 
 
 def find_run(root: str, run_id: str) -> str:
-    """Return the URI of the run; empty if it is unknown, or if the steps share a local folder."""
+    """Return the URI of the run, or "" if it is unknown or the steps share a local folder."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
     with suppress(UserError):
@@ -126,7 +126,7 @@ def read_pinned(key: str) -> str:
 
 
 def pin(key: str, value: str) -> None:
-    """Pin the value of `key` if the run has a local folder; raises `UserError` if this fails."""
+    """Pin the value of `key` if the run has a local folder. Raises `UserError` if this fails."""
     if folder := os.environ.get(RUN_FOLDER):
         # Write atomically, because earlier values must survive a full disk.
         uri = storage.join(storage.uri_of(folder), PINNED)
@@ -134,7 +134,7 @@ def pin(key: str, value: str) -> None:
 
 
 def pin_once(key: str, find: Callable[[], str]) -> str:
-    """Return the run's pinned value for `key`; if there is none, pin the result of `find`."""
+    """Return the run's pinned value for `key`. If there is none, pin the result of `find`."""
     values = _read_all_pinned()
     if key not in values:
         pin(key, values.setdefault(key, find()))
@@ -169,7 +169,7 @@ class Given:
 
 
 def record_call(step: str, call: Mapping[str, Any]) -> Given:
-    """Return the record of a step that starts now; `call` contains its arguments by name."""
+    """Return the record of a step that starts now. `call` contains its arguments by name."""
     plain = {name: value for name, value in call.items() if isinstance(value, _PLAIN)}
     others = {name: _describe_argument(value) for name, value in call.items() if name not in plain}
     return Given(
@@ -192,7 +192,7 @@ def _describe_argument(value: Any) -> dict[str, Any]:
 
 
 def find_config(arguments: Mapping[str, Any]) -> Config | None:
-    """Return the configuration among a step's arguments; None if it is missing or invalid."""
+    """Return the configuration among a step's arguments, or None if it is missing or invalid."""
     try:
         # The arguments of the first step are the fields of the form.
         if "storage_root" in arguments:
@@ -203,7 +203,7 @@ def find_config(arguments: Mapping[str, Any]) -> Config | None:
 
 
 def digests(config: Config | None) -> dict[str, str]:
-    """Return the digest of each user module in a configuration; empty if it names a code bundle."""
+    """Return the digest of each user module in a configuration, or {} if it names a code bundle."""
     if config is None or config.code:
         return {}
     names = [name for _, name in trained.own_code(config)]
@@ -234,7 +234,7 @@ def write_given(given: Given, at: str) -> None:
 
 
 def read_given(at: str, step: str) -> Given:
-    """Return the recorded arguments of a step of the run at URI `at`; raises `UserError`."""
+    """Return the recorded arguments of a step of the run at URI `at`. Raises `UserError`."""
     uri = record_uri(at, GIVEN, step)
     try:
         found = read_record(Given, storage.read_bytes(uri))

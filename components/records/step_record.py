@@ -43,9 +43,9 @@ OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
-    "it started but recorded no end: it was stopped with the run, its pod was killed (out of "
-    "memory, or its node was lost), or its record could not be written; `flotilla status` shows "
-    "more"
+    "it started but did not record how it ended: it was stopped with the run, its pod was killed "
+    "(out of memory, or its node was lost), or it could not write its record; `flotilla status` "
+    "shows more"
 )
 
 
@@ -79,24 +79,24 @@ class StepRecord(StepResult):
 
     @property
     def main(self) -> MainMetric | None:
-        """Return the metric that models are compared by, if the step reports one."""
+        """The metric that models are compared by, if the step reports one."""
         if not self.main_metric:
             return None
         return MainMetric(name=self.main_metric, better=self.better)
 
     @property
     def tries(self) -> int:
-        """Return the number of attempts, including the last one."""
+        """The number of attempts, including the last one."""
         return len(self.earlier) + 1
 
     @property
     def earlier_seconds(self) -> float:
-        """Return the total seconds of all attempts before the last one."""
+        """The total seconds of all attempts before the last one."""
         return round(sum(each.seconds for each in self.earlier), 2)
 
     @property
     def spent(self) -> float:
-        """Return the total seconds of all attempts."""
+        """The total seconds of all attempts."""
         return self.seconds + self.earlier_seconds
 
 
@@ -128,7 +128,7 @@ def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def lost_stage(steps: Sequence[StepRecord]) -> str:
-    """Return the next stage if a step was killed between two stages; otherwise empty.
+    """Return the next stage if a step was killed between two stages, or an empty string.
 
     A process that is killed at that point cannot report an error.
     """
@@ -181,14 +181,14 @@ class PublishedRecord:
     """
 
     def __init__(self, step: str, at: str) -> None:
-        """Publish below `at`, the URI of the run; publish nothing if `at` is empty."""
+        """Publish below `at`, the URI of the run. Publish nothing if `at` is empty."""
         self.at, self._has_failed = at, False
         # The record of the exit step, if the exit step ran before this step began.
         self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 
     def begin(self) -> None:
-        """Publish that the step has begun, with its earlier attempts."""
+        """Publish the start of the step, with its earlier attempts."""
         if not self.at:
             return
         with self._never_in_the_way():
@@ -202,7 +202,7 @@ class PublishedRecord:
             self._write()
 
     def again(self, failed: StepResult) -> None:
-        """Publish that the step has begun again after a failed attempt."""
+        """Publish the start of a new attempt after a failed one."""
         earlier = self._record.earlier
         last = _try(make_record(failed, began=self._record.began), failed.seconds)
         self._record = replace(self._record, began=now(), earlier=(*earlier, last))
@@ -217,7 +217,7 @@ class PublishedRecord:
             self._write()
 
     def end(self, result: StepResult, **more: Any) -> None:
-        """Publish the end of the step; `more` sets further fields of its record."""
+        """Publish the end of the step. `more` sets further fields of its record."""
         if not self.at:
             return
         began = self._record.began
@@ -256,14 +256,14 @@ class PublishedRecord:
 
 
 def publish_config(at: str, text: str) -> None:
-    """Publish the run's configuration below `at` for its report; log a failure in one line."""
+    """Publish the run's configuration below `at` for its report. Log a failure in one line."""
     if at:
         with harmless("the configuration"):
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
 def read_records(at: str) -> list[StepRecord]:
-    """Return the records of the run at `at`, in order of start; raises `UserError`."""
+    """Return the records of the run at `at`, in order of start. Raises `UserError`."""
     folder = storage.join(at, STEPS)
     found = run_parallel(
         lambda name: _read_record(storage.join(folder, name)), storage.names(folder)
@@ -272,7 +272,7 @@ def read_records(at: str) -> list[StepRecord]:
 
 
 def read(at: str, *, well: bool) -> list[StepRecord]:
-    """Return the records of the run at URI `at`, in order; raises `UserError`.
+    """Return the records of the run at URI `at`, in order. Raises `UserError`.
 
     If the last record has no end, its step was killed, unless the run ended `well`. A step with a
     successor is done, even if its final record is missing. A stage that only an earlier pod of its

@@ -61,8 +61,8 @@ def choose(step: Step) -> Chosen:
     # If all trials of this rung failed, use the results of earlier rungs.
     best = find_best(every, plan.objective)
     if best is None:
-        error = next((each.error for each in every if each.error), "none has ended")
-        raise UserError(f"all {len(every)} trials failed; the first: {error}")
+        error = next((each.error for each in every if each.error), "none was reported")
+        raise UserError(f"all {len(every)} trials failed; the first error: {error}")
     objective = find_objective(every, plan.objective)
     order = [each for each in rank_trials(every, step.rung, objective) if each.status == DONE]
     going = max(1, len(order) // REDUCTION)

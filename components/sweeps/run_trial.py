@@ -87,7 +87,7 @@ def run_step(call: Mapping[str, Any]) -> str:
 
 
 def publish_survivors(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
-    """Publish the numbers of the trials that continue to a rung; raises `UserError`."""
+    """Publish the numbers of the trials that continue to a rung. Raises `UserError`."""
     storage.write_bytes(_rung(root, run_id, rung), json.dumps(list(numbers)).encode())
 
 
@@ -99,10 +99,10 @@ def _find_trial(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> T
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Parse the run parameter `sweep`; raises `ConfigError`."""
+    """Parse the run parameter `sweep`. Raises `ConfigError`."""
     if found := read_record(Sweep, text):
         return found
-    raise ConfigError("sweep: this is not a sweep written by `flotilla sweep --compile`")
+    raise ConfigError("sweep: invalid value; write the pipeline with `flotilla sweep --compile`")
 
 
 def trial_run_id(run_id: str, number: int) -> str:

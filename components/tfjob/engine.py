@@ -57,7 +57,7 @@ _NAMESPACE = "FLOTILLA_NAMESPACE"
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the TFJob that trains `job`; equal arguments give equal TFJobs."""
+    """Return the TFJob that trains `job`. Equal arguments give equal TFJobs."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -188,7 +188,7 @@ class TFJobs(Engine):
         return bool(tree["spec"].get("runPolicy", {}).get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how the job ended; None if it has not ended."""
+        """Return how the job ended, or None if it has not ended."""
         if condition(tree, "Succeeded"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -201,7 +201,7 @@ class TFJobs(Engine):
         return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
 
     def is_failing(self, _api: Api, tree: Tree) -> bool:
-        """Return whether the job has failed; the operator reports this before it deletes pods."""
+        """Return whether the job has failed. The operator reports this before it deletes pods."""
         return self.end(tree) is not None
 
     def failure(self, _api: Api, tree: Tree) -> JobEnd:

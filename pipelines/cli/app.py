@@ -74,7 +74,7 @@ add_commands(app)
 
 
 def call(arguments: list[str]) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line, and return the exit code."""
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
@@ -96,8 +96,7 @@ def call(arguments: list[str]) -> int:
         words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except UserError as error:
-        # An environment variable is invalid, or the version, which is printed while Typer parses
-        # the command line, cannot be written.
+        # An environment variable is invalid, or `--version` cannot write to standard output.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
         # Typer prints help texts itself, so these errors of standard output are reported here.

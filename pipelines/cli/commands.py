@@ -39,7 +39,7 @@ from flotilla.pipelines.cli.sweep import sweep
 
 # The panels of `flotilla --help`, in the order of their first commands.
 RUN, CLUSTER, MODELS, DATA, HOUSEKEEPING = (
-    "Run on this machine, and look at runs",
+    "Run on this machine, and inspect runs",
     "Run on a cluster",
     "Models",
     "Data and configuration",
@@ -52,8 +52,8 @@ _GROUPS = {
 }
 _TRAINED = (
     "--json adds `headline`, `notes`, `global_step` (the number of updates) and `handed_on_step` "
-    "(the step of the model, see training.hand_on). If the model was evaluated, it also adds "
-    "`main_metric` and `better` (higher or lower)."
+    "(the step of the checkpoint that training.hand_on selects). If the model was evaluated, it "
+    "also adds `main_metric` and `better` (higher or lower)."
 )
 _ENDED = (
     "--json adds `steps` while the run is running, and `global_step` and `handed_on_step` when it "
@@ -61,11 +61,11 @@ _ENDED = (
 )
 _COLLECTED = (
     "--json adds `removed`, the removed URIs. With --keep-runs or --keep-versions it also adds "
-    "`planned` (a list of objects), their `bytes`, and `kept` (why some old items are kept)."
+    "`planned` (a list of objects), `bytes` (their total size), and `kept` (the reasons why some "
+    "old items are kept)."
 )
 _UPLOADED = (
-    "--json adds `version`; its field `newest` tells whether `submit` uses this version if none "
-    "is given."
+    "--json adds `version`. Its field `newest` tells whether `submit` uses this version by default."
 )
 _PROMOTED = "--json adds the numbers `version` and `promotion`."
 _SCHEDULED = "--json adds `schedule`."

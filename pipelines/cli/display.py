@@ -58,7 +58,7 @@ class Terminal(Console):
 
     @property
     def can_redraw(self) -> bool:
-        """Return whether lines can be redrawn in place (not in a file or with TERM=dumb)."""
+        """Whether lines can be redrawn in place (not in a file or with TERM=dumb)."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def render(

@@ -93,7 +93,7 @@ def doctor(
     kubernetes: Annotated[
         bool,
         typer.Option(
-            "--kubernetes", help="Check the cluster, whatever cluster.launcher is set to."
+            "--kubernetes", help="Check the cluster even if cluster.launcher selects local."
         ),
     ] = False,
     service_account: _ServiceAccount = "",

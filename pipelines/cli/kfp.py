@@ -51,8 +51,8 @@ def upload(
         str | None,
         typer.Argument(
             metavar="CONFIG|SOURCE|FILE",
-            help="A compiled pipeline, or the YAML file of a run or the training data, from which "
-            "a pipeline is compiled.",
+            help="The compiled pipeline to upload, or the YAML file of a run or the training data "
+            "to compile one from.",
         ),
     ] = None,
     label: Label = None,
@@ -99,7 +99,9 @@ def _package_to_upload(
         return own_package(image, pods, form_configuration(file, settings, label))
     if settings or label:
         option = "--set" if settings else "--label"
-        raise ConfigError(f"{option} applies to compilation, but {file} is already compiled")
+        raise ConfigError(
+            f"{option} applies to compilation, but {file} is already compiled: omit one of them"
+        )
     return load_package(Path(file), image, pods)
 
 
@@ -370,7 +372,7 @@ def compile_(
 
 @answers
 def manifest(config: Config = None, label: Label = None, assignments: Assignments = None) -> Answer:
-    """Print the job of a configuration as YAML: a TFJob or a JobSet."""
+    """Print the TFJob or JobSet of a configuration as YAML."""
     import yaml
 
     from flotilla.components.launchers import render_job

@@ -243,7 +243,7 @@ def _draw(found: Contents) -> None:
         size = format_bytes(found.bytes)
         terminal.print(f"global step {found.global_step}, {size}, published {found.created}")
         terminal.print(f"{len(found.parts)} parts: {parts}")
-        older = "its manifest lists no variables, because an older version of Flotilla wrote it"
+        older = "the manifest lists no variables, because an older version of Flotilla wrote it"
         terminal.print(table if rows else older)
 
 
@@ -289,8 +289,8 @@ Split = Annotated[
     str,
     typer.Option(
         metavar="SPLIT",
-        help="The split to predict of the dataset INPUT. Without INPUT, it is a split of the "
-        "dataset that the model was trained on.",
+        help="The split of the dataset INPUT to predict. Without INPUT, the split is taken from "
+        "the dataset that the model was trained on.",
     ),
 ]
 Columns = Annotated[
@@ -301,9 +301,7 @@ Columns = Annotated[
 ]
 BatchSize = Annotated[
     int,
-    typer.Option(
-        min=0, help="The number of examples per batch. 0: the value of evaluation.batch_size."
-    ),
+    typer.Option(min=0, help="The number of examples per batch. Default: evaluation.batch_size."),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be read.")]
 

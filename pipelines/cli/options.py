@@ -27,8 +27,8 @@ FormConfig = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|SOURCE",
-        help="The YAML file of a run, or the training data, which sets the defaults of the form. "
-        "Default: configs/digits.yaml.",
+        help="The YAML file of a run, or the training data. It sets the default values of the run "
+        "parameters. Default: configs/digits.yaml.",
     ),
 ]
 Label = Annotated[
@@ -82,7 +82,7 @@ Code = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder of your own Python modules, such as the module that model.name names.",
+        help="The folder with your Python modules, such as the module that model.name refers to.",
     ),
 ]
 Resume = Annotated[
@@ -196,7 +196,7 @@ _PODS = {
     "node_selector": _texts(
         "--node-selector",
         "KEY=VALUE",
-        "A node label for the steps that handle data or a model.",
+        "A label that a node must have to run a step that handles data or a model.",
     ),
     "tolerations": _texts(
         "--toleration",
@@ -211,7 +211,8 @@ _PODS = {
     "mounts": _texts(
         "--mount",
         "CLAIM:FOLDER",
-        "A persistent volume claim, and where prepare-data mounts it, for data.manual_dir.",
+        "A persistent volume claim for data.manual_dir, and the folder where prepare-data mounts "
+        "it.",
     ),
     "scratch": _text(
         "SIZE", "The size limit of /tmp in each step that handles data or a model, such as 50Gi."
@@ -219,7 +220,7 @@ _PODS = {
     "labels": _texts(
         "--pod-label",
         "KEY=VALUE",
-        "A label of the steps' pods, such as Kueue's queue label.",
+        "A label to add to the steps' pods, such as Kueue's queue label.",
     ),
     "variables": _texts(
         "--env", "NAME=VALUE", "An environment variable of the steps. It must not be a secret."

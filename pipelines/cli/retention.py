@@ -112,8 +112,8 @@ def _apply_retention(
     try:
         for item in remove(root, workdir, plan, wanted, done):
             say(
-                f"kept {item.path}, because it or an item that needs it is in use or was removed "
-                "since the listing"
+                f"kept {item.path}, because it or an item that needs it is in use or has been "
+                "removed since it was listed"
             )
     except UserError as error:
         say(f"flotilla: {error}; {len(removed)} of {len(rows)} were removed; try again")

@@ -127,7 +127,8 @@ def _run(
     errors.print(f"run {started.run_id} in {started.folder}")
     if started.written:
         path = os.path.relpath(started.written)
-        errors.print(f"its configuration: {path} (flotilla run {shlex.quote(path)})")
+        again = f"flotilla run {shlex.quote(path)}"
+        errors.print(f"its configuration is in {path}; repeat it with: {again}")
     for line in bundle_lines(started.bundle) if started.bundle else ():
         errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):
@@ -190,7 +191,7 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
 
 
 def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
-    """Return the line that tells how to resume a run; empty if the run cannot be resumed."""
+    """Return the line that tells how to resume a run, or an empty string if that is impossible."""
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:
@@ -260,8 +261,8 @@ def replay(
         {each.step: each for each in found} for found in (recorded.stages, result.stages)
     )
     for name in {**before, **here}:
-        say(f"flotilla: {name} on record: {_describe_result(before.get(name))}")
-        say(f"flotilla: {name} here: {_describe_result(here.get(name))}")
+        say(f"flotilla: {name} in the run: {_describe_result(before.get(name))}")
+        say(f"flotilla: {name} in the replay: {_describe_result(here.get(name))}")
     say(f"flotilla: the output is in {folder}; remove this folder when you are done")
     return Answer(
         status=now.status if now else "failed",

@@ -202,7 +202,7 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Open the report of a run, or the KFP page of a remote run, in the browser.
 
-    The address is also printed. Without a browser, it is only printed.
+    The command always prints the address, even if it finds no browser.
     """
     from flotilla.pipelines.links import open_page
     from flotilla.pipelines.runs import control

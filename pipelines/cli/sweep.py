@@ -35,8 +35,9 @@ Searched = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="The values to try: a,b,c; with --random, --tpe or --auto also a range: low..high or "
-        "low..high:log. A single value applies to all trials. May be repeated.",
+        help="The values to try, such as a,b,c. With --random, --tpe or --auto, you can also give "
+        "a range: low..high or low..high:log. A single value applies to all trials. May be "
+        "repeated.",
         autocompletion=complete_assignments,
     ),
 ]
@@ -44,7 +45,7 @@ Random = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Draw N trials at random. Without --random, --tpe and --auto, the sweep runs the "
+        help="Draw N trials at random. Without --random, --tpe or --auto, the sweep runs the "
         "whole grid.",
     ),
 ]
@@ -82,7 +83,7 @@ Metric = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="The validation metric that trials are compared by. Default: the main metric of the "
+        help="The validation metric that ranks the trials. Default: the main metric of the "
         "learning task.",
     ),
 ]

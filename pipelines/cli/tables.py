@@ -24,15 +24,15 @@ _Columns = Mapping[str, Sequence[Text]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of cells below column heads. Control characters in the cells are escaped.
+    """Rows of cells below column headers. Control characters in the cells are escaped.
 
     Attributes:
         spare: columns that are dropped, in this order, if the terminal is too narrow.
         right: right-aligned columns.
         words: columns whose cells are sentences, which may wrap.
         once: columns whose value is shown on a terminal only when it changes.
-        short: shorter heads for a narrow terminal, explained above the table.
-        has_heads: whether the first line contains the heads.
+        short: shorter headers for a narrow terminal, explained above the table.
+        has_heads: whether the first line contains the headers.
     """
 
     rows: Sequence[Row]

@@ -63,7 +63,7 @@ class DoctorOptions:
 
     Attributes:
         config: the configuration, or the error in it.
-        kubernetes: whether to examine the cluster, whatever the launcher is.
+        kubernetes: whether to examine the cluster even if the run would train on this machine.
         service_account: `[NAMESPACE:]NAME` for runs started from the KFP UI, or empty.
     """
 
@@ -126,8 +126,8 @@ def _config_checks(options: DoctorOptions) -> Iterator[Check]:
         why = "cluster.launcher is local"
         if config.cluster.launcher == "auto":
             yield Check(name=ENGINE, look=lambda: clusters.IS_HERE)
-            why = "auto is local here"
-        message = Finding("skipped", f"{why}; --kubernetes checks it anyway")
+            why = "cluster.launcher auto selects local here"
+        message = Finding("skipped", f"{why}; to check the API anyway, add --kubernetes")
         yield Check(name=API, look=lambda: message)
 
 
@@ -300,7 +300,7 @@ def _permission_checks(
 
 
 def show_instance(instance: Instance) -> str:
-    """Return the command that shows the instance's response; empty if the URL contains a user."""
+    """Return the command that shows the instance's response, unless its URL contains a user."""
     given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
     return "" if "@" in given else f"curl --include {given}{_HEALTH}"
 

@@ -45,7 +45,7 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
-# Before 0.9, pods lack the label with the uid of their JobSet.
+# Before version 0.9, pods lack the label with the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33", "1.34"))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
@@ -55,7 +55,7 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a version of a part. An unsupported old version gives a warning."""
+    """Return the finding for a version of a part. A version that is too old gives a warning."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)
@@ -115,13 +115,13 @@ class Role:
 
     @property
     def pod(self) -> Tree:
-        """Return the specification of a pod."""
+        """The specification of a pod."""
         found: Tree = self.template["spec"]
         return found
 
     @property
     def resources(self) -> Tree:
-        """Return the resources of the pod's first container."""
+        """The resources of the pod's first container."""
         found: Tree = self.pod["containers"][0].get("resources", {})
         return found
 
@@ -136,7 +136,7 @@ class PlannedJob:
 
     @property
     def name(self) -> str:
-        """Return the name of the job."""
+        """The name of the job."""
         return str(self.tree["metadata"]["name"])
 
 
@@ -279,7 +279,7 @@ _HERE = (
 )
 IS_HERE = Finding(
     "ok",
-    f"{_HERE}; on a KFP instance, auto selects an engine of its cluster; check that with "
+    f"{_HERE}; on a KFP instance, auto selects an engine of its cluster: to check it, add "
     "--kubernetes",
 )
 
@@ -306,7 +306,7 @@ def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
 def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
     """Report the selected engine with the reason, or the settings that it does not support."""
     launcher = config.cluster.launcher
-    but = f", and no {' and no '.join(absent)}" if absent else ""
+    but = f", but no {' and no '.join(absent)}" if absent else ""
     message = f"auto selects {one.name}: the cluster serves {one.kind.kind}s{but}"
     if launcher != "auto":
         return Finding("ok", f"cluster.launcher is {launcher}; {message}")

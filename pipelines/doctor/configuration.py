@@ -33,7 +33,7 @@ def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
         )
         return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
-    how = "a program of your own" if config.program.command else config.training.strategy
+    how = "your own program" if config.program.command else config.training.strategy
     return Finding("ok", f"{config.name}: {how} with {tasks}")
 
 
@@ -86,6 +86,6 @@ def describe_model(config: Config, found: Mapping[str, Any]) -> str:
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (
-        f"{found['model']} uses {takes} of {config.data.name} for {found['task']} of {gives}: "
-        f"{found['parameters']} parameters; {found['why']}"
+        f"{found['model']} ({found['parameters']} parameters) predicts {gives} from {takes} of "
+        f"{config.data.name}; {found['why']}"
     )

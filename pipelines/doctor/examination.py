@@ -74,7 +74,7 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
             lacking = {each.name: ", ".join(_lacking(each, found)) for each in wave}
             ready = [each for each in wave if not lacking[each.name]]
             found |= {
-                name: Finding("skipped", f"it needs {words}")
+                name: Finding("skipped", f"it depends on a check that did not succeed: {words}")
                 for name, words in lacking.items()
                 if words
             }

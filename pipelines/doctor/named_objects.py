@@ -179,7 +179,10 @@ def judge_images(images: Iterable[str]) -> Finding:
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]
     if local:
-        message = f"{', '.join(local)} has no registry in its name: every node must already have it"
+        message = (
+            "without a registry in the image name, a node that does not have the image looks for "
+            f"it on Docker Hub: {', '.join(local)}"
+        )
         return Finding("warn", message, f"{_BUILD} && {_GIVE}")
     return Finding("ok", ", ".join(names))
 

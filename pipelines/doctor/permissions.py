@@ -32,7 +32,7 @@ class Account:
 
     @property
     def user(self) -> str:
-        """Return the user name of the account in the API."""
+        """The user name of the account in the API."""
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 

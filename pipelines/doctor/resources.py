@@ -128,8 +128,8 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
     nodes = cluster.api.read(NODES)["items"]
     if not any(_count(node, resource) for node in nodes):
         others = sorted({name for node in nodes for name in _list_devices(node)})
-        known = f"they have {', '.join(others)}" if others else "they have no devices at all"
-        message = f"no node has {resource} ({known}; a node that an autoscaler adds may have it)"
+        known = f"the nodes have {', '.join(others)}" if others else "the nodes have no devices"
+        message = f"no node has {resource}; {known}; a node that an autoscaler adds may have it"
         if len(others) == 1:
             show = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
         return Finding("fail", message, show)
@@ -143,8 +143,8 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
         if places < role.count:
             message = (
                 f"{role.count} {role.name} pods request {each} {resource} each; the {len(fitting)} "
-                f"nodes that accept them have room for {places} ({max(fitting, default=0)} on one "
-                "node at most)"
+                f"nodes that accept them have room for {places} (one node has at most "
+                f"{max(fitting, default=0)})"
             )
             return Finding("fail", message, show)
         total += each * role.count
@@ -152,7 +152,8 @@ def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
     if total > has:
         message = f"the job requests {total} {resource}, but the nodes have {has}"
         return Finding("fail", message, show)
-    return Finding("ok", f"{total} of {has} {resource}; whether they are free was not checked")
+    message = f"the job requests {total} of {has} {resource}; other pods may use some of them"
+    return Finding("ok", message)
 
 
 def _takes(node: Tree, role: Role) -> bool:

@@ -44,7 +44,7 @@ def usable(root: str, probe: Probe) -> Finding:
         return Finding(
             "fail", f"{_describe_unfit(root, unfit)}{left}", find_remedy(root, unfit.trouble)
         )
-    return Finding("ok", f"{root}: written, read, listed and deleted")
+    return Finding("ok", f"wrote, read, listed and deleted a test file below {root}")
 
 
 def signatures(root: str, name: str) -> Finding:
@@ -53,7 +53,8 @@ def signatures(root: str, name: str) -> Finding:
         keys = ", ".join(signing.check())
         champion = registry.champion(root, name)
         if champion and signing.verify(champion.uri) and signing.verifies():
-            return Finding("ok", f"{keys}; version {champion.number} of {name} is signed with it")
+            signed = f"version {champion.number} of {name} has a valid signature"
+            return Finding("ok", f"{keys}; {signed}")
     except UserError as error:
         return Finding("fail", str(error), f"flotilla models show {shlex.quote(name)}")
     return Finding("ok", keys)
@@ -65,7 +66,7 @@ def _describe_unfit(root: str, unfit: Unfit) -> str:
     if unfit.trouble == Trouble.NO_BUCKET.name:
         return f"there is no bucket {home}"
     if unfit.trouble == Trouble.NO_CREDENTIALS.name:
-        return f"{home} rejects the credentials, or requires some: {unfit.reason}"
+        return f"{home} rejects the credentials, or no credentials are set: {unfit.reason}"
     if unfit.trouble == Trouble.DENIED.name:
         return f"no permission to {actions} below {root}: {unfit.reason}"
     if unfit.trouble == SILENT:
@@ -116,7 +117,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Warn if the secret has no complete key pair; the pods may use a role instead."""
+    """Warn if the secret has no complete key pair. The pods may use a role instead."""
     where, lacking = cluster.namespace, "does not have both keys for this store"
     pairs = [_PAIR]
     root = config.storage.root
@@ -131,5 +132,8 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)
-    message = f"{KFP_SECRET} {lacking}: the store must accept a role of the service account"
+    message = (
+        f"{KFP_SECRET} {lacking}: the pods can use the store only through a role of their service "
+        "account"
+    )
     return Finding("warn", message, f"kubectl get secret {KFP_SECRET} --namespace {where}")

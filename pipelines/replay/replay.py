@@ -87,7 +87,7 @@ class ReplayResult:
 
     @property
     def replayed(self) -> StepEnd | None:
-        """Return how the step ended, or None if it was killed."""
+        """How the step ended, or None if it was killed."""
         return None if self.is_killed else self.stages[-1]
 
 
@@ -182,7 +182,7 @@ def require_arguments(given: Given) -> None:
         raise UserError(
             f"{given.step} of Flotilla {version('kfp-flotilla')} also needs "
             f"{', '.join(missing[:_MOST_NAMED])}{more}, but the run was made by {made_by}: replay "
-            "it with the version of the run"
+            "it with that version"
         )
 
 
@@ -245,11 +245,11 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         remarks.append("training runs as processes on this machine, not as a Kubernetes job")
     if cluster["existing_servers"]:
         cluster["existing_servers"] = False
-        remarks.append("the parameter servers, which the run did not start, are started here")
+        remarks.append("the run used existing parameter servers, but the replay starts its own")
     if debug and training["strategy"] != "single":
         remarks.append(
-            "the debugger needs a single process, so the strategy is single instead of "
-            f"{training['strategy']}"
+            "the debugger needs a single process, so the replay uses the strategy single instead "
+            f"of {training['strategy']}"
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
@@ -284,7 +284,7 @@ def code_remark(given: Given) -> str:
     ]
     here = digests(find_config(given.arguments))
     differs += [
-        f"module {name} {'was changed since' if here.get(name) else 'is not found here'}"
+        f"module {name} {'has changed' if here.get(name) else 'is not found here'}"
         for name, digest in given.code.items()
         if digest and here.get(name) != digest
     ]
@@ -381,8 +381,8 @@ def _run(
     ]
     if not course:
         raise UserError(
-            f"{recorded.step} could not be restarted (exit code {child.returncode}): see the "
-            "lines above"
+            f"the replay of {recorded.step} could not start (exit code {child.returncode}): see "
+            "the lines above"
         )
     ends = {each.step: each for each in course if isinstance(each, StepEnd)}
     return tuple(ends.values()), isinstance(course[-1], StepBegin)
@@ -483,13 +483,13 @@ class RecordedStep:
 
     @property
     def data_version(self) -> str:
-        """Return the version of the dataset or the listing of files that the step used."""
+        """The version of the dataset or the listing of files that the step used."""
         said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
         return str(next(filter(None, said), ""))
 
     @property
     def step(self) -> str:
-        """Return the name of the step."""
+        """The name of the step."""
         return self.given.step
 
 
@@ -562,7 +562,7 @@ def _make_step(at: str, run: str, step: str, records: Sequence[StepRecord]) -> R
     stages = [by_name[each.name] for each in find_step(step).stages if each.name in by_name]
     if not stages:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
-        raise UserError(f"{step} was never started in the run {run}; the steps that were: {begun}")
+        raise UserError(f"the run {run} did not start {step}; the steps that it started: {begun}")
     given, source = read_given(at, step), storage.parent_of(at)
     named = given.arguments.get("root") or given.arguments.get("storage_root") or ""
     uris = [str(each.get("uri", "")) for each in given.artifacts.values() if isinstance(each, dict)]

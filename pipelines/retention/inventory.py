@@ -251,7 +251,7 @@ class _Reader:
         except ValueError:
             # The note does not show which bundle is needed, so keep all of them.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
-            damaged = f"{self._uri(path)} is damaged; until it is removed, all code is kept"
+            damaged = f"{self._uri(path)} is damaged; all code is kept until you remove it"
         self.texts[path] = _words(text)
         return Item(path=path, kind=NOTE, damaged=damaged)
 

@@ -150,8 +150,8 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         return Plan(going=_order(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
-            f"no run, dataset or checkpoint is removed: {len(unsure)} damaged records do not show "
-            "which items they need; restore them, or delete their version or run"
+            "no run, dataset or checkpoint is removed, because it is unknown which items "
+            f"{len(unsure)} damaged records need; restore them, or delete their version or run"
         )
         return Plan(going=_order(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}

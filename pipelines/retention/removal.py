@@ -53,7 +53,7 @@ _MOST_AHEAD = timedelta(hours=1)
 def require_clock(root: str) -> None:
     """Raise `UserError` if this machine's clock is more than an hour ahead of the storage's.
 
-    Files of running processes would look old enough to be removed.
+    Otherwise, files of running processes would look old enough to remove.
     """
     try:
         ahead = timedelta(seconds=round(time.time() - storage.read_clock(root)))
@@ -144,9 +144,9 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
 
 
 def _retire_versions(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
-    """Record the lineage of each version that is to be removed, and prevent its promotion.
+    """Record the lineage of each version that will be removed, and prevent its promotion.
 
-    Return the versions that have to be kept, because they are now being promoted.
+    Return the versions to keep, because they are being promoted at this moment.
     """
     stays = {}
     for name in sorted({each.path.split("/")[2] for each in going}):

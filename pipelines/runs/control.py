@@ -81,7 +81,7 @@ def list_remote(
 
 
 def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> RunResult:
-    """Return the result of a run, or its progress so far; raises `UserError`.
+    """Return the result of a run, or its progress so far. Raises `UserError`.
 
     Example:
         flotilla.status("digits-20260101-120000-1a2b").status
@@ -96,7 +96,7 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
 
 
 def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> Page:
-    """Return the page of a run or a sweep; raises `UserError`."""
+    """Return the page of a run or a sweep. Raises `UserError`."""
     from flotilla.components.records import gather_report
     from flotilla.trainer.sweeps import page
 
@@ -171,7 +171,7 @@ def logs(
 
 
 def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
-    """Return the step and the stages that a name selects; raises `ConfigError` if it is unknown."""
+    """Return the step and the stages that a name selects. Raises `ConfigError` if it is unknown."""
     own = name.replace("-", "_")
     # If a step and a stage have the same name, the step takes precedence.
     for row in rows:

@@ -62,7 +62,7 @@ class Instance:
         return f"{url} is plain http: others on the network can read the credentials; use https"
 
     def access(self, environment: Mapping[str, str] = os.environ) -> Access:
-        """Return the endpoint and the credentials; raises `UserError`."""
+        """Return the endpoint and the credentials. Raises `UserError`."""
         where = _either(self.endpoint, ENDPOINT, environment).strip()
         if not where:
             raise ConfigError(f"no KFP instance is given: add --endpoint URL, or set {ENDPOINT[0]}")
@@ -127,7 +127,7 @@ class Access:
         return bool(self.token or self.token_file)
 
     def read_token(self) -> str:
-        """Return the token, read from its file if necessary; raises `UserError`."""
+        """Return the token, read from its file if necessary. Raises `UserError`."""
         if self.token:
             return self.token
         token = _read_secret(self.token_file, "token file")
@@ -161,11 +161,11 @@ def find_namespace(namespace: str = "", environment: Mapping[str, str] = os.envi
 
 
 def check_namespace(name: str) -> None:
-    """Raise a `ConfigError` for an invalid namespace name; empty is allowed."""
+    """Raise a `ConfigError` for an invalid namespace name. An empty name is allowed."""
     if name and not _NAMESPACE_NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} is not the name of a namespace (--namespace, else {NAMESPACE[0]}): use up "
-            "to 63 lowercase letters, digits and '-'"
+            f"{name!r} is not the name of a namespace (--namespace or {NAMESPACE[0]}): use up to "
+            "63 lowercase letters, digits and '-'"
         )
 
 
@@ -215,4 +215,7 @@ def _read_secret(path: str, what: str) -> str:
 
 def describe_no_page(endpoint: str) -> str:
     """Return the message shown instead of a link if the user interface is unknown."""
-    return f"no link: {endpoint} serves only the API; give the user interface with --ui or {UI[0]}"
+    return (
+        f"no link: {endpoint} serves only the API; give the address of the user interface with "
+        f"--ui or {UI[0]}"
+    )

@@ -1,7 +1,7 @@
 """A client of a KFP instance with request timeouts and one-line error messages that suggest a fix.
 
-In contrast, the SDK's own client writes to the home folder, searches for clusters, opens a browser,
-prints links, waits without a time limit, and mistakes a login page for an empty list.
+The SDK's own client writes to the home folder, searches for clusters, opens a browser and prints
+links. It waits without a time limit, and mistakes a login page for an empty list.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class InstanceError(UserError):
 
     @property
     def passing(self) -> bool:
-        """Return whether the failure is transient: the same request may succeed later."""
+        """Whether the failure is transient: the same request may succeed later."""
         return self.status in (0, 429) or self.status >= _SERVER
 
     @property
     def is_of_absent_workflow(self) -> bool:
-        """Return whether the object is in the instance's database, but no longer in the cluster."""
+        """Whether the object is in the instance's database, but no longer in the cluster."""
         return self.status >= _SERVER and "not found" in str(self)
 
 
@@ -105,15 +105,18 @@ def make_network_error(access: Access, where: str, error: Exception) -> Instance
         return InstanceError(f"the host of {access.endpoint} is unknown: check --endpoint")
     if isinstance(cause, NewConnectionError):
         return InstanceError(
-            f"{host} refuses the connection: check --endpoint; for a port forward: "
+            f"{host} refuses the connection: check --endpoint, or forward a port with "
             "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888:8888`"
         )
     if isinstance(cause, ConnectTimeoutError):
-        return InstanceError(f"{host} cannot be reached (timeout): check --endpoint, VPN, proxy")
+        return InstanceError(
+            f"{host} cannot be reached (timeout): check --endpoint, the VPN and the proxy"
+        )
     if isinstance(cause, urllib3.exceptions.TimeoutError):
         return InstanceError(f"{host} does not respond to {where}: try again, or ask its owner")
     return InstanceError(
-        f"{host} closed the connection during {where}: try again; check http:// and https://"
+        f"{host} closed the connection during {where}: try again, or check whether --endpoint "
+        "needs http:// or https://"
     )
 
 
@@ -142,12 +145,12 @@ def _describe_redirect(access: Access, error: Any) -> str:
     if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
         return f"it redirects to {place} to log in: {_RENEW}"
     if target.scheme == "https" and access.endpoint.startswith("http:"):
-        return f"give --endpoint with https://: {place}"
+        return f"it redirects to {place}: give --endpoint with https://"
     return f"it redirects to {place}, perhaps a login page: {_RENEW}"
 
 
 def _words(access: Access, error: Any) -> str:
-    """Return the instance's message, shortened and without secrets; empty for a web page."""
+    """Return the instance's message, shortened and without secrets, or "" for a web page."""
     body = error.body
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body or "")
     try:
@@ -230,12 +233,12 @@ class Client(_OwnClient):  # type: ignore[misc]
         config.api_key["authorization"] = self.access.read_token()
 
     def page(self, path: str) -> str:
-        """Return the URL of a page of the user interface; empty if its address is unknown."""
+        """Return the URL of a page of the user interface, or an empty string if it is unknown."""
         return f"{self._ui}/#/{path}" if self._ui else ""
 
     @functools.cached_property
     def _ui(self) -> str:
-        """Return the configured address of the user interface, or the endpoint if it serves one."""
+        """The configured address of the user interface, or the endpoint if it serves one."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -245,12 +248,12 @@ class Client(_OwnClient):  # type: ignore[misc]
         return ""
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at `path`; raises `InstanceError`."""
+        """Return the JSON object at `path`. Raises `InstanceError`."""
         tree: dict[str, Any] = json.loads(self._send("request", path).data)
         return tree
 
     def get_text(self, path: str) -> str:
-        """Return the plain text at `path`, which may be empty; raises `InstanceError`."""
+        """Return the plain text at `path`, which may be empty. Raises `InstanceError`."""
         return str(self._send("text", path).data.decode("utf-8", "replace"))
 
     def _send(self, method: str, path: str) -> Any:
@@ -264,7 +267,7 @@ class Client(_OwnClient):  # type: ignore[misc]
 
 
 class _Requests(RESTClientObject):  # type: ignore[misc]
-    """Sends the requests of the generated client with timeouts; raises `InstanceError`."""
+    """Sends the requests of the generated client with timeouts. Raises `InstanceError`."""
 
     def __init__(self, access: Access, config: kfp_server_api.Configuration) -> None:
         self._access = access
@@ -296,7 +299,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return self._send_request(method, url, PAGE_SECONDS, **named)[0]
 
     def _send_request(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
-        """Send a request; return the response and a description of the request."""
+        """Send a request, and return the response and a description of the request."""
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
         send = functools.partial(super().request, method, url, **named)
@@ -304,7 +307,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             return _call_with_limit(send, seconds), where
         except TimeoutError:
             host = urlsplit(url).netloc
-            words = f"{host} does not complete {where}: try again, or ask its owner"
+            words = f"{host} takes too long to answer {where}: try again, or ask its owner"
             raise InstanceError(words) from None
         except ApiException as error:
             raise make_refusal(self._access, where, error) from None
@@ -313,7 +316,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 
 
 def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
-    """Return the result of `call`; raises `TimeoutError` after `seconds`, even in a DNS lookup."""
+    """Return the result of `call`. Raises `TimeoutError` after `seconds`, even in a DNS lookup."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -328,7 +331,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect(access: Access) -> Client:
-    """Return a client of the instance without sending a request; raises `UserError`."""
+    """Return a client of the instance without sending a request. Raises `UserError`."""
     access.check()
     # The SDK configures logging, which would print each retry with its URL.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
@@ -336,7 +339,7 @@ def connect(access: Access) -> Client:
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a client method and discard its output; every failure is an `InstanceError`."""
+    """Call a client method and discard its output. Every failure is an `InstanceError`."""
     try:
         # Discard the links to pages that the client prints.
         with redirect_stdout(io.StringIO()):
@@ -347,7 +350,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
-    """Create an object and return its id; if another client has created it first, find its id."""
+    """Create an object and return its id. If another client has created it first, find its id."""
     try:
         return str(getattr(create(), key))
     except InstanceError as error:
@@ -386,7 +389,7 @@ class Health:
 
 
 def health(access: Access) -> Health:
-    """Return the version and mode, and check access to the namespace; raises `UserError`."""
+    """Return the version and mode, and check access to the namespace. Raises `UserError`."""
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):

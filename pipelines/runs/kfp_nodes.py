@@ -66,7 +66,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Return the duration in seconds; for a running step, until now."""
+        """The duration in seconds; for a running step, until now."""
         if self.began is None:
             return 0.0
         return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
@@ -105,7 +105,7 @@ class Nodes:
 
 
 def read_nodes(client: Client, run_id: str) -> Nodes:
-    """Return the nodes of a run; raises `InstanceError`."""
+    """Return the nodes of a run. Raises `InstanceError`."""
     try:
         tree = ask(client.get_json, f"/apis/v1beta1/runs/{run_id}")
     except InstanceError as error:
@@ -208,7 +208,7 @@ def _is_refused(node: Tree) -> bool:
 
 
 def _whole(tries: Sequence[Tree]) -> Tree | None:
-    """Return the node of the task itself; the nodes of its attempts have longer names."""
+    """Return the node of the task itself. The nodes of its attempts have longer names."""
     return min(tries, key=lambda each: len(str(each["name"])), default=None)
 
 
@@ -221,7 +221,7 @@ def _template(node: Tree) -> str:
 
 
 def _pod_name(workflow: Tree, node: Tree) -> str:
-    """Return the name of a node's pod; it ends with the same hash as the node's id."""
+    """Return the name of a node's pod, which ends with the same hash as the node's id."""
     metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
     name = str(metadata.get("name") or node_id.rpartition("-")[0])
     if node["name"] == name:
@@ -231,7 +231,7 @@ def _pod_name(workflow: Tree, node: Tree) -> str:
 
 
 def _pod_spec(node: Tree) -> Tree:
-    """Return the pod spec that KFP's driver made for a step; empty if there is none yet."""
+    """Return the pod spec that KFP's driver made for a step, or {} if there is none yet."""
     for parameter in _inner(node, "inputs").get("parameters") or ():
         if parameter.get("name") == _PATCH and parameter.get("value"):
             return _mapping(json.loads(parameter["value"]))
@@ -259,7 +259,7 @@ def _root(executor_input: Tree) -> str:
 
 
 def _artifact(executor_input: Tree) -> str:
-    """Return the URI of an output of the step; it contains the pipeline root and the run id."""
+    """Return the URI of an output of the step, with the pipeline root and the run id."""
     for found in _inner(_inner(executor_input, "outputs"), "artifacts").values():
         for artifact in found.get("artifacts") or ():
             return str(artifact.get("uri") or "")
@@ -279,7 +279,7 @@ def _moment(text: object) -> datetime | None:
 
 
 def read_log(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
-    """Return the log of a pod so far; raises `InstanceError` if there is none."""
+    """Return the log of a pod so far. Raises `InstanceError` if there is none."""
     refused: InstanceError | None = None
     for path in _paths(client, run_id, created, pod):
         try:
@@ -292,7 +292,7 @@ def read_log(client: Client, run_id: str, created: datetime | None, pod: str) ->
 
 
 def read_object(client: Client, uri: str) -> bytes:
-    """Read an object through the user interface, which has credentials; raises `InstanceError`."""
+    """Read an object through the user interface, which has credentials. Raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:

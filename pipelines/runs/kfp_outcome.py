@@ -64,7 +64,7 @@ class _Published:
 
 
 WORKFLOW_GONE = (
-    "its Workflow was deleted with its pods, so the instance will never report that it has ended: "
+    "its Workflow was deleted with its pods, so the instance will never report the end of the run: "
     "archive and delete the run in the user interface, and start it again with `flotilla submit`"
 )
 
@@ -92,7 +92,7 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
 
 
 def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
-    """Return the current stage of each running step; None if the records are unreadable."""
+    """Return the current stage of each running step, or None if the records are unreadable."""
     published = _read_published(client, run.at)
     if published.unread:
         return None
@@ -128,7 +128,7 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
 
 
 def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
-    """Return whether a pod has a log; None if logs are unreadable from here."""
+    """Return whether a pod has a log, or None if logs are unreadable from here."""
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:
@@ -172,7 +172,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
 
 
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
-    """Return the known stages of each step; KFP's state tells how the step itself ended."""
+    """Return the known stages of each step. KFP's state tells how the step itself ended."""
     if not run.steps:
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
@@ -251,7 +251,7 @@ def _judge_ended(client: Client, run: RemoteRun, published: _Published, rows: _R
 def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
     """Determine the result of a successful run from the results of its stages."""
     if not run.steps and published.unread:
-        return _unknown("what its steps decided", DATA, published)
+        return _unknown("the decisions of its steps", DATA, published)
     if not _has_run(run, published, GATE):
         return _judge_untrained(run, published)
     if _has_run(run, published, REGISTRY):
@@ -264,7 +264,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a successful run has run a stage, by its step's state or else its record."""
+    """Return whether a successful run ran a stage, by the state of its step or by its record."""
     if not run.steps:
         return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
@@ -285,7 +285,7 @@ def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
         return "failed", FAILED, message
     if said:
         return "refused", REFUSED, _reasons(said) or "the data was refused"
-    return _unknown("why the run did not train", DATA, published)
+    return _unknown("the reason why it did not train", DATA, published)
 
 
 def _judge_registration(published: _Published) -> _Verdict:
@@ -295,12 +295,12 @@ def _judge_registration(published: _Published) -> _Verdict:
         return "blessed", DONE, ""
     if decision == "refused":
         return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
-    return _unknown("what the registry decided", REGISTRY, published)
+    return _unknown("the decision of the registry", REGISTRY, published)
 
 
 def _unknown(what: str, row: StageSpec, published: _Published) -> _Verdict:
     why = published.unread or f"{row.name} recorded no decision"
-    return "unknown", FAILED, f"the run is finished, but {what} cannot be read: {why}"
+    return "unknown", FAILED, f"the run has finished, but {what} cannot be read: {why}"
 
 
 def _reasons(record: StepRecord | None) -> str:
@@ -340,7 +340,7 @@ def _exit_code(record: StepRecord) -> int:
 
 
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
-    """Return the last log line of KFP's driver, which states the cause; empty if unreadable."""
+    """Return the last line of the log of KFP's driver, which states the cause, if readable."""
     try:
         lines = read_log(client, run.run_id, run.created, pod.name).splitlines()
     except InstanceError:
@@ -399,7 +399,7 @@ CAUSES = (
     ),
     Cause(
         r"unbound immediate PersistentVolumeClaims",
-        "its claim has no volume: see kubectl describe pvc",
+        "its persistent volume claim has no volume: see kubectl describe pvc",
         blocks=True,
     ),
     Cause(
@@ -416,7 +416,7 @@ CAUSES = (
     ),
     Cause(
         r"exceeded quota",
-        "ask for a larger quota of the namespace, or upload with less --cpu and --memory",
+        "ask for a larger quota for the namespace, or upload with less --cpu and --memory",
     ),
     Cause(r"is forbidden", "ask the owner of the namespace for the permission"),
     Cause(r"OOMKilled", "it ran out of memory: upload with more --memory"),
@@ -428,12 +428,12 @@ CAUSES = (
 
 
 def explain_message(message: str) -> Cause | None:
-    """Return the known cause of an Argo message; None if it is unknown."""
+    """Return the known cause of an Argo message, or None if it is unknown."""
     return next((each for each in CAUSES if re.search(each.pattern, message)), None)
 
 
 def explain_pod(pod: Pod, more: str = "") -> str:
-    """Return the message about a pod that failed or waits; `more` is the end of its log."""
+    """Return the message about a pod that failed or waits. `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "its KFP driver failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":

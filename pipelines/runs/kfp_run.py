@@ -48,17 +48,17 @@ class RemoteRun:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps in the order of their start."""
+        """The steps in the order of their start."""
         return self.nodes.steps
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the run has ended."""
+        """Whether the run has ended."""
         return self.state in ENDED
 
 
 def find_run(client: Client, run: str) -> RemoteRun:
-    """Return a run by its id, or by its name if that is unique; raises `ConfigError`."""
+    """Return a run by its id, or by its name if that is unique. Raises `ConfigError`."""
     if is_id(run.lower()):
         return refresh_run(client, run.lower())
     listed = pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
@@ -72,13 +72,13 @@ def find_run(client: Client, run: str) -> RemoteRun:
 
 
 def refresh_run(client: Client, run_id: str) -> RemoteRun:
-    """Return a run with its current nodes; raises `InstanceError`."""
+    """Return a run with its current nodes. Raises `InstanceError`."""
     run = ask(client.get_run, run_id=run_id)
     return view(run, read_nodes(client, run_id))
 
 
 def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
-    """Convert the client's model of a run; add the nodes if they were read."""
+    """Convert the client's model of a run, and add the nodes if they were read."""
     nodes = nodes or Nodes()
     said = " ".join(str(run.error.message or "").split()) if run.error else ""
     return RemoteRun(
@@ -95,7 +95,7 @@ def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
 
 
 def _state(state: str, history: Iterable[Any]) -> str:
-    """Return the state; CANCELED if a failed run was CANCELING just before its end."""
+    """Return the state, or CANCELED if a failed run was CANCELING just before its end."""
     before = [str(each.state) for each in history if str(each.state) not in ENDED]
     if state == "FAILED" and before[-1:] == ["CANCELING"]:
         return "CANCELED"
@@ -104,7 +104,7 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which the run publishes, by the rules of its steps; empty if unknown."""
+    """Return the URI below which the run publishes, by the rules of its steps, or "" if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
     # The parameters of the run do not include the defaults of the pipeline version.

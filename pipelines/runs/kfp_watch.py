@@ -69,7 +69,7 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Follow a run as `follow` does; return it once it has ended or cannot continue."""
+    """Follow a run as `follow` does, and return it once it has ended or cannot continue."""
     outage, obstacles, stages = Outage(on_note), _Obstacles(on_note), _Stages(client)
     while True:
         try:
@@ -138,7 +138,7 @@ class _Obstacles:
         self._said: set[tuple[str, str]] = set()
 
     def look(self, run: RemoteRun) -> str:
-        """Return why the run cannot continue; empty if it can."""
+        """Return why the run cannot continue, or an empty string if it can."""
         if run.state != "RUNNING":
             return ""
         found: dict[str, str] = {}

@@ -103,7 +103,7 @@ class RunOptions:
             require_uri("dataset", self.dataset)
 
     def load(self) -> Loaded:
-        """Return the validated configuration; raises `ConfigError`."""
+        """Return the validated configuration. Raises `ConfigError`."""
         config = self.config
         if config is None and self.resume is not None:
             saved = config_file(Path(self.workdir), self.resume)
@@ -137,7 +137,7 @@ def run(
         settings: overrides of the configuration: a mapping, nested or with dotted keys, or
             `section.key=value` texts.
         workdir: the folder below which everything is written.
-        resume: id of a run to resume; None for a new one.
+        resume: id of a run to resume, or None for a new one.
         code: folder of your modules, which are copied for the run; see `submit`.
         label: name of the column to predict, or several names.
         on_event: called with every event, in this thread.
@@ -207,7 +207,7 @@ def prepare(
 def configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return a configuration with `settings` applied; raises `ConfigError`.
+    """Return a configuration with `settings` applied. Raises `ConfigError`.
 
     `config` may also name data files, with `label` as the column to predict. Relative paths in a
     configuration file are relative to that file, all others to the working directory.
@@ -253,7 +253,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
 
 
 def list_runs(workdir: Path) -> dict[str, float]:
-    """Return the Unix time of the last start of each run below `workdir`; raises `UserError`."""
+    """Return the Unix time of the last start of each run below `workdir`. Raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -301,7 +301,7 @@ class LocalRun:
 
 
 def start(options: RunOptions) -> LocalRun:
-    """Check the options and create the folder of a run; raises `ConfigError`."""
+    """Check the options and create the folder of a run. Raises `ConfigError`."""
     require_current_folder()
     (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
@@ -338,7 +338,7 @@ def require_current_folder() -> None:
 
 
 def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
-    """Create a run below `workdir`, with a new id if `run_id` is empty; raises `ConfigError`."""
+    """Create a run below `workdir`, with a new id if `run_id` is empty. Raises `ConfigError`."""
     return _laid_out(config, workdir, run_id or run_name(config))
 
 
@@ -348,7 +348,7 @@ def run_name(config: Config) -> str:
 
 
 def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Prepare the run `run_id` to be resumed; raises `ConfigError` if there is none."""
+    """Prepare the run `run_id` to be resumed. Raises `ConfigError` if there is none."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
 
@@ -408,8 +408,8 @@ def execute(
 ) -> RunResult:
     """Run a pipeline, named as in `flotilla.pipelines.training.PIPELINES`, until it ends.
 
-    In the main thread, where Python delivers signals, a first SIGINT or SIGTERM stops the run after
-    a last checkpoint, and a second one stops it at once. `extra` contains further arguments.
+    In the main thread, where Python delivers signals, the first SIGINT or SIGTERM stops the run
+    after a last checkpoint. The second one stops it at once. `extra` contains further arguments.
     """
     history = run.folder / EVENTS
     tracked = tracker.LocalRun(run.config, run.run_id, history, on_event, parent=run.parent)

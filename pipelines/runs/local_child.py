@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
-    """Start a dry run of the model in parallel with the steps; an error ends the run."""
+    """Start a dry run of the model in parallel with the steps. An error ends the run."""
     config = from_form(arguments)
     if is_resumed:
         # A resumed run starts from its own checkpoints.
@@ -88,7 +88,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
 
 
 def _await_first_stage(folder: Path) -> bool:
-    """Wait for the first stage to end; return False if a stage failed or the wait timed out.
+    """Wait for the first stage to end, and return False if a stage failed or the wait timed out.
 
     After a failure, the dry run must not repeat an error that a task may have reported.
     """

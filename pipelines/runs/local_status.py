@@ -42,13 +42,13 @@ def is_name(run_id: str) -> bool:
 
 
 def run_ids(workdir: Path) -> list[str]:
-    """Return the ids of the runs below `workdir`, newest first; raises `UserError`."""
+    """Return the ids of the runs below `workdir`, newest first. Raises `UserError`."""
     found = local.list_runs(workdir)
     return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
-    """Return the result of each run, or its progress; `unknown` if it cannot be determined."""
+    """Return the result or the progress of each run, with status `unknown` if unreadable."""
     # Read the processes first. If a run ends in between, it has written all of its events.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
@@ -80,7 +80,7 @@ def _state(folder: Path) -> RunState:
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:
-    """Return whether a run that is still running was asked to stop; raises `UserError`."""
+    """Return whether a run that is still running was asked to stop. Raises `UserError`."""
     folder = (workdir / run_id).absolute()
     if not find_process(folder):
         return False

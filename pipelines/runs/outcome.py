@@ -88,13 +88,13 @@ class RunResult:
         return dict(step.metrics) if step else {}
 
     def find_step(self, output: Output) -> StepRecord | None:
-        """Return the step that makes this output; None if it has not started."""
+        """Return the step that makes this output, or None if it has not started."""
         name = find_maker(output).name
         return next((each for each in self.steps if each.step == name), None)
 
     @property
     def main_metric(self) -> MainMetric | None:
-        """Return the metric that models are compared by; None if no model was evaluated."""
+        """The metric that models are compared by; None if no model was evaluated."""
         step = self.find_step("evaluation")
         if not step or not step.metrics:
             return None
@@ -102,7 +102,7 @@ class RunResult:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """Return the main metric with all comparisons; see `headline.describe_metric`."""
+        """The main metric with all comparisons; see `headline.describe_metric`."""
         said, main = self.find_metrics("decision").get("measured"), self.main_metric
         if isinstance(said, dict) and said:
             return said
@@ -111,7 +111,7 @@ class RunResult:
 
     @property
     def headline(self) -> str:
-        """Return the result of the run in one sentence."""
+        """The result of the run in one sentence."""
         said = [each.metrics.get("headline") for each in self.steps]
         if self.status in ("blessed", "refused") and any(said):
             return str([each for each in said if each][-1])
@@ -124,12 +124,12 @@ class RunResult:
 
     @property
     def notes(self) -> list[str]:
-        """Return remarks about an evaluated model, as sentences."""
+        """Remarks about an evaluated model, as sentences."""
         return list(map(str, self.find_metrics("decision").get("notes") or ()))
 
     @property
     def reasons(self) -> list[str]:
-        """Return the reasons for a refusal, one line each."""
+        """The reasons for a refusal, one line each."""
         if self.status != "refused":
             return []
         said = self._judge.metrics.get("reasons") if self._judge else None
@@ -137,35 +137,35 @@ class RunResult:
 
     @property
     def _judge(self) -> StepRecord | None:
-        """Return the step that refused the data or the model."""
+        """The step that refused the data or the model."""
         return next(
             (each for each in self.steps if each.metrics.get("decision") == "refused"), None
         )
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the model on the test split; empty if it was not evaluated."""
+        """The metrics of the model on the test split; empty if it was not evaluated."""
         return self.find_metrics("evaluation")
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return the URI of each step's output, by the name of the artifact."""
+        """The URI of each step's output, by the name of the artifact."""
         uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property
     def report(self) -> str:
-        """Return the URI of the report page; empty if there is none."""
+        """The URI of the report page; empty if there is none."""
         return self.artifacts.get("report", "")
 
     @property
     def global_step(self) -> int | None:
-        """Return the number of updates that training applied; None if there was no training."""
+        """The number of updates that training applied; None if there was no training."""
         return self.find_metrics("checkpoint").get("global_step")
 
     @property
     def handed_on_step(self) -> int | None:
-        """Return the global step of the evaluated model; None if there was no training."""
+        """The global step of the evaluated model; None if there was no training."""
         return self.find_metrics("checkpoint").get("handed_on_step")
 
 
@@ -256,6 +256,6 @@ def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
 
 
 def find_model(run: RunResult) -> str:
-    """Return the model name in the id of a local run; empty if there is none."""
+    """Return the model name in the id of a local run, or an empty string if there is none."""
     found = _RUN_NAME.fullmatch(run.run_id)
     return found["model"] if found else ""

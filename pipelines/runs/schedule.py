@@ -133,7 +133,7 @@ def schedule(
 
 
 def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
-    """Create this schedule, and replace all others with its name; raises `UserError`."""
+    """Create this schedule, and replace all others with its name. Raises `UserError`."""
     words, upcoming = describe(timing)
     client = connect(access)
     if timing.latest:
@@ -188,8 +188,8 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         )
     if not version.is_of_this_code:
         raise ConfigError(
-            f"version {version.name} {version.origin}; first upload the pipeline of this version "
-            "with `flotilla upload`"
+            f"version {version.name} {version.origin}; first upload the pipeline of this Flotilla "
+            "version with `flotilla upload`"
         )
     values = {**_defaults(client, reference, version), **_meaning(old)["parameters"]}
     is_old = are_old_parameters(values)
@@ -217,7 +217,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
 
 
 def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]:
-    """Return the defaults of the schedule's version; empty if the version was deleted."""
+    """Return the defaults of the schedule's version, or {} if the version was deleted."""
     if not reference.pipeline_version_id:
         return read_defaults(newest.spec)
     try:
@@ -285,8 +285,8 @@ def unschedule(
     if now:
         for run in _active_runs(client, named):
             on_note(
-                f"run {run.run_id} is active: an instance before KFP 2.16 deletes it with its "
-                "schedule, without a last checkpoint or a report, and never updates its state again"
+                f"run {run.run_id} is active: KFP before 2.16 deletes its pods with the schedule, "
+                "so it publishes no last checkpoint or report, and its state no longer changes"
             )
     else:
         _wait_for_runs(client, named, on_note, cancel=cancel)
@@ -329,7 +329,7 @@ def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
 
 
 def _terminate(client: Client, run_id: str) -> bool:
-    """Cancel a run, which may already be ending; return whether it will end."""
+    """Cancel a run, which may already be ending, and return whether it will end."""
     try:
         ask(client.terminate_run, run_id)
     except InstanceError as error:

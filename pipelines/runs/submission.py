@@ -143,7 +143,7 @@ def submit(
 
 
 def make_submission(config: GivenConfig, settings: Settings, target: Target) -> Submission:
-    """Return a submission without a run name; raises `ConfigError`."""
+    """Return a submission without a run name. Raises `ConfigError`."""
     given: dict[str, Any] = dict(target)
     own = {name: given.pop(name) for name in _TARGET if name in given}
     return Submission(config=configuration(config, make_assignments(settings, given)), **own)
@@ -170,14 +170,14 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
 
 
 def package_to_send(file: str | Path | None, version: str) -> Package | None:
-    """Return the compiled pipeline in a file; None without a file. Raises `UserError`."""
+    """Return the compiled pipeline in a file, or None without a file. Raises `UserError`."""
     if file and version:
         raise ConfigError("--file and --version name different pipelines: leave one out")
     return load_package(Path(file)) if file else None
 
 
 def start(client: Client, submission: Submission) -> Submitted:
-    """Check a run as far as this machine can, and start it; raises `UserError`."""
+    """Check a run as far as this machine can, and start it. Raises `UserError`."""
     for note in check(submission.config, is_remote=True).notes:
         log.info("%s", note)
     version = None
@@ -190,15 +190,15 @@ def start(client: Client, submission: Submission) -> Submitted:
 def run_parameters(
     config: Config, image: str, spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the run parameters for a pipeline with this `spec`; raises `ConfigError`."""
+    """Return the run parameters for a pipeline with this `spec`. Raises `ConfigError`."""
     values, known = (
         {**to_form(config), **({"image": image} if image else {})},
         list_parameters(spec),
     )
     if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
-            f"{what} has no parameter {', '.join(sorted(unknown))}: upload this pipeline with "
-            "`flotilla upload`"
+            f"{what} has no parameter {', '.join(sorted(unknown))}: upload the pipeline of this "
+            "Flotilla version with `flotilla upload`"
         )
     return values
 

@@ -1,4 +1,4 @@
-"""Sends data of earlier local runs that MLflow lacks, and marks killed runs there as ended.
+"""Sends the data that MLflow lacks of earlier local runs, and marks killed runs as ended.
 
 A run has the file `UNSENT` in its folder until MLflow has all of its data. The file is small,
 because the data itself comes from the records of the run.
@@ -78,7 +78,7 @@ def _modified(path: Path) -> float:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Lock a run; yield False if it is running or another command is sending its data."""
+    """Lock a run. Yield False if it is running or another command is sending its data."""
     try:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError:
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _send(folder: Path, left: Unsent) -> bool:
-    """Send the missing data of one run; return False if some of it could not be sent."""
+    """Send the missing data of one run, and return False if some of it could not be sent."""
     if left.sendings >= MOST_SENDINGS:
         with suppress(OSError):
             (folder / UNSENT).unlink()

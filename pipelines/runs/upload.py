@@ -39,7 +39,7 @@ _SOME = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline. `remark` warns a user who did not choose it by name, or is empty."""
+    """A version of a pipeline. `remark` is a warning if the user did not choose it by name."""
 
     pipeline: str
     pipeline_id: str
@@ -50,12 +50,12 @@ class Version:
 
     @property
     def is_of_this_code(self) -> bool:
-        """Return whether the version has the same steps as this code."""
+        """Whether the version has the same steps as this code."""
         return contract.is_of_this_code(read_mark(self.spec))
 
     @property
     def origin(self) -> str:
-        """Return a description of where the version comes from."""
+        """A description of where the version comes from."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -72,7 +72,7 @@ class Upload:
 
 
 def upload(access: Access, package: Package, name: str = "") -> Upload:
-    """Upload a pipeline, or a new version of it; equal content is uploaded only once."""
+    """Upload a pipeline, or a new version of it. Equal content is uploaded only once."""
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
@@ -136,10 +136,10 @@ def versions(
 
 
 def find_version(client: Client, name: str, wanted: str) -> Version:
-    """Return an uploaded version of the pipeline `name`; raises `ConfigError` if there is none.
+    """Return an uploaded version of the pipeline `name`. Raises `ConfigError` if there is none.
 
     `wanted` is a name, an id or the prefix of a name. If it is empty, return the newest version
-    with the steps of this code, or the newest of all if none of the last 20 has them.
+    that has the steps of this code. If none of the last 20 has them, return the newest of all.
     """
     pipeline_id = _find_pipeline(client, name)
     found = _find_wanted(client, name, pipeline_id, wanted)
@@ -148,12 +148,12 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
     some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
     if not some:
         raise _make_version_error(name)
-    hint = nearest(wanted, some) or f"; newest: {some[0]}"
+    hint = nearest(wanted, some) or f"; the newest is {some[0]}"
     raise ConfigError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
 
 
 def newest_version(client: Client, name: str) -> Version:
-    """Return the newest version of the pipeline `name`; raises `ConfigError` if there is none."""
+    """Return the newest version of the pipeline `name`. Raises `ConfigError` if there is none."""
     newest = next(versions(client, name, _find_pipeline(client, name), most=1), None)
     if newest is None:
         raise _make_version_error(name)
@@ -175,7 +175,9 @@ def _find_pipeline(client: Client, name: str) -> str:
                 client.list_pipelines, "pipelines", namespace=client.access.namespace or None
             )
         ]
-        hint = nearest(name, known) or "; upload it with `flotilla upload`, or submit a --file"
+        hint = nearest(name, known) or (
+            "; upload it with `flotilla upload`, or submit a compiled pipeline with --file"
+        )
         raise ConfigError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
     return pipeline_id
 
@@ -193,14 +195,14 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
             return replace(version, remark=remark)
     own = contract.describe_mark(contract.mark())
     remark = (
-        f"version {newest.name} {newest.origin}, but this is {own}; `flotilla upload` uploads the "
-        "pipeline of this version"
+        f"version {newest.name} {newest.origin}, but this is {own}; to upload the pipeline of this "
+        "version, use `flotilla upload`"
     )
     return replace(newest, remark=remark)
 
 
 def equals(key: str, value: str) -> str:
-    """Return an API filter for a field with this value; the instance ignores case."""
+    """Return an API filter for a field with this value. The instance ignores case."""
     return _filter("EQUALS", key, value)
 
 

@@ -85,17 +85,17 @@ class SweepResult:
 
     @property
     def sweep_id(self) -> str:
-        """Return the id with which to resume the sweep."""
+        """The id with which to resume the sweep."""
         return self.sweep.sweep_id
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """Return all trials in the order of their numbers."""
+        """All trials in the order of their numbers."""
         return self.sweep.trials
 
     @property
     def best(self) -> Trial | None:
-        """Return the best trial by validation, or None until it is chosen."""
+        """The best trial by validation, or None until it is chosen."""
         return self.sweep.chosen
 
     def __repr__(self) -> str:
@@ -394,7 +394,7 @@ class _Workers:
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
             # Record the failure, because an unfinished trial would be started again and again.
-            error = known.error or f"its run ended as {result.status}"
+            error = known.error or f"its run ended with the status {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
         write_page(self._begun)
 

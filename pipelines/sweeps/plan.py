@@ -78,7 +78,7 @@ class SweepOptions:
             raise ConfigError("--random and --tpe both choose the trials: use one of them")
         if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
             raise ConfigError(
-                f"--seed {self.seed} applies to --random, --tpe and --auto; a grid draws no trials"
+                f"--seed {self.seed} applies to --random, --tpe and --auto: leave it out for a grid"
             )
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"--seed {self.seed} is not between 0 and {MOST_SEED - 1}")
@@ -145,7 +145,7 @@ def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
 
 
 def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, ...]]:
-    """Return the sampler and the settings of each trial; with TPE, the settings are still empty."""
+    """Return the sampler and the settings of each trial. With TPE, the settings are still empty."""
     seed = options.seed or 0
     if options.random is not None:
         return "random", draw_trials(space, options.random, seed)

@@ -6,9 +6,9 @@
 
 For each seed, two runs train the same number of steps, one after the other: an undisturbed run, and
 a run whose parameter servers are killed (SIGKILL) `--losses` times. The kills divide the steps into
-equal parts. Progress is reported about once a second, so each kill is delayed by up to a second
-after its step is reported, by a random time that depends on the seed. A kill waits until the run
-has recovered from the previous kill.
+equal parts. Progress is reported about once a second. Therefore each kill is delayed by a random
+time of up to a second, which depends on the seed. A kill waits until the run has recovered from the
+previous kill.
 
 The last checkpoints of both runs are evaluated on the same test split. Their difference includes
 the randomness of asynchronous training, so the differences between undisturbed runs of several

@@ -82,7 +82,7 @@ def problem(
 
 
 def equal(batch_size: int = 8, **named: object) -> Problem:
-    """Every worker gets the same batches in the same order."""
+    """Return a problem in which every worker gets the same batches in the same order."""
 
     def batches() -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices(examples(10 * batch_size))
@@ -92,7 +92,7 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
 
 
 def located() -> Problem:
-    """The loss is the loss of `equal` plus 100 times the task's index."""
+    """Return the problem `equal`, but with 100 times the task's index added to the loss."""
     known = equal()
 
     def loss(*of_batch: object) -> tf.Tensor:
@@ -102,7 +102,7 @@ def located() -> Problem:
 
 
 def measured() -> Problem:
-    """Every worker gets equal batches; an evaluation sums over 23 examples in six batches."""
+    """Return a problem with equal batches, and an evaluation of 23 examples in six batches."""
     objective = of_classes(CLASSES)
 
     def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
@@ -118,7 +118,10 @@ def measured() -> Problem:
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
-    """Worker i of n gets every n-th batch. One batch per worker forms a batch n times as large."""
+    """Return a problem in which worker i of n gets every n-th batch.
+
+    One batch per worker forms a batch n times as large.
+    """
     data = examples(batches_each * batch_size * workers)
     return problem(lambda: in_turn(data, batch_size, workers), **named)
 
@@ -172,7 +175,7 @@ class Idle(keras.layers.Layer):
 
 
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The loss includes an L2 term, and each step clips the gradient by its global norm."""
+    """Return a problem with an L2 loss, in which each step clips the gradient by its norm."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -195,7 +198,7 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def normed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The model has moving averages, which each step updates."""
+    """Return a problem whose model has moving averages, which each step updates."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -213,7 +216,7 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The model has a table in two parts; a batch looks up any number of rows in each part."""
+    """Return a problem whose batches look up any number of rows in each part of a table."""
     return embedded(batch_size, workers, ShardedEmbedding)
 
 
@@ -222,7 +225,7 @@ def embedded(
     workers: int = 2,
     table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
 ) -> Problem:
-    """The model has a table; each batch looks up some rows, one of them several times."""
+    """Return a problem whose batches look up rows of a table, one of them several times."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -246,7 +249,7 @@ def embedded(
 
 
 def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """Each example has a weight and two labels, which the task standardizes."""
+    """Return a problem with weighted examples, each with two labels that are standardized."""
     count = 12 * batch_size * workers
     random = np.random.default_rng(1)
     numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")
@@ -266,7 +269,7 @@ def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
-    """The model predicts a class and a number; their losses have weights 0.25 and 2."""
+    """Return a problem with a class and a number, whose losses have the weights 0.25 and 2."""
     inputs, classes = examples(12 * batch_size * workers)
     labels = {"kind": classes, "size": inputs.sum(axis=1)}
     parts = {
@@ -343,13 +346,13 @@ def stepped(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def halved(problem: str, batch_size: int, workers: int) -> Problem:
-    """Each batch of another problem is divided into two consecutive halves."""
+    """Return a problem in which each batch of another problem is split into two halves."""
     whole = PROBLEMS[problem](batch_size, workers)
     return replace(whole, batches=lambda: whole.batches().rebatch(batch_size // 2))
 
 
 def dropped(batch_size: int = 8) -> Problem:
-    """Every task gets the same batches, so only Dropout makes losses differ between tasks."""
+    """Return a problem in which only Dropout makes the losses differ between tasks."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -393,7 +396,7 @@ def recurrent() -> keras.Model:
 
 
 def sequences(batch_size: int = 8) -> Problem:
-    """Every worker gets the same batches in the same order."""
+    """Return a problem in which every worker gets the same batches in the same order."""
     draw = np.random.RandomState(3)
     tokens = [draw.randint(1, VOCABULARY, draw.randint(0, LONGEST)) for _ in range(SEQUENCES)]
     given = {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
@@ -442,7 +445,7 @@ FAILURE = "the well is dry"
 
 
 def slowed(worker: int, times: int, microseconds: int) -> Problem:
-    """A batch takes `microseconds`, and `times` as long on the given worker."""
+    """Return a problem whose batches take `microseconds`, or `times` as long on one worker."""
     usual = equal()
 
     def batches() -> tf.data.Dataset:
@@ -452,7 +455,7 @@ def slowed(worker: int, times: int, microseconds: int) -> Problem:
 
 
 def lent(worker: int, times: int, microseconds: int) -> Problem:
-    """The problem `slowed` with `data.partition: dynamic`."""
+    """Return the problem `slowed` with `data.partition: dynamic`."""
     data = examples(800)
 
     def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -473,7 +476,7 @@ def _factor(worker: int, times: int) -> tf.Tensor:
 
 
 def failing(worker: int, after: int) -> Problem:
-    """The input of one worker fails permanently after some batches."""
+    """Return a problem in which the input of one worker fails after some batches."""
     usual = equal()
 
     def checked(index: tf.Tensor, batch: tuple[tf.Tensor, tf.Tensor]) -> object:
@@ -490,13 +493,13 @@ LARGE = 64.0
 
 
 def dense(batch_size: int, workers: int = 1) -> Problem:
-    """The examples and their order are the same for any number of workers."""
+    """Return a problem whose examples have the same order for any number of workers."""
     each = EXAMPLES // (batch_size * workers)
     return dealt(batch_size, workers, each, model=two_layers, optimizer="adam", learning_rate=0.01)
 
 
 def rows(batch_size: int, workers: int = 1) -> Problem:
-    """The model of `embedded`, with the examples of `dense` as row numbers."""
+    """Return the problem `embedded`, with the examples of `dense` as row numbers."""
     floats = dense(batch_size, workers).batches
 
     def batches() -> tf.data.Dataset:
@@ -510,7 +513,7 @@ def exact(batch_size: int, workers: int = 1) -> Problem:
 
 
 def large(batch_size: int, workers: int = 1, precision: str = "float16") -> Problem:
-    """The gradient of the loss overflows in float16 with the initial loss scale."""
+    """Return a problem whose gradient overflows in float16 with the initial loss scale."""
 
     def model() -> keras.Model:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}" if precision else "float32")

@@ -93,7 +93,7 @@ def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
         with launched(config, dataset, tmp_path) as run:
             code, said = run.end()
     assert code == 2
-    assert said.startswith("cluster.existing_servers: TF_CONFIG names the task ps-0, but only a")
+    assert said.startswith("cluster.existing_servers: TF_CONFIG describes the task ps-0, but only")
     assert said.count("\n") == 1
 
 

@@ -52,7 +52,7 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
         run.kill("worker-0")
         code, said = run.end()
     assert code == 1
-    assert said.startswith("worker-0 ended with signal SIGKILL, and all 0 restarts of cluster.")
+    assert said.startswith("worker-0 ended with signal SIGKILL, and no restarts are left")
     log = str(tmp_path / "cluster" / "worker-0" / "log.txt")
     assert log in said
     (failed,) = run.events(TaskFailed)

@@ -99,7 +99,7 @@ def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
             ended("FAILED"), root, {"cluster": {"launcher": "tfjob"}}, RUN, report, summary
         )
     assert stopped.value.code == 1
-    assert emitted()[-1].error.startswith("no Kubernetes API to launch on")
+    assert emitted()[-1].error.startswith("cannot find a Kubernetes API")
     assert page(root)
 
 

@@ -98,7 +98,7 @@ class TestResolveConfig:
         wrong = {**values, "settings": {"training": {"steps": 9.0}}}
         code, line = refused(resolve, wrong, capsys=capsys)
         assert code == 2
-        assert line.startswith("settings: training.steps is set by the field steps")
+        assert line.startswith("settings: the field steps of the form sets training.steps")
 
     @pytest.mark.parametrize("form", [to_form, to_local_form])
     def test_it_takes_what_a_configuration_gives(self, values, form):
@@ -122,8 +122,8 @@ class TestResolveConfig:
         metrics = emitted()[-1].metrics
         assert metrics["decision"] == "unchanged"
         assert metrics["reasons"] == [
-            "files and configuration are the same as in 123, which has finished; "
-            "to train again, set training.when_unchanged=train"
+            "the files and the configuration are the same as in the finished run 123; to train "
+            "again, set training.when_unchanged=train"
         ]
         part = {**given, "kfp_run_id": "125", "is_whole_run": False}
         assert not resolve(part).is_unchanged

@@ -60,7 +60,7 @@ class TestTrainModel:
         metrics = {
             "global_step": 10,
             "handed_on_step": 10,
-            "handed_on_as": "the last, because none was validated",
+            "handed_on_as": "the last, because no checkpoint was validated",
             "loss": 0.1,
         }
         assert artifact.metadata == {"uri": uri, "tensorboard": logs, **metrics}

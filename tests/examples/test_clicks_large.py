@@ -289,7 +289,7 @@ def test_its_configuration_is_valid_and_names_the_builder(tmp_path):
 
 def test_its_name_of_before_says_where_it_is(tmp_path):
     old = DataConfig(dataset="clicks_large")
-    with pytest.raises(ConfigError, match=r"^data\.dataset: clicks_large is an example since"):
+    with pytest.raises(ConfigError, match=r"^data\.dataset: clicks_large moved to the examples"):
         datasets.builder(old, tmp_path)
 
 

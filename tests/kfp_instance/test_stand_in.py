@@ -1,4 +1,4 @@
-"""The fake instance responds to the KFP client like a real one, and rejects the same requests."""
+"""Tests that the fake instance responds to the KFP client and rejects requests like a real one."""
 
 import base64
 import json

@@ -135,7 +135,7 @@ def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsy
     linked = tmp_path / "link.csv"
     linked.hardlink_to(data)
     for arguments, says in (
-        (["digits"], "INPUT: give files"),
+        (["digits"], "INPUT is missing: give files"),
         (["digits", ""], "INPUT is empty"),
         (["digits", data, "--split", "test"], "--split"),
         (["digits", data, "-o", "x.txt"], "does not end with one of"),

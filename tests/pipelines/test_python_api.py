@@ -84,7 +84,7 @@ def test_nothing_heavy_is_loaded():
         (lambda: run(training={"step": 5}), "training.step: no such key; did you mean 'steps'"),
         (lambda: run(steps=5), "steps: no such key; did you mean 'training.steps'"),
         (lambda: flotilla.sweep(search={"training.steps": 5}), "5 is neither a list of values"),
-        (lambda: flotilla.predict("m", []), "INPUT: give files"),
+        (lambda: flotilla.predict("m", []), "INPUT is missing: give files"),
         (lambda: flotilla.compare(["one"]), "at least two runs"),
         (lambda: flotilla.models.show("absent"), "no model 'absent'"),
         (lambda: flotilla.evaluate("absent"), "no run 'absent' below runs"),

@@ -411,7 +411,7 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"mounts": ["data"]}, "--mount 'data' does not have the form CLAIM:FOLDER"),
         ({"mounts": [":/data"]}, "--mount ':/data' does not have the form"),
         ({"mounts": ["a.b:/data"]}, "--mount 'a.b' is not the name of a claim that KFP can mount"),
-        ({"mounts": ["data:data"]}, "--mount 'data' is not a folder in a pod: write it as /data"),
+        ({"mounts": ["data:data"]}, "--mount 'data' is not a folder in a pod: give a path such as"),
         ({"mounts": ["data:/"]}, "--mount '/' is not a folder in a pod"),
         ({"mounts": ["data:/a/../etc"]}, "--mount '/a/../etc' is not a folder"),
         ({"mounts": ["data:/a:ro"]}, "--mount '/a:ro' is not a folder"),
@@ -438,7 +438,7 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"variables": ["A"]}, "--env 'A' does not have the form NAME=VALUE"),
         (
             {"variables": ["AWS_SECRET_ACCESS_KEY=x"]},
-            "is a secret, which the pipeline would expose",
+            "is a secret, and the pipeline would expose it",
         ),
         ({"variables": ["KFP_POD_NAME=x"]}, "--env KFP_POD_NAME is set by Flotilla or by KFP"),
         ({"variables": ["A={{x}}"]}, "--env A: KFP does not accept a value that contains {{"),

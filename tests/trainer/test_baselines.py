@@ -139,7 +139,7 @@ def test_without_time_nothing_is_fitted(tmp_path):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     (found,) = fit_baselines(BinaryClassification(target()), splits, 0.0)
-    assert (found.name, found.skipped) == ("baseline", "no time was left")
+    assert (found.name, found.skipped) == ("baseline", "the time limit was reached")
 
 
 def test_a_class_that_training_has_not_seen_is_not_impossible(held):
@@ -209,7 +209,7 @@ def test_texts(held, tmp_path, kind):
     splits = published(tmp_path, columns, test=test) if is_read else held(columns, test=test)
     (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert (found.name, found.skipped) == ("TF-IDF, linear", "")
-    assert found.made_by == "scikit-learn LogisticRegression of TF-IDF"
+    assert found.made_by == "scikit-learn LogisticRegression on TF-IDF features"
     assert ((found.outputs[:, 0] > 0) == in_order(label, test)).all()
 
 
@@ -336,7 +336,7 @@ def test_what_no_baseline_is_for(held):
     columns = {"x": numbers(), "label": np.arange(ROWS) % 2}
     splits = held(columns)
     (found,) = fit_baselines(Own(target(num_classes=2)), splits)
-    assert (found.name, found.skipped) == ("baseline", "the task is defined by user code")
+    assert (found.name, found.skipped) == ("baseline", "baselines do not support custom tasks")
     picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
     splits = held({"picture": picture, "label": columns["label"]})
     (found,) = fit_baselines(BinaryClassification(target()), splits)

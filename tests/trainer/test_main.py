@@ -89,12 +89,12 @@ def test_help_says_which_stages_there_are(capsys):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "TF_CONFIG is not set; the launcher or the TFJob operator sets it"),
+        (None, "TF_CONFIG is not set; start the task with the launcher"),
         ("{", "TF_CONFIG is not JSON: "),
         (tf_config("ps", 1), "TF_CONFIG: task ps-1 is not in the cluster"),
         (tf_config(cluster={"worker": ["127.0.0.1:1"]}, role="worker"), NEEDS_PS),
         (tf_config(cluster={"ps": ["127.0.0.1:1"]}), NEEDS_PS.replace("a ps", "a worker")),
-        (tf_config("worke"), "TF_CONFIG: no task type 'worke'; did you mean 'worker'?"),
+        (tf_config("worke"), "TF_CONFIG: there is no task type 'worke'; did you mean 'worker'?"),
     ],
 )
 def test_a_wrong_tf_config(capsys, monkeypatch, options, text, said):

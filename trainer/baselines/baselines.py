@@ -53,7 +53,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 #: Time limit for fitting all baselines and predicting with them, in seconds.
 SECONDS = 20.0
-# Share of the remaining time for fitting; the rest is for predicting.
+# Share of the remaining time for fitting. The rest is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum number of test examples, and of training examples except for recommendations.
@@ -134,7 +134,7 @@ def _why(error: Exception) -> str:
 class _Chosen:
     """The baselines of a task, their features, and the number of rows to predict.
 
-    `decides` tells whether the baselines need a decision threshold.
+    `decides` indicates whether the baselines need a decision threshold.
     """
 
     ways: Sequence[_Way]
@@ -151,7 +151,9 @@ def _choose(task: Task, splits: Splits, clock: Clock) -> _Chosen:
         ways = _list_recommenders(task, rows)
         return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
     if (count := count_labels(task)) > MOST_NUMBERS:
-        raise NoBaselineError(f"no baseline predicts {count} numbers at once")
+        raise NoBaselineError(
+            f"the task predicts {count} values, but baselines support at most {MOST_NUMBERS}"
+        )
     names = columns.usable(spec)
     if not names:
         raise NoBaselineError("none of the inputs is a number, a class or a string")
@@ -174,7 +176,7 @@ def _list_tabular(task: Task, known: Columns, rows: Rows, without: Sequence[str]
     trees = " and ".join(f"HistGradientBoosting{_TREES[each]}" for each in sorted(numbers))
     line = " and ".join(_LINES[each] for each in sorted(numbers))
     name = "linear" if known.plain else "TF-IDF, linear"
-    kinds = [(name, f"{line} of TF-IDF" if known.texts else line, linear, without)]
+    kinds = [(name, f"{line} on TF-IDF features" if known.texts else line, linear, without)]
     if known.plain:
         kinds.append(("gradient boosting", trees, boosting, [*without, *known.texts]))
     return [
@@ -201,7 +203,7 @@ def _list_recommenders(task: Recommendation, rows: Rows) -> list[_Way]:
 
     return [
         way("popularity", "counts of the training examples", recommending.popularity),
-        way("item-item", "SciPy svds of the cosine similarities of items", recommending.item_item),
+        way("item-item", "SciPy svds of item cosine similarities", recommending.item_item),
     ]
 
 
@@ -221,7 +223,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return the outputs for the first examples of a split; they are a random sample."""
+    """Return the outputs for the first examples of a split. They are a random sample."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -1,7 +1,7 @@
 """Features of examples as the columns of a matrix: numbers, categories and texts.
 
 As in `flotilla.trainer.models.tabular`, a string feature whose values repeat in the training rows
-is a category; otherwise it is text.
+is a category. Otherwise it is text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _is_column(feature: FeatureSpec) -> bool:
 
 
 def _code(values: Array, column: Array) -> Floats:
-    """Return the index of each value in the sorted `values`; NaN if it is unknown."""
+    """Return the index of each value in the sorted `values`, or NaN if it is unknown."""
     places = np.searchsorted(values, column).clip(max=len(values) - 1)
     return np.where(values[places] == column, places.astype(np.float64), np.nan)
 
@@ -118,7 +118,7 @@ class Columns:
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Return a mask of the category columns in the matrix of `trees`; they come last."""
+        """Return a mask of the category columns in the matrix of `trees`. They come last."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
@@ -130,7 +130,7 @@ class Columns:
         return whole
 
     def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Fit scales and word weights; return the matrix of as many rows as the time allows."""
+        """Fit scales and word weights, and return the matrix of as many rows as the time allows."""
         rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
         # Divide by the maximum first, because squares of very large numbers would overflow.
@@ -148,7 +148,7 @@ class Columns:
         return self._together(self._plain(rows.first(taken)), counts)
 
     def linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of other rows; raises `NoBaselineError` if the time is too short."""
+        """Return the matrix of other rows. Raises `NoBaselineError` if the time is too short."""
         counts, taken = self._count_words(rows.columns, rows.count, clock)
         if taken < rows.count:
             clock.check()

@@ -1,6 +1,6 @@
 """Gradient boosting and linear models, fitted within a time limit.
 
-Models except ridge regression are fitted in slices of iterations; the speed of one slice determines
+Models except ridge regression are fitted in slices of iterations. The speed of one slice determines
 the size of the next. Each model uses one thread, because OpenMP threads wait for each other in busy
 loops. On a shared machine, two threads can take a hundred times as long as one.
 """
@@ -48,7 +48,7 @@ class Label(NamedTuple):
 class Kind(NamedTuple):
     """A kind of model: two functions that build its matrices, and one that fits it.
 
-    `known` builds the matrix of the training rows, or of only some if time is short. `matrix`
+    `known` builds the matrix of the training rows, or of some of them if time is short. `matrix`
     builds the matrix of other rows.
     """
 
@@ -133,7 +133,7 @@ def count_labels(task: Task) -> int:
         NoBaselineError: no baseline supports this task.
     """
     if not type(task).__module__.startswith("flotilla.trainer.tasks."):
-        raise NoBaselineError("the task is defined by user code")
+        raise NoBaselineError("baselines do not support custom tasks")
     if "" not in task.parts:
         return sum(count_labels(part) for part in task.parts.values())
     if isinstance(task, MultilabelClassification | Regression):
@@ -153,7 +153,7 @@ def count_classes(task: Task) -> int:
 
 
 def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
-    """Fit a task's models; return a function that predicts rows, and the number of rows used."""
+    """Fit a task's models. Return a function that predicts rows, and the number of rows used."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]
@@ -173,7 +173,7 @@ def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answe
 
 
 def _fit_labels(task: Task, labels: Any, one: Callable[..., Any]) -> Callable[[Matrix], Any]:
-    """Fit all labels of a task; return a function from a matrix to the task's outputs."""
+    """Fit all labels of a task, and return a function from a matrix to the task's outputs."""
     if "" not in task.parts:
         answers: Mapping[str, Any] = {
             name: _fit_labels(part, labels[name], one) for name, part in task.parts.items()

@@ -41,7 +41,7 @@ class _Taken:
         self.odds = _log_odds(rate)
 
     def places(self, rows: Rows) -> tuple[Array, Array]:
-        """Return the indices of the users and items of other rows; -1 for unknown ones."""
+        """Return the indices of the users and items of other rows, or -1 for unknown ones."""
         known = zip((self.users, self.items), self._columns, strict=True)
         user, item = (_place(each, rows.columns[name]) for each, name in known)
         return user, item
@@ -77,7 +77,10 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
     size = len(known.users), len(known.items)
     factors = min(FACTORS, *(each - 1 for each in size))
     if factors < _FEWEST_FACTORS:
-        raise NoBaselineError("there are too few users or items")
+        raise NoBaselineError(
+            f"it needs at least {_FEWEST_FACTORS + 1} users and {_FEWEST_FACTORS + 1} items, but "
+            f"training has {size[0]} and {size[1]}"
+        )
     took = sparse.csr_array((np.ones(pairs.shape[1]), tuple(pairs)), shape=size)
     cosines = took @ sparse.diags_array(1 / np.sqrt(took.sum(axis=0).clip(1)))
     _, values, right = sparse.linalg.svds(cosines, factors, random_state=0)

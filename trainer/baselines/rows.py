@@ -18,7 +18,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: Maximum length of a text in bytes; longer texts are truncated.
+#: Maximum length of a text in bytes. Longer texts are truncated.
 TEXT_BYTES = 2000
 # Maximum size of the fetched shards, and of the records drawn from them, in bytes.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
@@ -28,7 +28,7 @@ _AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
 
 
 class NoBaselineError(Exception):
-    """A baseline cannot be fitted or used; the message is the reason."""
+    """A baseline cannot be fitted or used. The message is the reason."""
 
 
 class Clock:
@@ -40,7 +40,7 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """The remaining seconds; negative after the end."""
+        """The remaining seconds, or a negative number after the end."""
         return self._end - time.monotonic()
 
     def share(self, of: float) -> Clock:
@@ -50,7 +50,7 @@ class Clock:
     def check(self) -> None:
         """Raise `NoBaselineError` if no time is left."""
         if self.left <= 0:
-            raise NoBaselineError("no time was left")
+            raise NoBaselineError("the time limit was reached")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Splits:
 
 
 def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock) -> Rows:
-    """Return up to `most` training examples, drawn uniformly; examples of weight 0 are dropped.
+    """Return up to `most` training examples, drawn uniformly. Examples of weight 0 are dropped.
 
     Only the first shards are read, because they are a random sample of all examples.
 

@@ -73,7 +73,7 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one; each checkpoint records them.
+    #: The positive class of each output that has one. Each checkpoint records them.
     positive: Any = None
     #: A function that raises an error if the run may not continue from the newest checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
@@ -95,8 +95,8 @@ class Checkpoints:
     ) -> None:
         """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
-        `fingerprint` identifies the dataset. No attempt continues with another dataset, which may
-        test on earlier training examples. `awaited` tells whether an evaluator is running.
+        `fingerprint` identifies the dataset. A run does not continue with another dataset, which
+        may test on examples used in training. `awaited` indicates whether an evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -115,7 +115,7 @@ class Checkpoints:
         """Fetch the newest valid checkpoint, if any, and log why newer ones are skipped.
 
         Raises `UserError` if the dataset differs, and on errors such as a full disk, because
-        starting anew would discard a good checkpoint.
+        starting over would discard a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -141,7 +141,7 @@ class Checkpoints:
         return None
 
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
-        """Fetch a checkpoint. Data that servers read by parts is only verified in place."""
+        """Fetch a checkpoint. If servers read its data by parts, only verify the data in place."""
         manifest = read_checkpoint(uri)
         values = sum(each.bytes for each in manifest.files if is_data(each.path))
         if not self.parts or values < self.parts.least or not self._is_shared(uri):
@@ -335,8 +335,8 @@ def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
         return ""
     before = "{pieces: 0, hidden_units: [64, 32], dropout: 0.0}"
     return (
-        f"; a checkpoint of an earlier version needs model.args: {before}, or the arguments that "
-        "it was trained with"
+        f"; for a checkpoint of an earlier version, set model.args to {before}, or to the "
+        "arguments that it was trained with"
     )
 
 
@@ -344,7 +344,7 @@ def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> s
     """Return a hint if a checkpoint has two outputs for two classes, or an empty string."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
-    return "; two classes now share one logit: set task.name: classification for one logit each"
+    return "; set task.name: classification, because the checkpoint has one logit for each class"
 
 
 def select_resumed(
@@ -376,7 +376,7 @@ def select_resumed(
         if path not in slots or (path in there and _NUMBER.sub("", path) not in numbered)
     }
     log.warning(
-        "training.freeze has changed: %d of %d slots of the optimizer are initialized again",
+        "training.freeze has changed: reinitialized %d of %d optimizer slots",
         len(variables) - len(kept),
         sum(path in slots for path in variables),
     )

@@ -94,7 +94,7 @@ class Retention:
 
 
 def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
-    """Return the measured checkpoints, best first; see `MainMetric.order`.
+    """Return the measured checkpoints, best first. See `MainMetric.order`.
 
     Of two equal checkpoints, the earlier one comes first.
     """
@@ -156,7 +156,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
             log.warning("skipped %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
             damaged = " among the intact checkpoints"
-    reason = "no validated checkpoint is intact" if ranked else "none was validated"
+    reason = "no validated checkpoint is intact" if ranked else "no checkpoint was validated"
     asked = {"best": f"because {reason}", "last": "as set in training.hand_on"}.get(choice, choice)
     return _select(found[-1], found, f"the last, {asked}")
 

@@ -1,7 +1,7 @@
 """The history of a run: JSON rows, one per line, next to the checkpoints.
 
-The chief writes `history.jsonl`, at most one row per inner loop; a new attempt drops the rows after
-its checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; if a step has two
+The chief writes `history.jsonl`, at most one row per inner loop. A new attempt drops the rows after
+its checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint. If a step has two
 rows, the later one counts.
 
 In an object store, rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last
@@ -93,13 +93,13 @@ class Validations:
     """The validation rows of one run by global step."""
 
     def __init__(self, uri: str) -> None:
-        """Read the rows below the checkpoints' `uri`; `add` appends to them."""
+        """Read the rows below the checkpoints' `uri`. `add` appends to them."""
         self._file = row_file(storage.join(uri, VALIDATIONS_FILE))
         self._begun = False
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether this checkpoint was measured, and not an earlier one at its step."""
+        """Return whether this checkpoint, and not an earlier one at its step, was measured."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 

@@ -56,7 +56,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
         if type(step) is int and step >= 0:
             found.append((at, step, manifest))
         else:
-            log.warning("skipped: the manifest of %s has no global step", at)
+            log.warning("skipped %s: its manifest has no global step", at)
     # Also sort by time, because a program may publish a model at the step of an earlier checkpoint.
     return sorted(found, key=lambda each: (each[1], each[2].created_at))
 

@@ -12,7 +12,7 @@ reply, which needs no space. Results of actions that cannot be repeated are kept
 asks again. If nothing can be written, there is no reply. To detect this, a waiting chief writes
 `parts/probe`.
 
-This module does not import TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's
+This module does not import TensorFlow. `flotilla.trainer.checkpoints.part_saver` is the chief's
 side.
 """
 
@@ -59,7 +59,7 @@ class Request:
     """A request to a server.
 
     Attributes:
-        action: "begin", "publish", "fetch" or "discard"; see `_ACTIONS`.
+        action: "begin", "publish", "fetch" or "discard". See `_ACTIONS`.
         uri: the draft that receives a part, or the checkpoint to fetch.
         prefix: the prefix of the files that the server has written, or the folder to fetch into.
         files: the paths to fetch from the checkpoint.
@@ -81,7 +81,7 @@ class Reply:
     """A server's reply.
 
     Attributes:
-        path: the path of the file in the checkpoint; for the next three fields see `FileEntry`.
+        path: the path of the file in the checkpoint. For the next three fields see `FileEntry`.
         index: the index of the part, in base64.
         transient: whether the request may succeed later.
     """
@@ -112,7 +112,7 @@ class PartServer:
     """Answers the requests in a server's folder one by one, and "discard" in a second thread."""
 
     def __init__(self, folder: Path, task: str) -> None:
-        """Store the arguments; `start` starts the threads."""
+        """Store the arguments. `start` starts the threads."""
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
@@ -131,8 +131,8 @@ class PartServer:
             (self._folder / READY).write_text(ready, encoding="utf-8")
         except OSError as error:
             log.warning(
-                "%s cannot write to %s: %s; free some space there, or make it writable. Until "
-                "the server restarts, the chief writes its variables",
+                "%s cannot write to %s: %s; free some space there, or make it writable. The "
+                "chief writes the variables of this server until the server restarts",
                 self._task,
                 self._folder / FOLDER,
                 error.strerror,
@@ -157,7 +157,7 @@ class PartServer:
                     continue
             except OSError as error:
                 if str(error) != last:
-                    log.warning("requests for parts of checkpoints cannot be answered: %s", error)
+                    log.warning("cannot answer requests for checkpoint parts: %s", error)
                 last = str(error)
             self._ended.wait(POLL_SECONDS)
 
@@ -226,7 +226,7 @@ class PartServer:
             return Reply(error=f"{self._task}: {error}", transient=transient)
         # A store's client may raise any exception, and the chief needs a reply.
         except Exception as error:
-            log.exception("a request for a part of a checkpoint has failed")
+            log.exception("a request for a checkpoint part failed")
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
 
 

@@ -48,7 +48,7 @@ class RemoteCheckpoints(Checkpoints):
         return self._log_files.folder
 
     def newest(self) -> RestoredCheckpoint | None:
-        """Fetch the newest valid checkpoint, published or pending; see `Checkpoints.newest`."""
+        """Fetch the newest valid checkpoint, published or pending. See `Checkpoints.newest`."""
         found = super().newest()
         if found and found.uri.startswith(self._pending):
             self.last = storage.join(self.uri, storage.name_of(found.uri))

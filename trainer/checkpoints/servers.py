@@ -158,14 +158,14 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# This is a module-level function, because an error would keep a nested one and its tensors alive.
+# Module-level, because an error would keep a nested function and its tensors alive.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Run `work` for all servers in parallel, and return the results; errors hold no tensors."""
+    """Run `work` for all servers in parallel, and return the results. Errors hold no tensors."""
 
     def run(server: int) -> Result:
         try:

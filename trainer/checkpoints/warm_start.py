@@ -1,7 +1,7 @@
 """A warm start: a new run that begins with existing weights.
 
-The weights come from a checkpoint, a `.keras` file, or an exported model with such a file. The
-global step and the optimizer are new; see
+The weights come from a checkpoint, a `.keras` file, or an exported model that contains one. The
+global step and the optimizer are new. See
 `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`. Variables are matched by path.
 Keras omits the names of outer models from some paths. Therefore, a path in a `.keras` file may have
 fewer or more leading names if the match is unique.
@@ -102,7 +102,7 @@ def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | Non
         return None
     if weights.source == CHAMPION:
         raise ConfigError(
-            f"{_KEY}: only a pipeline resolves the champion; for a task, give the URI of a "
+            f"{_KEY}: {CHAMPION!r} works only in a pipeline; for a task, give the URI of a "
             "checkpoint"
         )
     try:
@@ -186,7 +186,7 @@ def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights file" if is_weights_file(uri) else "checkpoint"
     raise ConfigError(
         f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
-        "model section, choose variables by {from, include, exclude}, or leave the key "
+        "model section, select variables with {from, include, exclude}, or leave the key "
         "empty" + hint
     )
 

@@ -25,17 +25,17 @@ _PREFIX = "flotilla: "
 
 
 class ChildError(UserError):
-    """The process ended without an answer; the message is its last error line."""
+    """The process ended without an answer. The message is its last error line."""
 
     code = 0
 
 
 class ChildLostError(ChildError):
-    """The process took too long or was killed; its answer is unknown."""
+    """The process took too long or was killed. Its answer is unknown."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child of this process; `variables` take precedence."""
+    """Return the environment of a child of this process. `variables` take precedence."""
     own = {**signals.parent_environment(), **user_code.environment()}
     return {**os.environ, **own, **(variables or {})}
 
@@ -43,7 +43,7 @@ def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
 def start(
     module: str, *arguments: str, variables: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE ARGUMENTS`; `options` are passed to `subprocess.Popen`."""
+    """Start `python -m MODULE ARGUMENTS`. `options` are passed to `subprocess.Popen`."""
     given = {"env": environment(variables), "stdin": subprocess.DEVNULL, **options}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **given)
 
@@ -69,7 +69,7 @@ def call(  # noqa: PLR0913
     variables: Mapping[str, str] | None = None,
     loads: str = "",
 ) -> dict[str, Any]:
-    """Send a request to a module, and return the answer; raises `ChildLostError` or `ChildError`.
+    """Send a request to a module, and return the answer. Raises `ChildLostError` or `ChildError`.
 
     The module gets `OPTION FILE` with the request, and `--workdir DIR`, a temporary folder. If the
     fork server of the run has loaded the module `loads`, that server forks the process.
@@ -98,7 +98,7 @@ def call(  # noqa: PLR0913
 
 
 def answer(code: int, out: str, errors: str) -> dict[str, Any]:
-    """Return the answer of a process that ended with `code`; raises the errors of `call`."""
+    """Return the answer of a process that ended with `code`. Raises the errors of `call`."""
     if code != DONE:
         raise failure(code, errors)
     last = [line for line in out.splitlines() if line.startswith("{")][-1]
@@ -110,7 +110,7 @@ def failure(code: int, errors: str) -> ChildError:
     """Return the error of a process that ended with `code`, from the lines in `errors`."""
     if code < 0:
         name = signal.Signals(-code).name
-        return ChildLostError(f"ended by {name}; is there enough memory?")
+        return ChildLostError(f"terminated by {name}; check whether there is enough memory")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
     error = ChildError((said or lines or [f"exit code {code}"])[-1])

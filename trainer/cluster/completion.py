@@ -40,7 +40,7 @@ class Completion:
 
 
 def record(job: Job, checkpoint: str) -> Completion:
-    """Record that training ended with the checkpoint at this URI; raises `UserError`."""
+    """Record that training ended with the checkpoint at this URI. Raises `UserError`."""
     manifest = storage.read_manifest(checkpoint)
     steps, reached = job.config.training.steps, int(manifest.fields["global_step"])
     over = Completion(

@@ -22,7 +22,7 @@ class NotKnownError(ConfigError):
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit; log a warning if the dry run fails."""
+    """Raise `ConfigError` if model and dataset do not fit. Log a warning if the dry run fails."""
     if config.program.command:
         return
     try:
@@ -32,7 +32,7 @@ def require(config: Config, dataset: str = "") -> None:
 
 
 def _say_not_known(error: NotKnownError) -> None:
-    log.warning("cannot check whether model and dataset fit: %s", error)
+    log.warning("cannot check whether the model fits the dataset: %s", error)
 
 
 def begin(
@@ -65,7 +65,7 @@ def begin(
 def try_fit(
     config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
 ) -> dict[str, Any]:
-    """Return the result of a dry run without a GPU; see `flotilla.trainer.training.dry_run.fit`.
+    """Return the result of a dry run without a GPU. See `flotilla.trainer.training.dry_run.fit`.
 
     `dataset` is empty before it is prepared. `elsewhere` means that the run is on other machines,
     which may have other packages, files or network access. Raises `NotKnownError` after `seconds`,

@@ -12,7 +12,7 @@ from flotilla.trainer.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run; it resumes from the newest checkpoint below `checkpoints`."""
+    """A training run. It resumes from the newest checkpoint below `checkpoints`."""
 
     config: Config
     dataset: str
@@ -32,7 +32,7 @@ def find_run_id(checkpoints: str) -> str:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of a task in `workdir`; TF_CONFIG holds its role."""
+    """Return the command line of a task in `workdir`. TF_CONFIG holds its role."""
     stage = [sys.executable, "-m", "flotilla.trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]

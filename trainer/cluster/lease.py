@@ -39,7 +39,7 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # Time to watch an expired lease, in seconds. A live holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
-# Maximum time to retry a release at exit, in seconds. Then the next holder waits for the expiry.
+# Maximum time to retry a release at exit, in seconds. After that, the lease has to expire.
 _RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # Time after which the file of an expired lease may be deleted, in seconds. It is long, because a
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseHolder:
-    """The holder of a lease according to its file; times are in seconds since 1970.
+    """The holder of a lease according to its file. Times are in seconds since 1970.
 
     Attributes:
         token: unique to this holder.
@@ -105,7 +105,7 @@ class LeaseLostError(UserError):
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
-    """Return the holders below the folder `uri` by number; None for an unreadable file."""
+    """Return the holders below the folder `uri` by number, or None for an unreadable file."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
@@ -121,7 +121,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Delete the leases of dead holders, and leases that expired a day ago; return their URIs.
+    """Delete the leases of dead holders, and leases that expired a day ago, and return their URIs.
 
     An unreadable file is kept: it blocks no job, and may belong to another program.
     """
@@ -150,7 +150,7 @@ class NoLease:
     """The lease of a task that does not publish, or whose folder has no other writer."""
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
+        """Raise `LeaseLostError` if the lease is known to be lost. Sends no request."""
 
     def check(self) -> None:
         """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
@@ -160,7 +160,7 @@ class Lease(NoLease):
     """The lease of one folder, for this process."""
 
     def __init__(self, uri: str, run: str, now: Callable[[], float] = time.time) -> None:
-        """Store the arguments; `acquire` acquires the lease."""
+        """Store the arguments. `acquire` acquires the lease."""
         self._uri = uri
         self._now = now
         self._own = LeaseHolder(
@@ -180,7 +180,7 @@ class Lease(NoLease):
         self._mutex = threading.Lock()
 
     def acquire(self, dead: LeaseHolder | None = None) -> None:
-        """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
+        """Acquire the lease. Raises `LeaseHeldError` (another job holds it) or `UserError`.
 
         `dead` is a holder that did not renew the lease while it was watched.
         """
@@ -207,14 +207,14 @@ class Lease(NoLease):
                 storage.delete(lease_uri(self._uri, old))
 
     def renew(self) -> None:
-        """Renew the lease; raises `LeaseLostError`, or the store's error."""
+        """Renew the lease. Raises `LeaseLostError`, or the store's error."""
         with self._mutex:
             self._read_holder()
             self._own = replace(self._own, renewed=self._now())
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def renew_or_end(self) -> bool:
-        """Renew the lease; return whether to continue."""
+        """Renew the lease, and return whether to continue."""
         try:
             self.renew()
         except LeaseLostError as error:
@@ -225,7 +225,7 @@ class Lease(NoLease):
         return True
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
+        """Raise `LeaseLostError` if the lease is known to be lost. Sends no request."""
         if self._lost:
             raise LeaseLostError(self._lost)
 
@@ -235,7 +235,7 @@ class Lease(NoLease):
             self._read_holder()
 
     def release(self) -> None:
-        """Release the lease; raises `LeaseLostError` if it is lost.
+        """Release the lease. Raises `LeaseLostError` if it is lost.
 
         The file is kept, and the next holder uses the next number, so that a late write by this
         holder cannot replace the file of the next holder.
@@ -255,19 +255,18 @@ class Lease(NoLease):
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
-        what = f"the lease of {self._uri} was deleted"
+        what = f"the lease of {self._uri} was deleted or replaced"
+        remedy = "make sure that no other run writes there, and start it again"
         if who := found.get(newest):
-            what = f"{self._uri} was taken over by {who}"
-        self._lost = (
-            f"{what}; run {self._own.run} stops writing: decide which of the two runs should "
-            "continue, and stop the other"
-        )
+            what = f"{who} took over {self._uri}"
+            remedy = "decide which of the two runs should continue, and stop the other"
+        self._lost = f"{what}; run {self._own.run} stops writing: {remedy}"
         self.require()
 
     def _refuse_held(self, found: dict[int, LeaseHolder | None]) -> None:
         for holder in found.values():
             if holder is None:
-                log.warning("the lease of %s cannot be read and is taken over", self._uri)
+                log.warning("taking over the lease of %s, because it cannot be read", self._uri)
             elif not self._is_free(holder):
                 is_over = self._now() >= holder.until
                 watch = WATCH_SECONDS if is_over else LEASE_SECONDS
@@ -276,7 +275,7 @@ class Lease(NoLease):
         if newest and not newest.released and not self._is_same_job(newest):
             renewed = f"last renewed it at {clock_time(newest.renewed)}"
             why = "has ended" if is_gone(newest.writer) else renewed
-            log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
+            log.warning("taking over the lease of %s from %s, which %s", self._uri, newest, why)
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
@@ -305,8 +304,8 @@ def acquire_waiting(
 ) -> None:
     """Retry `acquire` while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    A holder is considered dead if it does not renew the lease while it is watched, whatever its
-    clock says. A lease that has expired by this machine's clock is watched for a shorter time.
+    A holder is considered dead if it does not renew the lease while it is watched, regardless of
+    its clock. A lease that has expired by this machine's clock is watched for a shorter time.
     Raises `RunInterruptedError`, `UserError`, or `LeaseHeldError` if the holder is alive or another
     job was faster.
     """
@@ -356,7 +355,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     acquire_waiting(lease.acquire)
     # If the store fails, the loop logs the error and tries again after the interval.
     renewal = Loop(
-        lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease cannot be renewed"
+        lease.renew_or_end, RENEW_SECONDS, name="lease", failing="cannot renew the lease"
     ).start()
     is_over = True
     try:
@@ -377,7 +376,7 @@ def lease_environment() -> dict[str, str]:
 
 
 def _release(lease: Lease) -> None:
-    # Only log an error of the release, so that the error that ended the block is raised.
+    # If the release fails, only log the error, so that the error that ended the block is raised.
     try:
         with shorter_retry(_RELEASE_SECONDS):
             lease.release()

@@ -8,7 +8,7 @@ does not help. There are two signals:
   seem dead.
 - A peer's answer on its port. TensorFlow waits for a stopped task as long as the connection exists,
   and the kernel keeps it open. A live gRPC server sends its settings to each client that connects
-  (RFC 9113, section 3.4); a stopped process accepts connections but sends nothing.
+  (RFC 9113, section 3.4). A stopped process accepts connections but sends nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.background import Loop
 VARIABLE = "FLOTILLA_HEARTBEAT"
 # Minimum timeout of a starting task, in seconds. It covers the import of TensorFlow.
 STARTING_SECONDS = 180.0
-# Minimum number of heartbeats per timeout; all but one may be missed.
+# Minimum number of heartbeats per timeout. All but one may be missed.
 _BEATS = 5
 
 # Time limit for an answer, in seconds. It is long enough for a process on a busy machine.

@@ -82,8 +82,8 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
         cluster, this = from_tf_config(os.environ.get("TF_CONFIG", ""))
         if this.role != "chief":
             raise ConfigError(
-                f"cluster.existing_servers: TF_CONFIG names the task {this}, but only a chief can "
-                "join running servers"
+                f"cluster.existing_servers: TF_CONFIG describes the task {this}, but only a chief "
+                "can join running servers; set task in TF_CONFIG to the chief"
             )
         yield cluster, {"chief": 1}
         return
@@ -113,7 +113,7 @@ class TaskLogs:
         self._positions = {path: path.stat().st_size for path in self._logs()}
 
     def take(self) -> None:
-        """Read new lines; log events as text, and pass other lines to the sink."""
+        """Read new lines. Log events as text, and pass other lines to the sink."""
         for path in self._logs():
             # Another process may remove the folder.
             with suppress(OSError):
@@ -147,7 +147,7 @@ def relay_logs(workdir: Path, sink: LineSink) -> Iterator[None]:
     """Relay the logs of the tasks below `workdir` in this block, up to their last line."""
     logs = TaskLogs(workdir, sink)
     follower = Loop(
-        logs.take, _LOOK_SECONDS, name="task logs", failing="the logs of tasks cannot be followed"
+        logs.take, _LOOK_SECONDS, name="task logs", failing="cannot follow the logs of the tasks"
     ).start()
     try:
         try:

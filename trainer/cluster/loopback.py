@@ -5,7 +5,7 @@ Their address cannot be set, but their port can be shared (SO_REUSEPORT). Theref
 this process listens first, and a filter makes the kernel choose between the two: a connection over
 loopback goes to the server, and any other one to this socket, which drops it. The filter is active
 before the server listens. Until then, a loopback connection also goes to this socket, which closes
-it at once; the client tries again. See `docs/decisions/0032-pods-and-networks.md`.
+it at once. The client tries again. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations

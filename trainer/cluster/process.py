@@ -51,7 +51,7 @@ def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
 
 
 def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
-    """Return the cores of a worker, an equal share; empty if there are too few."""
+    """Return the cores of a worker, an equal share, or an empty list if there are too few."""
     each = len(every) // workers if workers > 1 else 0
     if task.role != "worker" or not each:
         return []
@@ -59,7 +59,7 @@ def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
 
 
 def gpu_count(config: Config, task: Task) -> int:
-    """Return the number of GPUs of a task; only workers, or a chief without workers, get any."""
+    """Return the number of GPUs of a task. Only workers, or a chief without workers, get any."""
     topology = config.topology
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0
@@ -156,7 +156,7 @@ class End:
 
     Attributes:
         code: the exit code, or the negative number of the signal.
-        why: the reason if the launcher killed it; else empty.
+        why: the reason if the launcher killed it, or empty.
         stalled: whether it was killed because its heartbeats stopped.
         planned: whether the kill was planned, so that it does not count as an incident.
     """
@@ -185,7 +185,7 @@ class TaskProcess:
     """A task that can be started and restarted, always in the same folder and on the same port."""
 
     def __init__(self, job: Job, cluster: Cluster, task: Task) -> None:
-        """Store the arguments; the folder of the task is `<workdir>/<role>-<index>`."""
+        """Store the arguments. The folder of the task is `<workdir>/<role>-<index>`."""
         self.task = task
         self.folder = job.workdir.absolute() / str(task)
         self.log = self.folder / LOG
@@ -201,7 +201,7 @@ class TaskProcess:
         self.heartbeat = -1
 
     def start(self) -> forked.Process:
-        """Start the process; raises `UserError`. The caller closes its `heartbeat`."""
+        """Start the process. Raises `UserError`. The caller closes its `heartbeat`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             termination.reserve(self.folder)
@@ -260,14 +260,14 @@ class TaskProcess:
             self._started.kill()
 
     def end(self) -> End:
-        """Return how the task ended; call this only after it has ended."""
+        """Return how the task ended. Call this only after it has ended."""
         code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
 
     def resident_bytes(self) -> int:
-        """Return the resident memory of the task in bytes; 0 if it is unknown."""
+        """Return the resident memory of the task in bytes, or 0 if it is unknown."""
         try:
             pid = self._started.pid if self._started else 0
             text = Path(f"/proc/{pid}/statm").read_text("ascii")
@@ -276,7 +276,7 @@ class TaskProcess:
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def termination_message(self) -> str:
-        """Return the line that the task wrote when it ended; empty if it was killed."""
+        """Return the line that the task wrote when it ended, or "" if it was killed."""
         return termination.read(self.folder)
 
     def last_line(self) -> str:
@@ -294,7 +294,7 @@ class TaskProcess:
         return task_command(self._job, self.folder / CONFIG, self.folder)
 
     def _loads(self) -> str:
-        """Return the module whose import takes longest; empty to start without a fork."""
+        """Return the module whose import takes longest, or "" to start without a fork."""
         if self._is_program:
             return MODULES["program"]
         if self._job.config.cluster.in_process:

@@ -44,7 +44,7 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.signals import handle_interrupts
 
 GRACE_SECONDS = 60.0
-# Time to wait for the evaluator after training, in seconds; on Kubernetes, for each checkpoint.
+# Time to wait for the evaluator after training (per checkpoint on Kubernetes), in seconds.
 EVALUATION_SECONDS = 600.0
 # Maximum growth of a server's memory, relative to the end of the first attempt. It is no lower,
 # because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
@@ -85,7 +85,7 @@ class ServerMemory:
 
 
 class EvaluatorSupervision:
-    """Restarts the evaluator, if there is one; its failures never end a run."""
+    """Restarts the evaluator, if there is one. Its failures never end a run."""
 
     def __init__(self, process: TaskProcess | None) -> None:
         """Supervise `process`."""
@@ -108,7 +108,7 @@ class EvaluatorSupervision:
             self._process.kill()
 
     def handle_end(self, end: End) -> TaskProcess | None:
-        """Handle the end of the process; return the process to restart, or None."""
+        """Handle the end of the process, and return the process to restart, or None."""
         process = self._process
         if process is None or end.code == DONE:
             self.running = False
@@ -129,7 +129,7 @@ class EvaluatorSupervision:
         events.emit(events.EvaluatorLeft(reason=reason))
 
     def signal_end(self) -> None:
-        """Tell the evaluator that no checkpoint will follow."""
+        """Notify the evaluator that no checkpoint will follow."""
         # If the disk is full, the file cannot be written, and the wait for the evaluator times out.
         if self._process:
             with suppress(OSError):
@@ -236,8 +236,8 @@ class Supervisor:
         if self._restarts >= self._limit:
             report_failure(process, end)
             raise UserError(
-                f"{process.task} ended with {end.cause}, and all {self._limit} restarts of "
-                f"cluster.max_restarts are used; the last line of {process.log}: "
+                f"{process.task} ended with {end.cause}, and no restarts are left "
+                f"(cluster.max_restarts is {self._limit}); the last line of {process.log}: "
                 f"{process.last_line()}"
             )
         self._restarts += 1
@@ -259,7 +259,9 @@ class Supervisor:
             except queue.Empty:
                 before, logged = logged, self._evaluator.log_bytes()
                 if logged == before:
-                    self._evaluator.give_up(f"no evaluation for {EVALUATION_SECONDS:g} s")
+                    self._evaluator.give_up(
+                        f"no checkpoint was evaluated for {EVALUATION_SECONDS:g} s"
+                    )
                     return
                 continue
             if event is None:
@@ -277,7 +279,7 @@ class Supervisor:
         raise RunInterruptedError(message or "interrupted before training began")
 
     def _stop_leader(self) -> int:
-        """Send SIGTERM to the leader, which publishes a last checkpoint; return its exit code."""
+        """Send SIGTERM to the leader, which publishes a last checkpoint. Return its exit code."""
         self._leader.terminate()
         while True:
             try:

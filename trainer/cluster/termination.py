@@ -23,7 +23,7 @@ ROOM = 4096
 
 
 def reserve(workdir: Path) -> None:
-    """Reserve the space, and delete the message of an earlier attempt; raises `OSError`."""
+    """Reserve the space, and delete the message of an earlier attempt. Raises `OSError`."""
     (workdir / FILE).write_bytes(_pad(""))
 
 
@@ -49,7 +49,7 @@ def write(workdir: Path, message: str) -> None:
 
 
 def read(workdir: Path) -> str:
-    """Return the termination message of a task; empty if it was killed."""
+    """Return the termination message of a task, or an empty string if it was killed."""
     try:
         return (workdir / FILE).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

@@ -31,7 +31,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A published bundle. Its URI ends with its digest; `remarks` are lines for the user."""
+    """A published bundle. Its URI ends with its digest. `remarks` are lines for the user."""
 
     uri: str
     files: int
@@ -46,7 +46,7 @@ def compute_digest(contents: Mapping[str, str]) -> str:
 
 
 def publish(folder: Path, root: str) -> Bundle:
-    """Publish the modules of a folder below `root`, if they are new; raises `UserError`."""
+    """Publish the modules of a folder below `root`, if they are new. Raises `UserError`."""
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         hashes = {each.path: _copy(each, Path(scratch)) for each in collected.files}
@@ -62,7 +62,7 @@ def publish(folder: Path, root: str) -> Bundle:
 
 
 def _copy(found: Found, scratch: Path) -> str:
-    """Copy a file; return its SHA-256 digest. Raises `UserError` if it changes during the copy."""
+    """Copy a file, and return its SHA-256 digest. Raises `UserError` if the file changes."""
     try:
         with found.file.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -72,7 +72,7 @@ def _copy(found: Found, scratch: Path) -> str:
         raise UserError(f"--code: cannot read {found.file}: {error.strerror}") from None
     moments = [(each.st_size, each.st_mtime_ns) for each in (before, after)]
     if len(data) != found.bytes or moments[0] != moments[1]:
-        raise UserError(f"--code: {found.path} changed while it was read; repeat the command")
+        raise UserError(f"--code: {found.path} changed while it was read; run the command again")
     target = scratch / found.path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,13 +119,13 @@ def _shadow(name: str) -> str:
     if spec is None or not spec.origin:
         return ""
     return (
-        f"--code: {name} has the name of an installed package ({spec.origin}), which Python finds "
-        "first if it is installed; rename your module"
+        f"--code: {name} has the same name as an installed package ({spec.origin}), and Python "
+        "imports the package if it is installed; rename your module"
     )
 
 
 def load_bundle(text: str) -> Config:
-    """Parse the configuration of a step and load its bundle; raises `UserError`."""
+    """Parse the configuration of a step and load its bundle. Raises `UserError`."""
     config = Config.model_validate_json(text)
     enter(config.code)
     return config
@@ -184,7 +184,7 @@ OF_SCHEDULES = "code-of-schedules"
 
 
 def note_run(root: str, run_id: str, bundle: str) -> None:
-    """Record that a run uses a bundle, in addition to earlier bundles; raises `UserError`."""
+    """Record that a run uses a bundle, in addition to earlier bundles. Raises `UserError`."""
     uri = storage.join(root, run_id, OF_RUN)
     with suppress(storage.Missing):
         if bundle in (noted := _parse_note(storage.read_bytes(uri))):

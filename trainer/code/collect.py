@@ -41,7 +41,7 @@ _DEFAULT = "default"
 
 
 class Rules:
-    """Rules in the syntax of `.gitignore`, with their origins; the last matching rule wins."""
+    """Rules in the syntax of `.gitignore`, with their origins. The last matching rule wins."""
 
     def __init__(self) -> None:
         """Start without rules."""
@@ -57,7 +57,7 @@ class Rules:
         self._spec = GitIgnoreSpec.from_lines(self._lines)
 
     def leaving_out(self, path: str, *, is_folder: bool) -> str:
-        """Return the origin of the rule that leaves out a path; empty if the path is kept."""
+        """Return the origin of the rule that leaves out a path, or "" if the path is kept."""
         found = self._spec.check_file(f"{path}/" if is_folder else path)
         if not found.include or found.index is None:
             return ""
@@ -94,7 +94,7 @@ class Collected:
 
 
 def collect(folder: Path) -> Collected:
-    """Return the files of a user's folder that belong in its bundle; raises `ConfigError`."""
+    """Return the files of a user's folder that belong in its bundle. Raises `ConfigError`."""
     _require_folder(folder)
     root = Path(os.path.realpath(folder))
     collected = Collected()
@@ -120,7 +120,7 @@ def _require_folder(folder: Path) -> None:
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "not the name of a folder"
+        reason = getattr(error, "strerror", None) or "not a valid path"
         raise ConfigError(f"--code {str(folder)!r}: {reason}; give a folder") from None
     if not is_folder:
         raise ConfigError(f"--code {folder}: it is a file; give its folder")
@@ -189,7 +189,9 @@ def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
 def _check_file(root: Path, path: str) -> Found:
     remedy = f"or exclude it with a line in {IGNORE_FILE}"
     if not path.isprintable() or "\\" in path:
-        raise ConfigError(f"--code: {path!r} is not a valid name in a store; rename it, {remedy}")
+        raise ConfigError(
+            f"--code: {path!r} has characters that a store rejects; rename it, {remedy}"
+        )
     place = root / path
     try:
         real = Path(os.path.realpath(place, strict=True))
@@ -222,6 +224,6 @@ def _require_size(folder: Path, files: list[Found]) -> None:
     largest = heapq.nlargest(_NAMED, files, key=lambda each: each.bytes)
     named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
     raise ConfigError(
-        f"--code {folder}: the files have {total / 1e6:.1f} MB, but a bundle may have at most "
-        f"{MOST_BYTES / 1e6:.1f} MB; the largest files are {named}; exclude files in {IGNORE_FILE}"
+        f"--code {folder}: the files total {total / 1e6:.1f} MB, and the limit is "
+        f"{MOST_BYTES / 1e6:.1f} MB; exclude files in {IGNORE_FILE} (the largest are {named})"
     )

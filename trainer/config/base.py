@@ -27,8 +27,8 @@ MOST = 2**53
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
-    "a configuration is written into logs and reports: leave them out, and pass credentials in "
-    "the environment or in a secret"
+    "remove them, because logs and reports show the configuration, and pass credentials in the "
+    "environment or in a secret"
 )
 
 
@@ -82,7 +82,7 @@ def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
         if own or value in allowed:
             return value
         hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
-        raise ValueError(f"no {kind} of this name{hint}")
+        raise ValueError(f"there is no {kind} with this name{hint}")
 
     return check
 
@@ -108,8 +108,8 @@ def require_writable(tree: Any) -> None:
             raise ValueError(f"{path}: {why}; {_REMEDY}")
         if "{{" in text:
             raise ValueError(
-                f"{path}: {text!r} contains '{{{{', which starts a placeholder of Kubeflow "
-                "Pipelines and Argo; they would replace it"
+                f"{path}: {text!r} contains '{{{{', which Kubeflow Pipelines and Argo would "
+                "replace; remove it"
             )
 
 

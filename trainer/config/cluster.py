@@ -103,8 +103,8 @@ class ClusterConfig(Section):
     def _free(cls, value: int) -> int:
         if 0 < value < LOWEST_PORT or value in TASK_PORTS:
             raise ValueError(
-                f"{value} is not free in a pod; choose a port from {LOWEST_PORT} on, "
-                f"except {' and '.join(map(str, TASK_PORTS))}, which tasks use"
+                f"{value} is not available in a pod; choose a port from {LOWEST_PORT} up, "
+                f"except {' and '.join(map(str, TASK_PORTS))}, which the tasks use"
             )
         return value
 

@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
 def registry_name(source: str) -> str:
     """Return the default model name for files: `my-churn-2024` for `My Churn (2024).csv`.
 
-    For a pattern, the name is made from the last part of the path that is not only wildcards.
+    For a pattern, the name comes from the last part of the path that has more than wildcards.
     """
     place = re.split(r"\?(?=\w+=)", source)[0]
     parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
@@ -132,7 +132,7 @@ class SplitsConfig(Whole):
     def _share(cls, value: str | float) -> str | float:
         if not isinstance(value, str) and not 0 <= value < 1:
             raise ValueError(
-                f"{value:g} is not a share; write a number from 0 to below 1, or a path"
+                f"{value:g} is not a share; write a path, or a number of at least 0 and below 1"
             )
         return value
 
@@ -145,7 +145,7 @@ class SplitsConfig(Whole):
                 f"column: it assigns every row to a split; leave out {', '.join([*named, *drawn])}"
             )
         if named and not self.train:
-            raise ValueError(f"{named[0]}: also name the files of train")
+            raise ValueError(f"{named[0]}: it names files, so set train to the training files")
         if len(drawn) > 1:
             raise ValueError(
                 "group: a split cannot be drawn both by group and by time; leave one of them out"
@@ -182,7 +182,9 @@ class RunnerConfig(Whole):
     @model_validator(mode="after")
     def _options_of_beam(self) -> RunnerConfig:
         if self.options and self.name != "beam":
-            raise ValueError("options: they apply only to Beam; set name to beam")
+            raise ValueError(
+                "options: they apply only to Beam; set name to beam, or leave them out"
+            )
         return self
 
 
@@ -319,7 +321,7 @@ class DataConfig(Section):
     def _check_spans(cls, value: str) -> str:
         if value in (NEWEST, ALL, SINCE_CHAMPION) or re.fullmatch("[1-9][0-9]{0,5}", value):
             return value
-        raise ValueError(f"{value!r} is not {NEWEST}, {ALL}, {SINCE_CHAMPION} or a number")
+        raise ValueError(f"{value!r} is not {NEWEST}, {ALL}, {SINCE_CHAMPION} or a positive number")
 
     @field_validator("disk")
     @classmethod

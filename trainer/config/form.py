@@ -171,9 +171,7 @@ def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return parse_mapping(str(settings[WHOLE]).encode())
     except ValueError:
-        raise ConfigError(
-            f"settings.{WHOLE} does not contain the text of a configuration"
-        ) from None
+        raise ConfigError(f"settings.{WHOLE} must contain the text of a configuration") from None
 
 
 def _whole(value: Any) -> Any:
@@ -254,12 +252,9 @@ def _has(settings: Mapping[str, Any], key: tuple[str, ...]) -> bool:
 
 def _refuse_twice(settings: Mapping[str, Any], key: tuple[str, ...], field: Field) -> None:
     if _has(settings, key):
-        own = (
-            f", or choose {SETTINGS!r} there to use the value in settings" if field.choices else ""
-        )
+        own = f", or choose {SETTINGS!r} there and keep it in settings" if field.choices else ""
         raise ConfigError(
-            f"settings: {'.'.join(key)} is set by the field {field.name} of the form; set it "
-            f"there{own}"
+            f"settings: the field {field.name} of the form sets {'.'.join(key)}; set it there{own}"
         )
 
 

@@ -104,7 +104,7 @@ _SECURITY_FIELDS = (
 def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name not in _SECURITY_FIELDS:
-            hint = nearest(name, _SECURITY_FIELDS) or "; security sets the fields of the container"
+            hint = nearest(name, _SECURITY_FIELDS) or "; for fields of a container, set security"
             raise ValueError(f"{name} is not a field of a pod's securityContext{hint}")
     return fields
 
@@ -237,7 +237,7 @@ class JobConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Time limits in seconds, after which the job is ended; 0 means no limit."""
+    """Time limits in seconds, after which the job is ended. 0 means no limit."""
 
     operator: Seconds = key(60, "time in which the controller of the job must react")
     queueing: Seconds = key(3600, "time in which every pod must get a node")

@@ -37,7 +37,7 @@ _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
 }
-# Defaults of training keys if `training.steps` is `auto`; see `flotilla.trainer.features.length`.
+# Defaults of training keys if `training.steps` is `auto`. See `flotilla.trainer.features.length`.
 BY_DATA: Mapping[str, Any] = {
     "batch_size": AUTO,
     "checkpoint_every": AUTO,
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in getattr(node, "value", ()):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is duplicated", key.start_mark
+                    None, None, f"the key {key.value!r} occurs twice", key.start_mark
                 )
             seen.add(str(key.value))
             _keep_text(key)
@@ -150,7 +150,9 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     try:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
+        raise ConfigError(
+            _one_line(f"the configuration cannot be written as JSON: {error}")
+        ) from None
     try:
         # Check the values first, because a later error message would quote a rejected one.
         require_writable(tree)
@@ -235,7 +237,8 @@ def _read(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must contain sections with keys, not a {type(tree).__name__}")
+        what = "a list" if isinstance(tree, list) else "a single value"
+        raise ConfigError(f"{path} must contain sections with keys, not {what}")
     return tree
 
 
@@ -375,7 +378,7 @@ def _innermost(invalid: ValidationError) -> list[Any]:
 def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "json_invalid":
-        return f"the configuration is not plain data: {error['ctx']['error']}"
+        return f"the configuration cannot be written as JSON: {error['ctx']['error']}"
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         if remedy := REMOVED.get(key):

@@ -73,7 +73,7 @@ class ModelConfig(Section):
 def require_table(name: str, arguments: Any) -> None:
     """Raise a `ValueError` if the configuration of a feature's table is invalid."""
     if not isinstance(arguments, Mapping) or "capacity" not in arguments:
-        raise ValueError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
+        raise ValueError(f"tables.{name}: {arguments!r} has no capacity; write {{capacity: COUNT}}")
     sizes = {each: value for each, value in arguments.items() if each != "initializer"}
     for each, value in sizes.items():
         if each not in _OF_TABLES:
@@ -137,7 +137,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
             raise ValueError(f"there is no key {name!r}{hint}")
     source = value.get(_FROM)
     if not isinstance(source, str) or not source:
-        raise ValueError(f"give the URI of the weights: {{{_FROM}: URI}}")
+        raise ValueError(f"the URI of the weights is missing; write {{{_FROM}: URI}}")
     include, exclude = (_globs(value, name) for name in (_INCLUDE, _EXCLUDE))
     return InitialWeights(source=_check_source(source), include=include, exclude=exclude)
 

@@ -41,7 +41,7 @@ class OptimizerConfig(Section):
         known = (*OPTIMIZERS, OF_MODEL)
         if value not in known:
             hint = nearest(value, known) or f" (one of {', '.join(known)})"
-            raise ValueError(f"no optimizer of this name{hint}")
+            raise ValueError(f"there is no optimizer with this name{hint}")
         return value
 
     @model_validator(mode="after")
@@ -50,7 +50,7 @@ class OptimizerConfig(Section):
         first = OptimizerConfig.model_fields["learning_rate"].default
         for name, unset in {"learning_rate": first, "args": {}}.items():
             if self.name == OF_MODEL and getattr(self, name) != unset:
-                raise ValueError(f"{name}: the optimizer of the model sets it; leave it out")
+                raise ValueError(f"{name}: the model's own optimizer sets it; leave it out")
         return self
 
 
@@ -75,7 +75,7 @@ class ExponentialArgs(Section):
 
 
 class PiecewiseArgs(Section):
-    """The learning rate times one of `factors`; each boundary switches to the next one."""
+    """The learning rate times one of `factors`. Each boundary switches to the next one."""
 
     boundaries: tuple[int, ...] = Field(
         min_length=1, description="global steps, in ascending order"

@@ -157,11 +157,11 @@ class ProgramConfig(Whole):
                 hint = nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
                 raise ValueError(f"there is no role {role!r}{hint}")
             if role in ("chief", "evaluator") and count > 1:
-                raise ValueError(f"{count} tasks have the role {role}, but at most one may")
+                raise ValueError(
+                    f"{count} tasks have the role {role}; at most one task may have it"
+                )
         if value and not {"chief", "worker"} & value.keys():
-            raise ValueError(
-                "a chief or a worker is required, because one of them is the leading task"
-            )
+            raise ValueError("there is no leading task; add the role chief or worker")
         return value
 
     @field_validator("env")
@@ -218,7 +218,7 @@ def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def own_roles(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the roles that a configuration's program sets; empty if the strategy sets them."""
+    """Return the roles that a configuration's program sets, or {} if the strategy sets them."""
     program = config.get("program")
     own = program.get("roles") if isinstance(program, Mapping) and program.get("command") else None
     return own if isinstance(own, Mapping) else {}
@@ -235,8 +235,8 @@ def refuse_own_keys(sections: Mapping[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{changed[0]}: the program of program.command trains its own model, so leave this key "
-            "out"
+            f"{changed[0]}: it has no effect on program.command, which trains its own model; leave "
+            "it out"
         )
 
 
@@ -249,4 +249,4 @@ def refuse_without_command(program: ProgramConfig) -> None:
     """Raise a `ValueError` if other keys of a program are set without a command."""
     if not program.command and program != ProgramConfig():
         name = next(each for each in program.model_fields_set if _is_changed(program, each))
-        raise ValueError(f"program.{name}: it has no effect without program.command")
+        raise ValueError(f"program.{name}: it has no effect without program.command; leave it out")

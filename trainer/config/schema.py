@@ -294,7 +294,7 @@ def _refuse_bad_uri(value: str) -> None:
 
 def _require_bundle(value: str) -> None:
     if not is_uri(value):
-        raise ValueError(f"not a URI: write it as {FORMS}")
+        raise ValueError(f"it is not a URI; write it as {FORMS}")
     _refuse_bad_uri(value)
     try:
         name = name_of(value)
@@ -302,7 +302,8 @@ def _require_bundle(value: str) -> None:
         raise ValueError(str(error)) from None
     if not re.fullmatch(r"[0-9a-f]{64}", name):
         raise ValueError(
-            "not a bundle: its URI ends with a digest, as `flotilla submit --code` writes it"
+            "it is not the URI of a bundle, which ends with a digest; leave it out, and submit "
+            "with --code DIR"
         )
 
 
@@ -322,7 +323,7 @@ class RegistryConfig(Section):
     @classmethod
     def _address(cls, value: str) -> str:
         if value and not value.startswith(("http://", "https://")):
-            raise ValueError("not an address; write it as http://HOST:PORT or https://HOST")
+            raise ValueError("it is not an address; write it as http://HOST:PORT or https://HOST")
         return value.rstrip("/")
 
 
@@ -337,7 +338,7 @@ class StorageConfig(Section):
     @classmethod
     def _uri(cls, value: str) -> str:
         if value and not is_uri(value):
-            raise ValueError(f"not a URI: write it as {FORMS}")
+            raise ValueError(f"it is not a URI; write it as {FORMS}")
         if value:
             _refuse_bad_uri(value)
         return value.rstrip("/")
@@ -416,8 +417,8 @@ class Config(Section):
         )
         if self.training.patience > 0 and not validates:
             raise ValueError(
-                "training.patience: an early stop needs training.validate_every and "
-                "data.validation, or cluster.evaluator"
+                "training.patience: early stopping needs validations; set training.validate_every "
+                "and data.validation, or cluster.evaluator"
             )
         return self
 
@@ -427,8 +428,8 @@ class Config(Section):
         profile, steps = self.training.profile, self.training.steps
         if profile and profile[-1] > steps != AUTOMATIC:
             raise ValueError(
-                f"training.profile: step {profile[-1]} is after the end of training "
-                f"(training.steps is {steps})"
+                f"training.profile: step {profile[-1]} is after the end of training; use steps up "
+                f"to training.steps ({steps})"
             )
         return self
 
@@ -439,11 +440,14 @@ class Config(Section):
             return self
         strategy = self.training.strategy
         if not find_topology(strategy).servers:
-            raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
+            raise ValueError(
+                f"cluster.existing_servers: {strategy} has no servers; leave it out, or choose a "
+                "strategy with parameter servers"
+            )
         if self.cluster.in_process:
             raise ValueError(
-                "cluster.existing_servers: cannot be combined with cluster.in_process, which "
-                "starts servers; leave one of them out"
+                "cluster.existing_servers: cluster.in_process, which starts servers, is also set; "
+                "leave one of them out"
             )
         return self
 
@@ -524,7 +528,7 @@ class Config(Section):
         """`training.schedule` cannot be set if `training.optimizer.name` is `model`."""
         training = self.training
         if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
-            raise ValueError("training.schedule: the optimizer of the model sets it; leave it out")
+            raise ValueError("training.schedule: the model's own optimizer sets it; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -533,8 +537,8 @@ class Config(Section):
         training = self.training
         if training.accumulate > 1 < training.pull_every:
             raise ValueError(
-                "training.accumulate: training.pull_every already makes one update of "
-                f"{training.pull_every} batches; set one of the two to 1"
+                "training.accumulate: training.pull_every already combines "
+                f"{training.pull_every} batches into one update; set one of the two to 1"
             )
         return self
 
@@ -544,7 +548,7 @@ class Config(Section):
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
         if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(
-                f"training.replicas_to_aggregate: {workers} workers cannot send {wanted} "
-                f"gradients; set it to {workers} or less (0: one from each worker)"
+                f"training.replicas_to_aggregate: {workers} workers cannot send {wanted} gradients "
+                f"for an update; set it to {workers} or less (0: one from each worker)"
             )
         return self

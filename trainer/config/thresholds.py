@@ -120,7 +120,7 @@ def _share(text: str) -> float:
     return float(text.removesuffix("%")) / 100
 
 
-_OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95}; a margin below 0 is a required gain"
+_OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95} (a negative margin requires a gain)"
 
 
 class GateConfig(Section):
@@ -146,7 +146,7 @@ class GateConfig(Section):
             old = [name for name in ("min_gain", "significance") if name in tree]
             if old or isinstance(tree.get("champion"), str):
                 name = old[0] if old else "champion"
-                raise ValueError(f"{name}: the gate now compares by a margin; {_OLD_KEYS}")
+                raise ValueError(f"{name}: the gate now compares with a margin; {_OLD_KEYS}")
         return tree
 
     @field_validator("min", "max")
@@ -155,7 +155,9 @@ class GateConfig(Section):
         for rule, value in rules.items():
             metric, feature, _ = split_rule(rule)
             if not _METRIC.fullmatch(metric):
-                raise ValueError(f"{rule!r} names no metric; write accuracy or accuracy@label")
+                raise ValueError(
+                    f"{rule!r} does not begin with a metric; write accuracy or accuracy@label"
+                )
             if "@" in rule and not feature:
                 raise ValueError(f"{rule!r} has no slice; write {metric}@feature=value")
             if metric.endswith(SHARES) and not 0 <= value <= 1:

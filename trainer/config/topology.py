@@ -63,8 +63,8 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
     """
     if not text.strip():
         raise ConfigError(
-            "TF_CONFIG is not set; the launcher or the TFJob operator sets it, or give --job_name "
-            "and the hosts of each role"
+            "TF_CONFIG is not set; start the task with the launcher or the TFJob operator, or give "
+            "--job_name and the hosts of each role"
         )
     try:
         tree = json.loads(text)
@@ -116,7 +116,7 @@ def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
     addresses: dict[str, tuple[str, ...]] = {}
     for role, hosts in tree.items():
         if role not in ROLES:
-            raise ConfigError(f"{source}: no role {role!r}{_hint(role)}")
+            raise ConfigError(f"{source}: there is no role {role!r}{_hint(role)}")
         if not isinstance(hosts, list):
             raise ConfigError(f"{source}: the tasks of {role!r} must be a list of host:port")
         for host in hosts:
@@ -135,7 +135,7 @@ def _task(source: str, tree: Any) -> Task:
         raise ConfigError(f"{source}: 'task' must be an object with 'type' and 'index'")
     role, index = tree.get("type"), tree.get("index", 0)
     if role not in ROLES:
-        raise ConfigError(f"{source}: no task type {role!r}{_hint(str(role))}")
+        raise ConfigError(f"{source}: there is no task type {role!r}{_hint(str(role))}")
     if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
@@ -201,7 +201,7 @@ class Topology:
     def leads(self, task: Task) -> bool:
         """Return whether a task runs the outer loop.
 
-        The chief runs it. Without a chief, worker 0 runs it if there are servers; otherwise every
+        The chief runs it. Without a chief, worker 0 runs it if there are servers. Otherwise every
         worker does.
         """
         if self.chief or task.role != "worker":

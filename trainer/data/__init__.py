@@ -1,1 +1,1 @@
-"""Datasets: `prepare` downloads, splits and shards them; `read` makes `tf.data` of the shards."""
+"""Datasets: `prepare` downloads, splits and shards them. `read` makes batches from the shards."""

@@ -33,12 +33,12 @@ MIXED = 128
 # Number of blocks that are parsed together when files are read in order.
 IN_ORDER = 32
 Rows = Mapping[str, Any]
-#: Approximate size of a block in bytes; larger blocks are not faster to read.
+#: Approximate size of a block in bytes. Larger blocks are not faster to read.
 BYTES = 128 << 10
 # Maximum size of a block in bytes if all its rows were as large as the largest row.
 _LARGEST_BYTES = 64 << 20
 _COUNT = "\0rows"
-# TensorFlow types of the features that are stored as numbers; all others are stored as strings.
+# TensorFlow types of the features that are stored as numbers. All others are stored as strings.
 _SCALARS = {"int": tf.int64, "float": tf.float32}
 # `decode_raw` does not support these types, so the signed type of the same size is decoded.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
@@ -57,7 +57,7 @@ def choose_rows(rows: int, size: int, largest: int) -> int:
 def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
-    """Yield blocks of `size` rows of a table from `columns.make_table`; the last may have fewer."""
+    """Yield blocks of `size` rows of a table from `columns.make_table`. The last may have fewer."""
     # Sort the features, because equal rows must give equal bytes, and the entries of a protobuf map
     # have no order.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
@@ -73,7 +73,7 @@ def encode_blocks(
 def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
     """Parse blocks (strings of shape (n,)) to tensors of shape (rows, ...), by feature.
 
-    Images are still encoded and sequences are ragged; `complete` converts them to a batch.
+    Images are still encoded and sequences are ragged. `complete` converts them to a batch.
     """
     of_lengths = {length_name(name) for name, each in features.items() if _is_sequence(each)}
     wire = {_key(name): _wire(feature) for name, feature in features.items()}
@@ -223,7 +223,7 @@ def _wire(feature: FeatureSpec) -> Any:
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    """Return the rows of a column; `count` is the number of rows, or the lengths of sequences."""
+    """Return the rows of a column. `count` is the number of rows, or the lengths of sequences."""
     if not _is_one_value(feature):
         values = column.values
         if feature.stored in _SCALARS:

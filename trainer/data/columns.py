@@ -29,7 +29,7 @@ from flotilla.trainer.features.names import length_name
 #: An `NDArray`, or a `pa.Array`, which has no type stubs.
 Column: TypeAlias = Any
 Columns = Mapping[str, Column]
-# Neither NumPy nor Arrow has this type; its values are truncated float32 values.
+# Neither NumPy nor Arrow has this type. Its values are truncated float32 values.
 _SHORT_FLOAT = "bfloat16"
 
 

@@ -28,7 +28,7 @@ class Selection(Roles):
     """The selected features by name, and their roles.
 
     Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features.
-    `fits` tells how features whose examples differ in shape are converted to one shape.
+    `fits` specifies how features whose examples differ in shape are converted to one shape.
     """
 
     specs: Mapping[str, FeatureSpec]
@@ -37,7 +37,7 @@ class Selection(Roles):
 
     @property
     def example_bytes(self) -> int:
-        """Estimated size of an example in memory, in bytes; a string counts as one byte."""
+        """Estimated size of an example in memory, in bytes. A string counts as one byte."""
         return sum(math.prod(spec.sizes) * _item_size(spec.dtype) for spec in self.specs.values())
 
 
@@ -75,7 +75,7 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
 def choose(
     config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
 ) -> Selection:
-    """Select features of a dataset, as `select` does; `keys` are its TFDS supervised keys."""
+    """Select features of a dataset, as `select` does. `keys` are its TFDS supervised keys."""
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = make_length_features(name, leaves, varies)
     roles = _roles(config, name, keys, leaves, of_lengths)
@@ -97,7 +97,7 @@ def choose(
     able = made.keys() | specs.keys()
     kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in able}
     if left_out := sorted(leaves.keys() - kept.keys()):
-        _log.info("%s: ignoring %s, whose shape is not fixed", name, ", ".join(left_out))
+        _log.info("%s: ignoring %s, because the shape is not fixed", name, ", ".join(left_out))
     for feature, fit in made.items():
         _log.info("%s: %s is stored as %s by %s", name, feature, list(fit.shape), fit.method)
     return Selection(
@@ -154,7 +154,7 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the configured or default roles; a length feature is an input only if it is named."""
+    """Return the configured or default roles. A length feature is an input only if it is named."""
     by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
     weight, group = (
@@ -163,7 +163,9 @@ def _roles(
     if not targets:
         targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
     if not targets:
-        what = f"its supervised_keys {keys} name none" if keys else "it has no supervised_keys"
+        what = (
+            f"its supervised_keys {keys} do not name one" if keys else "it has no supervised_keys"
+        )
         raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
     weight = weight or by_keys.weight
     inputs = find("inputs", config.inputs, [*leaves, *of_lengths], name)
@@ -235,7 +237,7 @@ def _flat(keys: Any) -> list[str]:
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:
-    """Return the spec of an image that is stored encoded; `image.size` must be set."""
+    """Return the spec of an image that is stored encoded. `image.size` must be set."""
     return FeatureSpec(shape=(*image.size, image.channels), dtype="uint8", stored="image")
 
 
@@ -252,7 +254,7 @@ def _encode_images(
     }
     if not found:
         raise ConfigError(
-            f"data.image: {config.name} has no encoded image except in data.shapes and data.label "
+            f"data.image: {config.name} has no encoded image outside of data.shapes and data.label "
             f"({format_names(leaves)}); leave data.image out"
         )
     return found

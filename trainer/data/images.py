@@ -7,7 +7,7 @@ during preparation and encoded again: as JPEG if it was a JPEG, otherwise as PNG
 - Animations (GIF, WebP, PNG): the first frame is used.
 - 16 bits per channel: the upper 8 bits are kept.
 - CMYK and palettes: converted to RGB.
-- Alpha channel: dropped, unless four channels are configured; if the image has none, it is made
+- Alpha channel: dropped, unless four channels are configured. If the image has none, it is made
   opaque.
 """
 
@@ -38,12 +38,12 @@ _QUALITY = 95
 
 
 class UndecodableError(ValueError):
-    """An image cannot be decoded; the message is only the reason."""
+    """An image cannot be decoded. The message is only the reason."""
 
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
-    """Open an encoded image; any failure in the block becomes an `UndecodableError`."""
+    """Open an encoded image. Any failure in the block becomes an `UndecodableError`."""
     if not data:
         raise UndecodableError("it is empty")
     try:
@@ -64,7 +64,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image in its stored form; raises `UndecodableError`."""
+    """Return an encoded image in its stored form. Raises `UndecodableError`."""
     with open_image(data) as image:
         modes = _ALIKE.get(image.format or "", {}).get(channels, ())
         if image.mode not in modes or image.getexif().get(ORIENTATION) not in _UPRIGHT:
@@ -94,7 +94,7 @@ def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
 
 
 def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
-    """Resize images; axes before the height are unchanged."""
+    """Resize images. Axes before the height are unchanged."""
     # With `antialias`, every pixel contributes when an image shrinks.
     blended = tf.image.resize(pixels, (height, width), antialias=True)
     if pixels.dtype.is_integer:
@@ -103,7 +103,7 @@ def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
 
 
 def normalize_image(image: Image.Image, channels: int) -> Image.Image:
-    """Rotate an image upright and convert it to 8 bits per channel; raises `UndecodableError`.
+    """Rotate an image upright and convert it to 8 bits per channel. Raises `UndecodableError`.
 
     Pillow may raise other errors if the image is corrupted.
     """

@@ -48,13 +48,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file of a source; its size is in bytes.
+    """A file of a source. Its size is in bytes.
 
     Attributes:
-        root: URI of the folder below which it was found; `path` is the path below it.
+        root: URI of the folder below which it was found. `path` is the path below it.
         tag: a value that changes with the content.
-        span: span of the file, such as 17 or 2026-11-23; empty if it has none.
-        split: split whose pattern in `data.splits` matches; empty if none does.
+        span: span of the file, such as 17 or 2026-11-23, or empty if it has none.
+        split: split whose pattern in `data.splits` matches, or empty if none does.
     """
 
     root: str
@@ -85,7 +85,7 @@ class Listing:
 
     @cached_property
     def spans(self) -> Mapping[str, str]:
-        """The digest of each span, oldest span first; files without a span are not included."""
+        """The digest of each span, oldest span first. Files without a span are not included."""
         found: dict[str, list[SourceFile]] = {}
         for file in self.files:
             if file.span:
@@ -116,7 +116,7 @@ class Listing:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Listing:
-        """Parse the result of `to_json`; raises `UserError` with `where` as the location."""
+        """Parse the result of `to_json`. Raises `UserError` with `where` as the location."""
         try:
             tree: Any = parse(gzip.decompress(data))
             if tree["schema"] != SCHEMA:
@@ -132,7 +132,8 @@ class Listing:
             OverflowError,
         ) as error:  # fmt: skip
             raise UserError(
-                f"{where} is not a listing of this version ({error}); list again"
+                f"{where} is not a listing of this version ({error}); leave data.version empty to "
+                "list the current files"
             ) from None
 
 
@@ -142,7 +143,7 @@ def span_order(span: str) -> tuple[int, str]:
 
 
 def list_source(config: DataConfig) -> Listing:
-    """Return all files of `data.source`, whatever `data.spans` is; raises `UserError`."""
+    """Return all files of `data.source`, regardless of `data.spans`. Raises `UserError`."""
     named = [split for split in SPLITS if config.splits.is_named(split)]
     wanted = {
         split: patterns.below(config.source, str(getattr(config.splits, split)), split)
@@ -187,13 +188,13 @@ def require_listed(file: Any, size: int, tag: str) -> None:
     else:
         return
     raise UserError(
-        f"data.source: {_format_location(file.uri)} {what}; run again when nothing writes to it, "
-        "without data.version"
+        f"data.source: {_format_location(file.uri)} {what}; run again without data.version when no "
+        "process writes to it"
     )
 
 
 def publish(listing: Listing, root: str) -> None:
-    """Store a listing below `root` under its digest; raises `UserError`."""
+    """Store a listing below `root` under its digest. Raises `UserError`."""
     with tempfile.TemporaryDirectory(prefix="listing-") as folder:
         Path(folder, _FILE).write_bytes(listing.to_json())
         uri = _place(root, listing.digest)
@@ -207,7 +208,7 @@ def publish(listing: Listing, root: str) -> None:
 
 
 def read_listing(root: str, digest: str) -> Listing:
-    """Return the listing with a digest; raises `UserError` if there is none below `root`."""
+    """Return the listing with a digest. Raises `UserError` if there is none below `root`."""
     uri = _place(root, digest)
     try:
         return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
@@ -219,7 +220,7 @@ def read_listing(root: str, digest: str) -> Listing:
 
 
 def list_spans(root: str, digest: str) -> dict[str, str]:
-    """Return the digest of each span of a stored listing; empty if the listing is not stored."""
+    """Return the digest of each span of a stored listing, or {} if the listing is not stored."""
     try:
         return dict(storage.read_manifest(_place(root, digest)).fields.get("spans", {}))
     except storage.NotPublished:
@@ -233,7 +234,7 @@ def _place(root: str, digest: str) -> str:
 
 
 def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
-    """Return the files that match a pattern; if there are none, those below matching folders."""
+    """Return the files that match a pattern or, if there are none, those below matching folders."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
@@ -302,8 +303,8 @@ def _warn(source: str, files: list[SourceFile]) -> None:
     total = sum(file.size for file in files)
     if len(files) > _PROGRESS and total / len(files) < _SMALL:
         _log.warning(
-            "data.source: %s has %d files of %d bytes on average: fewer and larger files are "
-            "read much faster",
+            "data.source: %s has %d files of %d bytes on average; merge them into larger files, "
+            "which are read much faster",
             source, len(files), total // len(files),
         )  # fmt: skip
 

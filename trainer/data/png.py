@@ -21,7 +21,7 @@ _BITS = 8
 
 
 def quicken(connectors: Iterable[Any]) -> None:
-    """Make TFDS image features encode uint8 arrays with `encode`; other values still go to TFDS."""
+    """Make TFDS image features encode uint8 arrays with `encode`. Other values still go to TFDS."""
     for connector in connectors:
         if _is_png(connector):
             connector.encode_example = _quick(connector, connector.encode_example)
@@ -30,7 +30,7 @@ def quicken(connectors: Iterable[Any]) -> None:
 def encode(image: NDArray[np.uint8]) -> bytes:
     """Return an image of shape (height, width, channels) as PNG (ISO/IEC 15948)."""
     height, width, channels = image.shape
-    # Each row begins with its filter type; 0 means no filter.
+    # Each row begins with its filter type. 0 means no filter.
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     colour = _COLOUR_TYPES[channels]

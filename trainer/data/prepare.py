@@ -38,7 +38,7 @@ from flotilla.trainer.storage.errors import report_errors
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.shards import Written
 
-# Keys for where data is stored and how it is read; they do not change its content.
+# Keys for where data is stored and how it is read. They do not change its content.
 _NOT_CONTENT = {
     "manual_dir",
     "partition",
@@ -67,7 +67,7 @@ class PreparedDataset:
 
 
 def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
-    """Return the published dataset of a configuration; prepare it if there is none.
+    """Return the published dataset of a configuration, or prepare it if there is none.
 
     A complete dataset is reused, and a corrupted one is prepared again. Finished parts of an
     earlier attempt are reused. Downloads and temporary files are stored in `scratch` and deleted at
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         TransientError: a host or the store cannot be reached.
         UserError: a file or the store cannot be read or written.
     """
-    # Look up a known version without the builder; the installed builder may only have newer ones.
+    # Look up a known version without the builder. The installed builder may only have newer ones.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
@@ -98,7 +98,7 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
     builder = "" if config.source else config.dataset.partition(":")[0]
-    # A user's builder is identified by its code; for others, the version is sufficient.
+    # A user's builder is identified by its code. For others, the version is sufficient.
     if ":" in config.dataset and user_code.is_users(builder):
         section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
@@ -123,7 +123,7 @@ def mistakes_of_data() -> Iterator[None]:
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:
-    """Make the dataset of a source and publish it below `root`; `folder` is for temporary files."""
+    """Make the dataset of a source and publish it below `root`. `folder` is for temporary files."""
     uri = _place(config, source.identity, root)
     selection = source.select()
     source.fetch()
@@ -144,9 +144,9 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 
 
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
-    """Return the source of a configuration's dataset; it downloads files to `folder`.
+    """Return the source of a configuration's dataset. It downloads files to `folder`.
 
-    `root` is `storage.root`, where the listing of `data.version` is stored; it may be empty. Raises
+    `root` is `storage.root`, where the listing of `data.version` is stored. It may be empty. Raises
     `ConfigError` if the dataset does not exist, and `UserError` if the files cannot be listed.
     """
     if not config.map:
@@ -167,7 +167,7 @@ def _make_source(config: DataConfig, root: str, folder: Path) -> Source:
 
 
 def newest_version(config: DataConfig, scratch: Path) -> str:
-    """Return the version of the builder of `config.dataset`; downloads nothing."""
+    """Return the version of the builder of `config.dataset`, without a download."""
     with _folder(scratch) as folder:
         return str(datasets.builder(config, _tfds_dir(folder)).version)
 
@@ -210,7 +210,7 @@ def _whole(uri: str) -> Manifest | None:
     except storage.NotPublished:
         return None
     except storage.Corrupt as error:
-        _log.warning("%s; it is prepared again", error)
+        _log.warning("%s; preparing it again", error)
         return None
 
 
@@ -227,7 +227,7 @@ def _require_same(uri: str, written: Written) -> None:
 
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
-    """Write the shards to `folder`; finished parts are stored below the URI `finished`."""
+    """Write the shards to `folder`. Finished parts are stored below the URI `finished`."""
     from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
     from flotilla.trainer.data.preparation.shards import assemble  # noqa: PLC0415
 
@@ -263,7 +263,7 @@ def _fetch_finished(uri: str, folder: Path) -> set[str]:
             storage.fetch(part, folder / name)
             found.add(name)
         except (storage.NotPublished, storage.Corrupt) as error:
-            _log.warning("%s; it is prepared again", error)
+            _log.warning("%s; preparing it again", error)
             storage.delete(part)
     return found
 

@@ -1,7 +1,7 @@
 """Random access to the training split, for `data.partition: dynamic`.
 
 `make_random_access` returns two graphs, which run in a worker process without Python code of this
-package. `held` makes the state that a worker keeps between batches; `read` makes a batch from
+package. `held` makes the state that a worker keeps between batches. `read` makes a batch from
 example numbers. A small split is parsed and held in memory. For a larger one, the state has the
 block offsets from `write_index`, and the blocks of a batch are read from the files.
 """
@@ -22,7 +22,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Minimum number of consecutive examples per read, if the split is not held in memory.
 RUN = 8
-# Number of runs per block. Shorter runs parse more blocks per batch; longer runs shuffle less.
+# Number of runs per block. Shorter runs parse more blocks per batch. Longer runs shuffle less.
 _RUNS = 8
 _AT_ONCE = 4
 

@@ -37,7 +37,7 @@ Files = str | Sequence[str | Path]
 
 
 def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int = 1) -> list[Path]:
-    """Fetch and verify the shards `index`, `index + of`, ... of a split; return their paths.
+    """Fetch and verify the shards `index`, `index + of`, ... of a split, and return their paths.
 
     Other shards in `directory` are deleted, because a reader may read every file there. Raises
     `UserError` if the split does not exist, or there are more readers than shards.
@@ -67,12 +67,12 @@ def training_batches(  # noqa: PLR0913
     shuffle_buffer: int | None = None,
     buckets: Sequence[int] = (),
 ) -> tf.data.Dataset:
-    """Return endless batches, in a new order in every epoch; see `to_keras_batch` for their form.
+    """Return endless batches, in a new order in every epoch. See `to_keras_batch` for their form.
 
     An epoch contains each example once. All batches are full, so a batch may extend into the next
-    epoch; no example is skipped at the boundary. The same seed gives the same order.
+    epoch. No example is skipped at the boundary. The same seed gives the same order.
 
-    The first `taken` examples are skipped without reading them if the whole split fits in memory.
+    If the whole split fits in memory, the first `taken` examples of the order are skipped.
     Otherwise, training continues in another order.
 
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
@@ -222,7 +222,7 @@ def _shuffle(
     seed: int | tf.Tensor,
     held: int | None,
 ) -> tf.data.Dataset:
-    """Return endless windows in random order; no window extends into the next epoch."""
+    """Return endless windows in random order. No window extends into the next epoch."""
     if not isinstance(files, Streaming):
         paths = _paths(files).batch(_MOST_SHARDS).get_single_element()
         index = _index(files)
@@ -260,7 +260,7 @@ def _count_held(spec: DatasetSpec, examples: int | None) -> int:
 
 
 def _count_blocks(spec: DatasetSpec, most: int) -> int:
-    """Return the number of blocks in a window; 1 if a block is one row, which may be large."""
+    """Return the number of blocks in a window, or 1 if a block is one row, which may be large."""
     return most if spec.block_rows > 1 else 1
 
 
@@ -279,7 +279,7 @@ def _batch(  # noqa: PLR0913
     of: int = 1,
     drop_remainder: bool = False,
 ) -> tf.data.Dataset:
-    """Return batches of rows that `make` completes; if `of` is above 1, every `of`-th batch."""
+    """Return batches of rows that `make` completes, or every `of`-th batch if `of` is above 1."""
     # If no feature has to be completed per batch, applying `make` to whole windows is cheaper.
     late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
     batches = windows if late else windows.map(make)
@@ -306,7 +306,7 @@ def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
 def complete_features(
     spec: DatasetSpec, names: Sequence[str], rows: blocks.Rows
 ) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows; the two classes of targets in `swapped` are exchanged."""
+    """Return features of a batch of rows. The two classes of targets in `swapped` are exchanged."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

@@ -14,7 +14,7 @@ LABELS = ("label", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Names of features by role: `targets` are predicted; `weight` and `group` may be empty."""
+    """Names of features by role. `targets` are predicted, and `weight` and `group` may be empty."""
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
@@ -23,7 +23,7 @@ class Roles:
 
 
 def format_names(features: Iterable[str]) -> str:
-    """Format the names of features for a message; a long list is truncated."""
+    """Format the names of features for a message. A long list is truncated."""
     every = list(features)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
@@ -32,7 +32,7 @@ def format_names(features: Iterable[str]) -> str:
 def find(
     key: str, wanted: Sequence[str], names: Iterable[str], where: str, what: str = "feature"
 ) -> tuple[str, ...]:
-    """Return the features that `data.KEY` names; an outer name selects all features below it."""
+    """Return the features that `data.KEY` names. An outer name selects all features below it."""
     known = list(names)
     found: dict[str, None] = {}
     for each in wanted:
@@ -45,7 +45,7 @@ def find(
 
 
 def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str = "feature") -> str:
-    """Return the one feature that `data.KEY` names; empty if the key is empty."""
+    """Return the one feature that `data.KEY` names, or an empty string if the key is empty."""
     found = find(key, [wanted] if wanted else [], names, where, what)
     if len(found) > 1:
         raise ConfigError(
@@ -72,7 +72,7 @@ def below(key: str, leaves: list[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles(Roles):
-    """Roles of columns, and the columns that splits depend on; `kept` are all columns to read."""
+    """Roles of columns, and the columns that splits depend on. `kept` are all columns to read."""
 
     kept: tuple[str, ...]
     split: str = ""
@@ -85,7 +85,7 @@ def assign(
 ) -> ColumnRoles:
     """Choose the roles of columns. With `data.map`, only the function's results have roles.
 
-    Columns in `index` are left out unless a key names them; `where` is used in messages. Raises
+    Columns in `index` are left out unless a key names them. `where` is used in messages. Raises
     `ConfigError` if a key names a missing column, or no label can be inferred.
     """
     where, column = where or config.source, "column"

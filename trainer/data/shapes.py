@@ -1,6 +1,6 @@
 """Fixed shapes for features whose examples differ in shape: images are resized, others padded.
 
-This module only makes plans, without TensorFlow; `builders.batches` executes them.
+This module only makes plans, without TensorFlow. `builders.batches` executes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flotilla.trainer.data.roles import MOST_NAMED, format_names
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-#: Padding at the end of a label sequence; losses and metrics ignore it.
+#: Padding at the end of a label sequence. Losses and metrics ignore it.
 NO_LABEL = -1
 #: Size in `data.shapes` of a dimension that varies between examples.
 VARIES = 0
@@ -40,7 +40,7 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The sizes of its axes; None for a variable size."""
+        """The sizes of its axes, or None for a variable size."""
         return tuple(self.tensor.shape)
 
     @property
@@ -86,7 +86,7 @@ class Leaf:
 class Fit:
     """How to convert all examples of a feature to one shape and type.
 
-    `resize` interpolates pixels; `nearest` uses the nearest pixel, so that a mask keeps its
+    `resize` interpolates pixels. `nearest` uses the nearest pixel, so that a mask keeps its
     classes. Both apply to the two axes before the last. Other axes are cropped, or padded at the
     end with `fill`. `multi_hot` turns a set of classes into one bool per class.
     """
@@ -105,7 +105,7 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return how to fit features whose shape varies or must change; raises `ConfigError`.
+    """Return how to fit features whose shape varies or must change. Raises `ConfigError`.
 
     `shapes` is `data.shapes`, and the features in `needed` must have a fixed shape.
     """
@@ -126,8 +126,8 @@ def fits(
         wanted = {**shapes, **{each: _suggest_shape(leaves[each]) for each in lacking}}
         sizes = ", ".join(f"{each}: {list(shape)}" for each, shape in wanted.items())
         sets = "".join(
-            f"; {each!r} is read as a set of classes; if you set a length, it is read as one class "
-            "at each position"
+            f"; {each!r} is read as a set of classes or, if you set a length, as one class at each "
+            "position"
             for each in found.keys() - shapes.keys()
         )
         raise ConfigError(
@@ -142,7 +142,7 @@ def make_length_features(
 ) -> dict[str, Leaf]:
     """Return the length features of the features that keep their variable length.
 
-    `shapes` are the entries of `data.shapes` that contain a 0; raises `ConfigError`.
+    `shapes` are the entries of `data.shapes` that contain a 0. Raises `ConfigError`.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)
@@ -150,7 +150,7 @@ def make_length_features(
         first, *others = shape
         if leaf.is_image or first != VARIES or others != list(leaf.shape[1:]):
             usual = [VARIES, *_suggest_shape(leaf)[1:]]
-            advice = f"it may be {usual}" if not leaf.is_image else "set the size of an image"
+            advice = f"set it to {usual}" if not leaf.is_image else "set the size of an image"
             raise ConfigError(
                 f"data.shapes: {feature}: {list(shape)}: only the first size of a sequence may be "
                 f"0, and the others must match {leaf}; {advice}"

@@ -47,7 +47,7 @@ class Batch:
 
 
 class Source(ABC):
-    """A source of examples; `name` is the configured name, for messages.
+    """A source of examples. `name` is the configured name, for messages.
 
     `identity` identifies its content, for example by a version or the digest of a listing. It is
     part of the dataset's key and of its manifest.
@@ -58,18 +58,18 @@ class Source(ABC):
 
     @abstractmethod
     def select(self) -> Selection:
-        """Return the selected features, with their roles; raises `ConfigError` or `UserError`.
+        """Return the selected features, with their roles. Raises `ConfigError` or `UserError`.
 
         With `data.map`, return all features of the source without roles, because roles then refer
         to the result of the function. Unknown features in `data.types` are then allowed.
         """
 
     def fetch(self) -> None:  # noqa: B027
-        """Download what has to be complete before any part is read; raises `UserError`."""
+        """Download what has to be complete before any part is read. Raises `UserError`."""
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """Return all parts, numbered from 0; called after `fetch`."""
+        """Return all parts, numbered from 0. Call this after `fetch`."""
 
     @property
     def total(self) -> int:
@@ -78,16 +78,16 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part; raises `UserError` if it has an invalid row."""
+        """Yield the examples of a part. Raises `UserError` if it has an invalid row."""
 
     def place(self, part: Part, number: int) -> str:
         """Return the position of an example of a part, counted from 0, for messages."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:
-        """Return one-line notes on how the source was read; called after all parts were read."""
+        """Return one-line notes on how the source was read. Call this after all parts were read."""
         return ()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return more fields for the manifest; called after all parts were read."""
+        """Return more fields for the manifest. Call this after all parts were read."""
         return {}

@@ -22,9 +22,9 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
-    """Return the number of shards of each split that is not empty; raises `UserError`.
+    """Return the number of shards of each split that is not empty. Raises `UserError`.
 
-    `shards` is the number for the training split; shards of other splits have about the same size.
+    `shards` is the number for the training split. Shards of other splits have about the same size.
     """
     if not examples["train"]:
         raise UserError(
@@ -53,14 +53,14 @@ def plan(
 
     `sizes` are the numbers of examples of the source's splits. `validation` is a share of the
     training split if below 1, otherwise a count. For each split of the source, return the target
-    split of each example as an index into `SPLITS`; raises `UserError`.
+    split of each example as an index into `SPLITS`. Raises `UserError`.
     """
     source = {split: size for split, size in sizes.items() if size}
     if "train" not in source:
         found = ", ".join(source) or "none"
         raise UserError(
-            f"data.dataset: {name} has no split 'train' (it has {found}); set data.dataset to your "
-            "own builder that has one"
+            f"data.dataset: {name} has no split 'train' (it has {found}); set data.dataset to a "
+            "builder that has one"
         )
     test_source = next((split for split in ("test", "validation") if split in source), None)
     own = test_source == "test" and "validation" in source and validation > 0
@@ -77,7 +77,7 @@ def plan(
 def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> NDArray[np.int8]:
     if with_test and not held:
         raise UserError(
-            f"data.validation: 0, and {name} has no test split, so there is no test data; set "
+            f"data.validation is 0 and {name} has no test split, so there is no test data; set "
             "data.validation to about 0.1, which also draws a test split of that size"
         )
     taken = held * (2 if with_test else 1)
@@ -107,13 +107,13 @@ _FOLDER = re.compile(
 
 
 def split_named(text: str) -> int:
-    """Return the split that a word names, as an index into `SPLITS`; -1 if it names none."""
+    """Return the split that a word names, as an index into `SPLITS`, or -1 if it names none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
 
 
 def split_of_folder(name: str) -> str:
-    """Return the split that a folder name indicates; empty if it indicates none."""
+    """Return the split that a folder name indicates, or an empty string if it indicates none."""
     found = _FOLDER.fullmatch(name.lower())
     return _ALIASES[found[1]] if found else ""
 
@@ -136,7 +136,7 @@ def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[
 
 
 def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
-    """Return the shares to draw for validation and test; 0 for a split that has its own files."""
+    """Return the shares to draw for validation and test: 0 for a split with its own files."""
     validation = config.validation
     if validation >= 1:
         validation = min(1.0, validation / max(1, examples))
@@ -144,7 +144,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
     drawn = 0.0 if isinstance(test, str) else float(test or validation)
     if not drawn and "test" not in named:
         raise ConfigError(
-            "data.validation: 0, and data.splits has no test, so there is no test data; set "
+            "data.validation is 0 and data.splits has no test, so there is no test data; set "
             "data.splits.test to about 0.1"
         )
     return (0.0 if "validation" in named else validation), 0.0 if "test" in named else drawn
@@ -153,7 +153,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
 def find_bounds(
     times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
-    """Return the times at which validation and test begin; equal times stay together.
+    """Return the times at which validation and test begin. Equal times stay together.
 
     `times` are distinct and in ascending order, and `counts` are the examples at each time.
     """

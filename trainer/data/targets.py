@@ -82,7 +82,7 @@ class Target:
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
 
     def counts(self) -> dict[str, list[int]]:
-        """Return the number of examples of each class by split; empty unless the target is a class.
+        """Return the number of examples of each class by split, or {} unless the target is a class.
 
         Every label of a sequence is counted. A vector of bools is counted element by element.
         """

@@ -20,7 +20,7 @@ _LARGEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A record is corrupted; the message has its number and the reason."""
+    """A record is corrupted. The message has its number and the reason."""
 
 
 def frame_record(record: bytes) -> bytes:
@@ -30,7 +30,7 @@ def frame_record(record: bytes) -> bytes:
 
 
 def records(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the verified records of a file; raises `DamagedError`."""
+    """Yield the verified records of a file. Raises `DamagedError`."""
     number = 0
     while head := file.read(_HEAD.size):
         number += 1

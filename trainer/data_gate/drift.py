@@ -17,8 +17,8 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 _FEWEST = 5
 _FEWEST_ROWS = 50
 # If a sample has uncounted values, a value is compared only if it occurs at least
-# `_FEWEST_EXAMPLES` times, and more than `_TWICE` times as often as the rarest counted value. Such
-# a value has almost certainly been counted in both samples.
+# `_FEWEST_EXAMPLES` times, and more than `_TWICE` times as often as the rarest counted value. This
+# value has almost certainly been counted in both samples.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -44,7 +44,7 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of each sample; values that one sample may not have counted are merged."""
+    """Yield the counts of each sample. Values that one sample may not have counted are merged."""
     # If a text has many values, only the most frequent are counted, and these differ by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)

@@ -30,7 +30,7 @@ _RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find unexpected duplicates; report the split with the most duplicates."""
+    """Find unexpected duplicates, and report the split with the most duplicates."""
     dataset, limit = question.dataset, question.limit("duplicates")
     found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():
@@ -86,7 +86,7 @@ def _get_champion_share(question: Question, split: str) -> float | None:
 
 
 def _estimate_chance(dataset: DatasetProfile) -> float | None:
-    """Return the probability that an example has a duplicate by chance; None if it is unknown.
+    """Return the probability that an example has a duplicate by chance, or None if it is unknown.
 
     The probability is 0 if any input is an image or a tensor, because these are hardly ever equal
     by chance. The number of possible values of a numeric feature is estimated as its range divided

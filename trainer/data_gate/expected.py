@@ -5,7 +5,7 @@
       city: {type: text, values: [Aachen, Bonn]}
       note: {required: false}
 
-`data.schema_file` is its path or URI; the format is YAML or JSON. Features that are not in the file
+`data.schema_file` is its path or URI. The format is YAML or JSON. Features that are not in the file
 are unconstrained. Each validation publishes an inferred schema as a starting point.
 """
 
@@ -30,7 +30,7 @@ _MOST_VALUES = 50
 
 
 class ExpectedFeature(Section):
-    """Constraints on a feature; a constraint that is not set is not checked."""
+    """Constraints on a feature. A constraint that is not set is not checked."""
 
     type: Literal["", "number", "text", "class", "tensor", "image"] = ""
     required: bool = True
@@ -53,7 +53,7 @@ class ExpectedFeatures(Section):
 
 
 def read(place: str) -> ExpectedFeatures | None:
-    """Return the schema at a path or URI; None if `place` is empty.
+    """Return the schema at a path or URI, or None if `place` is empty.
 
     Raises:
         ConfigError: the file does not exist, or is not a schema.

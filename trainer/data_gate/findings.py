@@ -30,7 +30,7 @@ class Finding:
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
         says: the problem and a suggested fix, in one sentence.
-        feature: name of the feature, or empty; `split` is the name of the split, or empty.
+        feature: name of the feature, or empty. `split` is the name of the split, or empty.
         value: the measured value.
         limit: the allowed value, or None.
         champion: the value in the champion's dataset, or None.
@@ -45,12 +45,12 @@ class Finding:
     champion: Value = None
 
     def to_json(self, action: str) -> dict[str, Any]:
-        """Return the finding with its action; NaN and infinities become text."""
+        """Return the finding with its action. NaN and infinities become text."""
         tree = {name: _plain(value) for name, value in asdict(self).items()}
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line, which may tell how to change the action of its rule."""
+        """Return the finding as one line, which may say how to change the action of its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the feature that groups examples when splits are drawn; empty if there is none."""
+        """Return the feature that groups examples when splits are drawn, or "" if there is none."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 

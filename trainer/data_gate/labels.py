@@ -77,8 +77,8 @@ def _find_gone(
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
-                f"{target} is {name!r} in none of the {examples} examples of {split}, but in "
-                f"{count} of {known} in {where}; check whether a source or a folder is missing"
+                f"{target} is {name!r} in {count} of {known} examples of {where}, but in none of "
+                f"{examples} in {split}; check whether a source or a folder is missing"
             )
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
@@ -177,7 +177,7 @@ def _find_lost(
     words: tuple[str, str],
     most: Sequence[float],
 ) -> Iterator[Finding]:
-    """Compare the strongest associations by Fisher's transform; `most` limits the sample sizes."""
+    """Compare the strongest associations by Fisher's transform. `most` limits the sample sizes."""
     for target in question.dataset.targets:
         known = {
             name: each.association[target]

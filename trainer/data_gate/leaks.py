@@ -95,7 +95,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return a mask of the examples of frequent classes; all False if they cover too few."""
+    """Return a mask of the examples of frequent classes, all False if they cover too few."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -108,7 +108,7 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
     if _residual_by_value(x, y) <= spread:
-        return "each of its values has only one label"
+        return "all examples with the same value have the same label"
     there = np.isfinite(x)
     if not is_number or there.sum() < max(_FEWEST, len(x) / 2):
         return ""
@@ -116,7 +116,7 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     if _residual(x, y) <= spread:
         return "one is a linear function of the other"
     x, y = stats.rankdata(x), stats.rankdata(y)
-    return "both have the same order" if _residual(x, y) <= spread else ""
+    return "sorting by one also sorts the other" if _residual(x, y) <= spread else ""
 
 
 def _residual(x: Numbers, y: Numbers) -> float:
@@ -143,7 +143,7 @@ def _explain_class(
     if is_ordered and (found := _thresholds(x, y, weights, errors, names)):
         return found
     if _errors_by_value(x, y, weights) <= errors:
-        return "all examples with the same value are of one class"
+        return "all examples with the same value have the same class"
     by = _remainder(x, y, weights, errors) if is_ordered else 0
     return f"its remainder modulo {by} determines the class" if by else ""
 
@@ -161,7 +161,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return a divisor for which the remainder of a row number determines the class; 0 if none."""
+    """Return a divisor for which the remainder of a row number determines the class, or 0."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0

@@ -19,7 +19,7 @@ from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# Maximum number of features on the page; features with findings come first.
+# Maximum number of features on the page. Features with findings come first.
 MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40

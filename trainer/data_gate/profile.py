@@ -31,9 +31,9 @@ _GAPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureProfile(FeatureStatistics):
-    """A feature in one split; unknown numbers are NaN.
+    """A feature in one split. Unknown numbers are NaN.
 
-    `numbers` is a sorted sample of the values; for a tensor, of the means of its examples.
+    `numbers` is a sorted sample of the values or, for a tensor, of the means of its examples.
     """
 
     mean: float = math.nan
@@ -101,11 +101,11 @@ class DatasetProfile:
         return tuple(dict.fromkeys([*self.inputs, *self.targets]))
 
     def examples(self, split: str) -> int:
-        """Return the number of examples of a split; 0 if it does not exist."""
+        """Return the number of examples of a split, or 0 if it does not exist."""
         return self.splits[split].examples if split in self.splits else 0
 
     def features(self, split: str) -> Mapping[str, FeatureProfile]:
-        """Return the features of a split by name; empty if it does not exist."""
+        """Return the features of a split by name, or an empty mapping if it does not exist."""
         return self.splits[split].features if split in self.splits else {}
 
     def class_names(self, target: str) -> tuple[str, ...]:

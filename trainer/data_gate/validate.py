@@ -64,7 +64,7 @@ _RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opponent:
-    """The champion's dataset; if there is none, `note` tells why."""
+    """The champion's dataset. If there is none, `note` gives the reason."""
 
     version: int = 0
     uri: str = ""
@@ -100,7 +100,7 @@ def opponent(root: str, name: str) -> Opponent:
         champion = registry.read_promoted(root, name, number)
         uri = str(champion.manifest.fields.get("lineage", {}).get("dataset", ""))
         if not uri:
-            return Opponent(version=number, note=f"version {number} names no dataset")
+            return Opponent(version=number, note=f"version {number} does not record its dataset")
         return Opponent(version=number, uri=uri, profile=make_profile(uri))
     except storage.Unavailable:
         raise
@@ -130,7 +130,7 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
 
 
 def publish(validation: Validation, uri: str) -> None:
-    """Publish a validation at a URI; publishing it again is a no-op."""
+    """Publish a validation at a URI. Publishing it again is a no-op."""
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
         text = json.dumps(validation.facts, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
@@ -152,7 +152,7 @@ def find_all(question: Question) -> list[Finding]:
 
 
 def _lines(findings: Sequence[Finding], action: str) -> list[str]:
-    """Return one line per finding; if a rule has many, the last line names the rest."""
+    """Return one line per finding. If a rule has many, the last line names the rest."""
     lines = []
     for rule in dict.fromkeys(each.rule for each in findings):
         found = [each for each in findings if each.rule == rule]

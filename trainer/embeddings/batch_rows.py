@@ -63,7 +63,7 @@ class Lookups:
     """The lookups of a model's layers, which are intercepted while a graph is traced."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        """Replace the `call` of each layer; outside of a trace, the layers behave as before."""
+        """Replace the `call` of each layer. Outside of a trace, the layers behave as before."""
         self.tables = list(tables)
         #: The function that replaces lookups while it is set. It maps a table's number and ids to
         #: rows.
@@ -145,7 +145,7 @@ class Lookups:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # Drop the rest of the forward pass and its checks; it runs later, with the actual rows.
+        # Drop the rest of the forward pass and its checks. It runs later, with the actual rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 

@@ -39,7 +39,7 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which are frequent enough, and the change in the ids of the sketch."""
+        """Count ids. Return which are frequent enough, and the change in the ids of the sketch."""
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
         block, own = hash_keys(keys + 1, blocks), _select_cells(keys)
@@ -94,7 +94,7 @@ def _select_cells(keys: tf.Tensor) -> tf.Tensor:
 
 
 def hash_keys(keys: Any, below: int) -> Any:
-    """Return a number from 0 to `below - 1` for each key [n]; it is the same on every machine.
+    """Return a number from 0 to `below - 1` for each key [n]. It is the same on every machine.
 
     Similar keys get unrelated numbers (the finalizer of Steele et al. 2014, "Fast Splittable
     Pseudorandom Number Generators").

@@ -77,10 +77,10 @@ class EmbeddingTable(keras.layers.Layer):
         initializer: Any = "uniform",
         **kwargs: Any,
     ) -> None:
-        """Store the arguments; `build` creates the variables.
+        """Store the arguments. `build` creates the variables.
 
         Args:
-            capacity: the maximum number of rows over all shards; their memory is allocated in
+            capacity: the maximum number of rows over all shards. Their memory is allocated in
                 advance.
             dimension: the length of a row.
             keys: the type of ids: "int64" (or a smaller integer), or "string".
@@ -89,10 +89,10 @@ class EmbeddingTable(keras.layers.Layer):
                 servers.
             min_count: how often training must see an id before the id gets a row, at most 255.
             min_age: the number of steps without use before another id may get the row, because
-                gradients for it may be in transit; should be several times the number of workers.
-            max_age: the number of steps without use after which a row is evicted; 0 to evict rows
-                only to make room.
-            initializer: the initializer of new rows; must not depend on the number of rows.
+                gradients for it may be in transit. Use several times the number of workers.
+            max_age: the number of steps without use after which a row is evicted, or 0 to evict
+                rows only to make room.
+            initializer: the initializer of new rows. It must not depend on the number of rows.
             **kwargs: arguments of a Keras layer.
 
         Raises:
@@ -175,7 +175,7 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Split the unique ids by shard; return their indices, each id's index, and the lookups.
+        """Split the unique ids by shard. Return their indices, each id's index, and the lookups.
 
         Each id is sent once, even if the batch contains it several times. This also matters because
         most Keras optimizers square a gradient before they sum the duplicates of a row.
@@ -200,7 +200,7 @@ class EmbeddingTable(keras.layers.Layer):
         return parts, places, asked
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
-        """Read the step counter after `ids` are available; return None without a counter."""
+        """Read the step counter after `ids` are available, or return None without a counter."""
         steps = self._parts[0].steps
         if steps is None:
             return None
@@ -272,7 +272,7 @@ class EmbeddingTable(keras.layers.Layer):
     ) -> None:
         """Connect the step counter and the optimizer slots of each shard's rows.
 
-        `slots_of` maps a Keras variable to pairs of a slot and the slot's value in a new row; None
+        `slots_of` maps a Keras variable to pairs of a slot and the slot's value in a new row. None
         stands for a copy of the row itself. `alike` is another table of the model: shards of the
         same structure share one trace.
         """
@@ -293,7 +293,7 @@ class EmbeddingTable(keras.layers.Layer):
         return list(self._parts)
 
     def list_groups(self) -> list[list[tf.Variable]]:
-        """Return a list of variables for each shard; each list must be on a single server."""
+        """Return a list of variables for each shard. Each list must be on a single server."""
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
@@ -386,7 +386,7 @@ def _recount(shard: Shard) -> None:
 
 
 def advise_type(dtype: str) -> str:
-    """Return a suggestion for ids that are floats; empty for other types."""
+    """Return a suggestion for ids that are floats, or an empty string for other types."""
     if "float" not in dtype:
         return ""
     return (

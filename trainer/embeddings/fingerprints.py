@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 #: Number of different fingerprints. A fingerprint is a FarmHash or SipHash value modulo this
-#: number; both hashes are the same on every machine and in every version.
+#: number. Both hashes are the same on every machine and in every version.
 FINGERPRINTS = 2**63 - 1
 # Unicode white space as in Arrow and Python: separators and some control characters.
 _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"

@@ -40,7 +40,7 @@ MILLISECONDS = 3
 # With momentum, the AUC after 600 steps on the data of configs/clicks.yaml was 0.55, compared to
 # 0.76 with dense updates.
 SLOWER = (
-    "momentum moves a row of a table only while batches look it up, so rare ids learn slowly: set "
+    "momentum updates a table row only when a batch looks it up, so rare ids learn slowly; set "
     "training.optimizer.dense_updates, or use adam or adagrad"
 )
 
@@ -53,10 +53,10 @@ def use(
     pulled: bool = False,
     summed: bool = False,
 ) -> None:
-    """Read and update single rows if possible; log why a large table is updated as a whole.
+    """Read and update single rows if possible. Log why a large table is updated as a whole.
 
-    `pulled` tells whether workers pull and push whole tables. `summed` tells whether the optimizer
-    itself sums the gradients of the replicas after clipping.
+    `pulled` indicates whether workers pull and push whole tables. `summed` indicates whether the
+    optimizer itself sums the gradients of the replicas after clipping.
     """
     read_rows(model)
     if not training.optimizer.dense_updates and not summed:
@@ -74,16 +74,16 @@ def whole_tables(
     *,
     pulled: bool,
 ) -> str:
-    """Return a warning about large tables that are updated as a whole, and why; empty if none."""
+    """Return a warning about large tables that are updated as a whole, and why, or ""."""
     tables = [each for each in _tables(model) if math.prod(each.shape) >= LARGE]
     kept = any(each.regularizer or each.constraint for each in tables)
     name = type(optimizer).__name__
     has_none = _lazy_form(optimizer) is None and not training.optimizer.dense_updates
     reasons = {
-        f"{name} has no lazy form, unlike Adam, AdamW, Adagrad, Ftrl and SGD": has_none,
+        f"{name} cannot update single rows, unlike Adam, AdamW, Adagrad, Ftrl and SGD": has_none,
         "training.ema averages all rows": training.ema > 0,
-        "they have a regularizer or a constraint": kept,
-        "training.pull_every or jit_compile pulls them whole": pulled,
+        "a table has a regularizer or a constraint": kept,
+        "training.pull_every or training.jit_compile needs whole tables": pulled,
     }
     why = ", ".join(reason for reason, holds in reasons.items() if holds)
     if not tables or not why:
@@ -134,7 +134,7 @@ def _make_call(layer: Any) -> Callable[[Any], Any]:
 
 
 def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make a built optimizer lazy; an optimizer without a lazy form is unchanged.
+    """Make a built optimizer lazy. An optimizer without a lazy form is unchanged.
 
     The gradients must not have duplicate rows (see `flotilla.trainer.optimizers.optimizers`). For
     rows that every step touches, the results equal those of Keras, up to rounding.
@@ -246,7 +246,7 @@ class _Adam(_Rows):
 
 
 class _Adagrad(_Rows):
-    """Adagrad as in Keras, with epsilon under the root; TensorFlow's kernel adds it to the root."""
+    """Adagrad as in Keras, with epsilon under the root. TensorFlow's kernel adds it to the root."""
 
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]

@@ -1,9 +1,9 @@
-"""An embedding whose rows are split over several variables, and thus over several servers.
+"""An embedding whose rows are split over several variables, which may be on several servers.
 
-Row `id` is row `id div shards` of shard `id mod shards`. Thus consecutive ids, which are often
-equally popular, are on different servers. Each shard is a plain Keras variable, which the strategy
-places. A server gathers its rows, and their gradient is `tf.IndexedSlices`, so the table itself is
-never sent.
+Row `id` is row `id div shards` of shard `id mod shards`. Therefore, consecutive ids, which are
+often equally popular, are on different servers. Each shard is a plain Keras variable, which the
+strategy places. A server gathers its rows, and their gradient is `tf.IndexedSlices`, so the table
+itself is never sent.
 
 The optimizer applies this gradient on the server of the shard (`trainer/embeddings/row_updates.py`;
 for measurements see `docs/decisions/0017-tables-of-embeddings.md`):
@@ -51,17 +51,17 @@ class ShardedEmbedding(keras.layers.Layer):
         unknown: str = "error",
         **kwargs: Any,
     ) -> None:
-        """Store the arguments; `build` creates the variables.
+        """Store the arguments. `build` creates the variables.
 
         Args:
-            rows: the number of rows; ids go from 0 to `rows - 1`.
+            rows: the number of rows. Ids go from 0 to `rows - 1`.
             dimension: the length of a row.
             shards: the number of variables that hold the rows. It belongs to the model, not to the
                 cluster, so a checkpoint can only be restored with the same number. It may exceed
                 the number of servers.
-            initializer: the initializer of the shards; each shard has its own seed.
+            initializer: the initializer of the shards. Each shard has its own seed.
             unknown: what to do with an id outside of the table: "error" raises
-                InvalidArgumentError; "wrap" returns the row `id mod rows`, which a known id also
+                InvalidArgumentError. "wrap" returns the row `id mod rows`, which a known id also
                 uses.
             **kwargs: arguments of a Keras layer.
 
@@ -152,7 +152,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return an initializer for a shard; a shared one would repeat its values in each shard."""
+        """Return an initializer for a shard. A shared one would repeat its values in each shard."""
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()

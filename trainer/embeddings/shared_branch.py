@@ -25,7 +25,7 @@ class _Traced:
 
 
 class SharedBranch:
-    """A conditional that several shards share; only the resources and arguments differ."""
+    """A conditional that several shards share. Only the resources and arguments differ."""
 
     def __init__(self) -> None:
         """Create the branch, which is traced at its first use."""
@@ -46,13 +46,13 @@ class SharedBranch:
 
         Args:
             is_needed: a bool scalar.
-            work: a function from `given` to a tensor like the first of them; may use only
+            work: a function from `given` to a tensor like the first of them. It may use only
                 `resources`.
             given: tensors.
-            resources: handles, in the same order for all shards; a different number of them needs
+            resources: handles, in the same order for all shards. A different number of them needs
                 another branch.
             device: the device of all resources.
-            kind: everything else that `work` depends on; a different kind needs another branch.
+            kind: everything else that `work` depends on. A different kind needs another branch.
         """
         if tf.executing_eagerly():
             return work(*given) if is_needed else given[0]

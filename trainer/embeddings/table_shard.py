@@ -28,8 +28,8 @@ from flotilla.trainer.embeddings.shared_branch import SharedBranch
 # ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# A full shard frees one in this many slots at once, if that many rows are old enough, because each
-# eviction searches all slots.
+# A full shard evicts one in this many rows at once, if they are old enough, because each eviction
+# searches all slots.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -37,7 +37,7 @@ _LATEST = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When ids get and lose rows. Ages are in steps; a `max_age` of 0 means no limit."""
+    """When ids get and lose rows. Ages are in steps. A `max_age` of 0 means no limit."""
 
     min_count: int
     min_age: int
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """The Keras variables of a shard; `checks` and `seen` are only created if needed."""
+    """The Keras variables of a shard. `checks` and `seen` are only created if needed."""
 
     rows: Any
     ids: Any
@@ -71,7 +71,7 @@ class Noted:
 
 
 class Shard:
-    """A shard with slots [capacity + 1]; all ids without a row share the last slot."""
+    """A shard with slots [capacity + 1]. All ids without a row share the last slot."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -98,9 +98,9 @@ class Shard:
         self._rules, self._draw = rules, draw
         self._number = np.int64(number)
         self.branch = branch or SharedBranch()
-        #: The step counter of the strategy; without one, each lookup counts as a step.
+        #: The step counter of the strategy. Without one, each lookup counts as a step.
         self.steps: tf.Variable | None = None
-        #: The optimizer slots of shape [capacity + 1, ...], and the value of each in a new row;
+        #: The optimizer slots of shape [capacity + 1, ...], and the value of each in a new row.
         #: None stands for a copy of the row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
@@ -245,7 +245,7 @@ class Shard:
     def _evict(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Make room for `needed` rows; return how many were evicted, and the change of `swept`."""
+        """Make room for `needed` rows. Return how many were evicted, and the change of `swept`."""
         room, max_age = self.room.read_value(), self._rules.max_age
         due = tf.constant(False)
         if max_age:
@@ -382,7 +382,7 @@ class Shard:
 
 
 def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
-    """Return the selected values [n]; this has a sixth of the operations of `tf.boolean_mask`."""
+    """Return the selected values [n], with a sixth of the operations of `tf.boolean_mask`."""
     return tf.gather(values, tf.where(wanted)[:, 0])
 
 
@@ -405,6 +405,6 @@ def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Oper
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Change the size of a Keras variable; Keras has no method for this."""
+    """Change the size of a Keras variable. Keras has no method for this."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape

@@ -39,7 +39,7 @@ def list_state(model: keras.Model) -> list[keras.Variable]:
 
 
 def list_groups(model: keras.Model) -> list[list[tf.Variable]]:
-    """Return groups of variables; each group must be on one server."""
+    """Return groups of variables. Each group must be on one server."""
     return [group for table in list_tables(model) for group in table.list_groups()]
 
 
@@ -59,7 +59,7 @@ def restore_tables(
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:
-    """Return the metrics of the tables for the history, by name; empty without tables."""
+    """Return the metrics of the tables for the history, by name, or {} without tables."""
     found = {table.name: table.metrics() for table in list_tables(model)}
     return {"tables": found} if found else {}
 
@@ -72,7 +72,7 @@ def require(config: Config, model: keras.Model) -> None:
         if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
                 "the table %s gives a row to another id after %d steps without use, but with %d "
-                "workers a gradient may be that old: set its min_age to several times the number "
+                "workers a gradient may be that old; set its min_age to several times the number "
                 "of workers",
                 table.name,
                 table.min_age,
@@ -80,13 +80,13 @@ def require(config: Config, model: keras.Model) -> None:
             )
         if config.training.pull_every > 1:
             raise ConfigError(
-                f"training.pull_every: the table {table.name} may grow at every step and is never "
-                "pulled as a whole; leave the key out"
+                f"training.pull_every: workers cannot pull the table {table.name}, because it "
+                "grows during training; leave the key out"
             )
         if may.aggregates and 0 < needed < workers:
             raise ConfigError(
                 f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late one "
-                f"changes the table {table.name} while a checkpoint is saved; leave the key out"
+                f"may change the table {table.name} during a checkpoint; leave the key out"
             )
         if may.copies:
             raise ConfigError(
@@ -99,7 +99,7 @@ def require(config: Config, model: keras.Model) -> None:
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Yield a variable's optimizer slots and initial values; None for a copy of the variable."""
+    """Yield a variable's optimizer slots and initial values, or None for a copy of the variable."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:

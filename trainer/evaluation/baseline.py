@@ -20,13 +20,13 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Examples, Part
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# The one-sided confidence of each bound; two bounds form a 95 % interval.
+# The one-sided confidence of each bound. Two bounds form a 95 % interval.
 _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """The first `count` examples; `outputs`, if set, replaces the outputs of the model."""
+    """The first `count` examples. `outputs`, if set, replaces the outputs of the model."""
 
     examples: Examples
     count: int
@@ -48,7 +48,7 @@ class _First:
 def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
     """Return the baselines of a task, with their metrics and a comparison with the model.
 
-    `beats` tells whether the baseline is significantly better than the model.
+    `beats` indicates whether the baseline is significantly better than the model.
     """
     return [_judge(objective, own, each) for each in fit_baselines(objective.task, splits)]
 

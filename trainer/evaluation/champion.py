@@ -46,9 +46,9 @@ class Champion:
 
 
 def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
-    """Fetch the model published at `uri` and load it for prediction; raises `UserError`.
+    """Fetch the model published at `uri` and load it for prediction. Raises `UserError`.
 
-    A champion with other inputs or another task is not an error here; the gate refuses the new
+    A champion with other inputs or another task is not an error here. The gate refuses the new
     model.
     """
     manifest = storage.read_manifest(uri)
@@ -91,7 +91,7 @@ def _negate(outputs: Any, names: Collection[str]) -> Any:
 def _add_remedy(uri: str) -> Iterator[None]:
     try:
         yield
-    # Loading or calling a SavedModel may raise anything.
+    # Loading or calling a SavedModel may raise any exception.
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "
@@ -163,7 +163,7 @@ def _difference(
             )
     # Earlier versions stored no task, and all their models are classifiers.
     there = fields.get("task", "classification")
-    # Earlier versions had two logits for two classes; their difference is the logit of a binary
+    # Earlier versions had two logits for two classes. Their difference is the logit of a binary
     # task.
     if there != task.name and (there, task.name) != ("classification", "binary_classification"):
         return f"it was trained for {there}, but this model was trained for {task.name}"
@@ -184,7 +184,7 @@ def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str], 
         return f"it has {len(theirs)} classes{of}, but this model has {len(mine)}"
     for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their != own:
-            return f"its class {number}{of} is {their!r}, but the class of this model is {own!r}"
+            return f"its class {number}{of} is {their!r}, but in this model it is {own!r}"
     return ""
 
 

@@ -37,7 +37,7 @@ class Opponents:
 
 
 def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Compare the models by a rule's metric; raises `UserError`.
+    """Compare the models by a rule's metric. Raises `UserError`.
 
     The result has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`,
     and also `pairs` if each prediction is either right or wrong.

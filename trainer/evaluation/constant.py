@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 def compare_constant(
     objective: Objective, own: Examples, metrics: Mapping[str, float | None], metric: str
 ) -> dict[str, Any]:
-    """Return the entry `constant` of `metrics.json`; `metric` is the main metric."""
+    """Return the entry `constant` of `metrics.json`. `metric` is the main metric."""
     best = _best(objective, own)
     values = {name: each.value for name, each in best.items()}
     mine, better = metrics.get(metric), objective.directions.get(metric)
@@ -93,7 +93,7 @@ def compare_constant(
 
 
 def is_beaten(found: Mapping[str, Any], metrics: Mapping[str, float | None]) -> bool | None:
-    """Return whether a champion's main metric is better than the constant's; None if unknown."""
+    """Return whether a champion's main metric is better than the constant's, or None if unknown."""
     paired = found["paired"]
     value = metrics.get(paired["metric"]) if paired else None
     if value is None or paired["constant"] is None:
@@ -194,7 +194,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Compare with a constant by permutation; return {} if the metric cannot be tested so."""
+    """Compare with a constant by permutation, or return {} if the metric cannot be tested so."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))

@@ -33,7 +33,7 @@ class Judges:
 
     @classmethod
     def load(cls, uri: str, limits: DataGateConfig) -> Judges | None:
-        """Load the hashes of the dataset at a URI; return None if it stores none."""
+        """Load the hashes of the dataset at a URI, or return None if it stores none."""
         try:
             return cls(dataset=make_profile(uri), limits=limits)
         except storage.Missing:
@@ -80,8 +80,8 @@ class Judges:
             raise
         except UserError:
             line = (
-                "It is unknown whether the champion was trained on these test examples, because "
-                f"its dataset {uri} cannot be read"
+                f"The champion's dataset {uri} cannot be read, so the champion may have been "
+                "trained on these test examples"
             )
             return {"own": own, "remarks": [line]}
         own |= {"examples": there.examples(_TEST), "spans": list(there.spans)}
@@ -109,8 +109,8 @@ class Judges:
         here = _describe(self.dataset.examples(_TEST), self.dataset.spans)
         value = own["metrics"].get(metric)
         line = (
-            f"The champion was evaluated on other test examples in its own run of {own['date']} "
-            f"({there}) than here ({here})"
+            f"The champion's own run of {own['date']} used other test examples ({there}) than this "
+            f"run ({here})"
         )
         if value is None or now is None:
             return line

@@ -39,7 +39,7 @@ _AREAS = ("auc", "average_precision")
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a model; `state` is None if the metric is not computed from sums."""
+    """A metric of a model. `state` is None if the metric is not computed from sums."""
 
     objective: Objective
     examples: Examples
@@ -55,7 +55,7 @@ class Metric:
 
     @cached_property
     def values(self) -> Values | None:
-        """The values whose mean is the metric, and their weights; None if it is not a mean."""
+        """The values whose mean is the metric, and their weights, or None if it is not a mean."""
         if (groups := self._groups) is not None:
             return groups, np.ones(len(groups))
         if self.state is None or not self.state.is_mean:
@@ -72,7 +72,7 @@ class Metric:
 
     @cached_property
     def units(self) -> Array | None:
-        """The index of each example's unit; None if each example is a unit."""
+        """The index of each example's unit, or None if each example is a unit."""
         unit = self.objective.task.unit
         if not unit:
             return None
@@ -117,7 +117,7 @@ class Metric:
         return Estimate(value, scale * added, len(without))
 
     def _sums_of_groups(self, state: State) -> Floats:
-        """Return the states of random groups [groups, size]; both models have the same groups."""
+        """Return the states of random groups [groups, size]. Both models have the same groups."""
         generator, count = np.random.default_rng(0), self.examples.count
         groups, begun, block = min(_GROUPS, count), 0, 0
         found = np.zeros((groups, state.end - state.begin))

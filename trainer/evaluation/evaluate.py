@@ -1,10 +1,9 @@
 """Evaluates a checkpoint on the whole test split.
 
 The evaluation is published as `metrics.json`, `curves.json`, `predictions/*.npy` (`label`,
-`output`, `weight` and `champion_output` in dataset order, with a file per target if there are
-several) and `worst/*.png` (the examples with the highest losses, if their input is an image).
-Predictions are written to disk batch by batch, so that memory use does not grow with the number of
-examples.
+`output`, `weight` and `champion_output` in dataset order, with one file for each target) and
+`worst/*.png` (the examples with the highest losses, if their input is an image). Predictions are
+written to disk batch by batch, so that memory use does not grow with the number of examples.
 """
 
 from __future__ import annotations
@@ -245,7 +244,7 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
     scratch: Path,
     dataset: str = "",
 ) -> TrainedModel:
-    """Return the model with the weights of the checkpoint; raises `UserError`.
+    """Return the model with the weights of the checkpoint. Raises `UserError`.
 
     A program's model is called with test examples of `dataset`.
     """

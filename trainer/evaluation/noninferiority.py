@@ -47,7 +47,7 @@ class Pairs(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A metric, and the influence of each unit on it; the influences add up to 0.
+    """A metric, and the influence of each unit on it. The influences add up to 0.
 
     The sum of their squares is the variance of the metric. `fewest` is the number of units that
     limits its precision: all units, or the units of the rarer class.
@@ -58,13 +58,13 @@ class Estimate(NamedTuple):
     fewest: int
 
     def sum_units(self, units: npt.NDArray[Any]) -> Estimate:
-        """Add up the influences of examples by unit; `units` has the unit of each example."""
+        """Add up the influences of examples by unit. `units` has the unit of each example."""
         added: Floats = np.bincount(units, self.influences).astype(np.float64)
         return self._replace(influences=added, fewest=min(self.fewest, len(added)))
 
 
 def mean(values: Floats, weights: Floats | None = None) -> Estimate:
-    """Return the weighted mean of values [n]; weights may be 0."""
+    """Return the weighted mean of values [n]. Weights may be 0."""
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
     shares = weights / max(weights.sum(), _TINY)
     value = float(shares @ values)
@@ -78,7 +78,7 @@ def correct_bias(count: int) -> float:
 
 
 def shares(pairs: Pairs, confidence: float) -> Compared:
-    """Compare two fractions of correct predictions by Tango's score interval; higher is better."""
+    """Compare two fractions of correct predictions by Tango's score interval."""
     count, own, other = sum(pairs), pairs.only_challenger_right, pairs.only_champion_right
     counts = np.array([[own], [other], [count]], np.float64)
     bound = lower_bounds(counts[0], counts[1], counts[2], confidence)
@@ -124,7 +124,7 @@ def compare_paired(
     """Compare a metric of two models by the influences of the units.
 
     If the margin is a fraction of the champion's gain over a constant, `lost` is that fraction.
-    Such a margin varies with the champion's metric, and is therefore not treated as exact.
+    This margin varies with the champion's metric, and is therefore not treated as exact.
     """
     sign, difference = (1 if better == "higher" else -1), own.value - other.value
     fewest = min(own.fewest, other.fewest)

@@ -217,7 +217,7 @@ class Column:
 
 
 class Stored:
-    """Examples on disk with a model's outputs; see `flotilla.trainer.tasks.base.Examples`."""
+    """Examples on disk with a model's outputs. See `flotilla.trainer.tasks.base.Examples`."""
 
     def __init__(self, count: int, columns: Part) -> None:
         """Store the number of examples, and a part whose values are of type `Column`."""
@@ -238,7 +238,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Outputs of the models for all examples; `unsound` counts those with non-finite outputs."""
+    """Outputs of the models for all examples. `unsound` counts those with non-finite outputs."""
 
     own: Stored
     champion: Stored | None
@@ -258,7 +258,7 @@ class Writer:
     def add(
         self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
     ) -> None:
-        """Append a batch to the columns called `name`; those in `all_texts` store all strings."""
+        """Append a batch to the columns called `name`. Those in `all_texts` store all strings."""
         if name not in self._columns:
             self._columns[name] = self._open_columns(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
@@ -268,7 +268,7 @@ class Writer:
                 column.add(values)
 
     def add_batch(self, part: Part, all_texts: Collection[str] = ()) -> None:
-        """Append a batch; columns in `all_texts` store all strings."""
+        """Append a batch. Columns in `all_texts` store all strings."""
         self.add(_LABEL, part.labels)
         self.add(_OUTPUT, part.outputs)
         self.add(_WEIGHT, part.weights)
@@ -282,7 +282,7 @@ class Writer:
                 column.end()
 
     def get(self, outputs: str) -> Stored | None:
-        """Return the examples with the outputs of this name; None if there are none."""
+        """Return the examples with the outputs of this name, or None if there are none."""
         if outputs not in self._columns:
             return None
         self.close()
@@ -302,7 +302,7 @@ class Writer:
 
 
 def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
-    """Return a function that computes the outputs for a batch of inputs; it raises `UserError`."""
+    """Return a function that computes the outputs for a batch of inputs. It raises `UserError`."""
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
@@ -373,7 +373,7 @@ def measure_predictions(objective: Objective, examples: Examples) -> dict[str, A
 
 
 def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings recursively. Lists are joined; for other values the second one wins."""
+    """Merge two mappings recursively. Lists are joined. For other values the second one wins."""
     found = dict(one)
     for name, value in other.items():
         known = found.get(name)

@@ -48,7 +48,7 @@ def find_positive(task: Task) -> Any:
 
 
 def map_outputs(said: Any) -> Mapping[str, Any]:
-    """Return a manifest's value as a mapping by output; a single output has an empty name."""
+    """Return a manifest's value as a mapping by output. A single output has an empty name."""
     return said if isinstance(said, Mapping) else {"": said}
 
 
@@ -71,7 +71,7 @@ def list_links(task: Task) -> dict[str, Any]:
 
 
 def list_kinds(task: Task) -> dict[str, str]:
-    """Return the kind of task of each output by name; an unknown kind is empty."""
+    """Return the kind of task of each output by name. An unknown kind is empty."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

@@ -18,7 +18,7 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 # Maximum number of distinct values of a column that has a slice for each value. If there are more,
 # numbers are divided into quartiles, and only the most frequent strings have a slice.
 MOST_VALUES = 20
-# Maximum number of distinct values to count; values that first occur later get no slice.
+# Maximum number of distinct values to count. Values that first occur later get no slice.
 _MOST_COUNTED = 1 << 16
 # Condense the tallies after this many examples or output values, to limit their memory.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
@@ -136,7 +136,7 @@ def _quarters(values: Values) -> Cut:
 
     def places(some: Values) -> Places:
         wide = some.astype(np.float64)
-        # The edges come from a sample; put values beyond them into the first or last slice.
+        # The edges come from a sample. Put values beyond them into the first or last slice.
         found = np.clip(np.searchsorted(edges, wide, side="right") - 1, 0, last)
         return np.where(np.isfinite(wide), found, last + 1)
 

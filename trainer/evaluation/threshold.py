@@ -91,7 +91,7 @@ def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
     value = best(positive, sure, weights)
     if value is None:
         log.info(
-            "no threshold%s divides the %d %s examples; it stays %g", of, len(sure), SPLIT, _EVEN
+            "no threshold%s separates the %d %s examples; it stays %g", of, len(sure), SPLIT, _EVEN
         )
         return Threshold()
     log.info("the threshold%s is %.4g, the best of %d %s examples", of, value, len(sure), SPLIT)
@@ -99,7 +99,7 @@ def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
 
 
 def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
-    """Return the threshold with the highest F1; None if no threshold divides the examples.
+    """Return the threshold with the highest F1, or None if no threshold divides the examples.
 
     Args:
         positive: whether each example is positive.
@@ -123,6 +123,6 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
 
 def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
-    """Return the thresholds of an exported model's outputs; 0.5 if its manifest has none."""
+    """Return the thresholds of an exported model's outputs, or 0.5 if its manifest has none."""
     said = map_outputs(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

@@ -108,7 +108,7 @@ class Subject:
     spec: DatasetSpec
 
     def answers(self, inputs: Inputs) -> Answers:
-        """Return the expected predictions for inputs by feature; all formats must return them."""
+        """Return the expected predictions for inputs by feature. All formats must return them."""
         return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
@@ -122,10 +122,10 @@ class Format:
     """An export format.
 
     Attributes:
-        path: the path of the file, relative to the model's folder; empty for the SavedModel, whose
-            path `format_path` returns.
-        write: writes a model to a path; the last argument has calibration examples by feature.
-        read: returns a predictor for each way to call the model; all must predict the same.
+        path: the path of the file, relative to the model's folder, or empty for the SavedModel,
+            whose path `format_path` returns.
+        write: writes a model to a path. The last argument has calibration examples by feature.
+        read: returns a predictor for each way to call the model. All must predict the same.
         tolerance: the largest allowed relative difference of a prediction from the original's.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
             worse the main metric may be.

@@ -69,7 +69,7 @@ class Original(Subject):
     calibration: Inputs | None
 
     def first(self) -> Batch:
-        """Return the first batch of test examples; raises `UserError` if there is none."""
+        """Return the first batch of test examples. Raises `UserError` if there is none."""
         for batch in self.batches():
             return batch
         raise UserError("there are no test examples, so the exported model cannot be verified")
@@ -105,7 +105,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]
-        with Work(f"writing {name}, and reading it back"):
+        with Work(f"writing {name} and reading it back"):
             readers = _write_form(name, form, subject, folder / path, subject.calibration)
             found = [_call_form(name, ask, inputs) for ask in readers]
         difference = float(np.max([largest_difference(expected, answers) for answers in found]))
@@ -170,7 +170,7 @@ def require_served(subject: Subject) -> None:
     """Raise `ConfigError` if the model's graph cannot be traced, or calls Python."""
     try:
         found = operations(subject)
-    # The user's classes run here and may raise anything.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
@@ -189,7 +189,7 @@ def _write_form(
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
-    # The user's classes run here and may raise anything.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
@@ -213,12 +213,12 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
     if name != "saved_model":
         remedy += f"{', or' if remedy else ';'} leave {name} out"
     return ConfigError(
-        f"export.formats: the model cannot be written as {name} and read back: {why}{remedy}"
+        f"export.formats: the model cannot be saved as {name} and loaded again: {why}{remedy}"
     )
 
 
 def largest_difference(expected: Answers, found: Answers) -> float:
-    """Return the largest relative difference between predictions; NaN if one of them is NaN.
+    """Return the largest relative difference between predictions, or NaN if one of them is NaN.
 
     A difference is divided by the largest of 1, the magnitude of the expected value, and the root
     mean square of the output's expected values, because the rounding error of a sum is relative to
@@ -243,7 +243,7 @@ Fresh = subprocess.Popen[str]
 
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
-    """Start a process that will load and call the model in `folder`; kill it at the end."""
+    """Start a process that will load and call the model in `folder`, and kill it at the end."""
     # With -I, Python ignores PYTHONPATH and the script's folder, so that the process cannot import
     # Flotilla.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]

@@ -35,7 +35,7 @@ def normalize_text(text: str) -> str:
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number, such as `1` for `+1.0`; empty if it is none."""
+    """Return the canonical spelling of a number, such as `1` for `+1.0`, or "" if it is none."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -43,7 +43,7 @@ def normalize_number(text: str) -> str:
 
 
 def class_key(text: str) -> str:
-    """Return a key that all spellings of a class share, whatever the other classes are."""
+    """Return a key that all spellings of a class share, regardless of the other classes."""
     short = normalize_text(text)
     word = short.lower()
     return word if word in _WORDS else normalize_number(short) or short
@@ -104,7 +104,7 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of each class with several, apart from the case of boolean words."""
+        """Return each class's spellings if it has several, ignoring the case of boolean words."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:
@@ -144,7 +144,7 @@ class ClassIndex:
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:
-        """Return the index of a class; -1 if the string is unknown."""
+        """Return the index of a class, or -1 if the string is unknown."""
         if text in self._exact:
             return self._exact[text]
         key = class_key(text)

@@ -1,6 +1,6 @@
 """The content of a prepared dataset, as described in its manifest.
 
-A split is a list of TFRecord shards. A record is a block of rows (`trainer/data/blocks.py`); the
+A split is a list of TFRecord shards. A record is a block of rows (`trainer/data/blocks.py`). The
 features of a row are described in `feature_spec.py`. This module does not import TensorFlow.
 """
 
@@ -75,7 +75,7 @@ class DatasetSpec:
         return tuple(dict.fromkeys([*self.inputs, *self.targets, *filter(None, [self.weight])]))
 
     def examples(self, split: str) -> int:
-        """Return the number of examples of a split; 0 if the split does not exist."""
+        """Return the number of examples of a split, or 0 if the split does not exist."""
         return sum(self.shards.get(split, ()))
 
     def files(self, split: str) -> list[str]:
@@ -181,6 +181,6 @@ def require_slices(
             if feature and feature not in able:
                 raise ConfigError(
                     f"gate.{bound}.{rule}: there is no slice by "
-                    f"{feature!r}{nearest(feature, able)} (sliced by: {', '.join(able)}); name it "
-                    "in evaluation.slices"
+                    f"{feature!r}{nearest(feature, able)} (sliced by: {', '.join(able)}); add it "
+                    "to evaluation.slices"
                 )

@@ -23,7 +23,7 @@ class FeatureSpec:
     """The shape of one example, the NumPy type ("string" for strings), and the stored format.
 
     A first dimension of None varies between examples: batches are padded to the longest example
-    with `padding`, or with empty strings. If the values are classes, `num_classes` is their number;
+    with `padding`, or with empty strings. If the values are classes, `num_classes` is their number.
     `labels` are their names, if known.
     """
 

@@ -1,6 +1,6 @@
 """The length of training: global steps, epochs, and defaults by the number of examples.
 
-A configuration contains `auto` until the dataset is prepared; `resolve` replaces it with numbers.
+A configuration contains `auto` until the dataset is prepared. `resolve` replaces it with numbers.
 The defaults follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models
 for Tabular Data): AdamW, a batch size that depends on the size of the table, a constant learning
 rate, the best weights by validation, and a patience of 16 validations. On eight tables, a cosine
@@ -72,7 +72,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per global step; with asynchronous updates, of one worker."""
+    """Return the number of examples per global step, which one worker takes if asynchronous."""
     training, topology = config.training, config.topology
     return (
         training.step_examples
@@ -110,14 +110,14 @@ def is_resolved(config: Config) -> bool:
 
 
 def resolve_for_dataset(config: Config, uri: str) -> Config:
-    """Return the configuration with `auto` resolved for a published dataset; raises `UserError`."""
+    """Return the configuration with `auto` resolved for a published dataset. Raises `UserError`."""
     if is_resolved(config):
         return config
     return resolve(config, Splits.read(storage.read_manifest(uri).fields))
 
 
 def resolve(config: Config, splits: Splits) -> Config:
-    """Return the configuration with numbers in place of `auto`; raises `ConfigError`."""
+    """Return the configuration with numbers in place of `auto`. Raises `ConfigError`."""
     if is_resolved(config):
         return config
     size = next(each for each in SIZES if splits.train < each.examples)

@@ -20,7 +20,7 @@ _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 
 
 def layer_name(name: str) -> str:
-    """Return the name of a layer for a column or an output; its variables are named after it.
+    """Return the name of a layer for a column or an output. Its variables are named after it.
 
     The result depends only on the given name, so that a checkpoint fits even if other columns
     change. Different names give different results.
@@ -51,7 +51,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
 
 
 def curve_name(name: str) -> str:
-    """Return the name of a metric or parameter in a tracker; the name is valid in MLflow."""
+    """Return the name of a metric or parameter in a tracker. The name is valid in MLflow."""
     is_path = not {"", ".", ".."} & {*name.split("/")}
     if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
         return name

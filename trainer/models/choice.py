@@ -90,7 +90,7 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
     """Choose the model for inputs, given their kinds by name.
 
-    `may_match` tells whether the target and the inputs allow a model that scores pairs of ids.
+    `may_match` indicates whether the target and the inputs allow a model that scores pairs of ids.
     """
     if may_match and (pair := _pair(kinds)):
         return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
@@ -151,7 +151,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     shape = feature.shape
     if feature.dtype == "string" and not shape:
-        # Before preparation, only the type is known; assume free text.
+        # Before preparation, only the type is known, so assume free text.
         repeats = known is not None and are_repeated(known.distinct, known.examples)
         return CATEGORY if repeats else FREE_TEXT
     if not shape:

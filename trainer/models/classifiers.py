@@ -54,7 +54,7 @@ def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
 
 def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
     if min(shape, default=0) < 1:
-        raise ConfigError(f"it returns outputs of one shape, not {shape}; write your own model")
+        raise ConfigError(f"it returns outputs of a fixed shape, not {shape}; write your own model")
     x = keras.layers.Dense(math.prod(shape), dtype="float32", name=name, **named)(x)
     if len(shape) == 1:
         return x
@@ -88,8 +88,8 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
 
 FLAT_IMAGE = 2
 DEEP_IMAGE = 3
-# Limits of the augmentation: the rotation (10 degrees) as a fraction of a full turn; the zoom and
-# the translation as fractions of the image's size.
+# Limits of the augmentation: the rotation (10 degrees) as a fraction of a full turn, and the zoom
+# and the translation as fractions of the image's size.
 TURN, ZOOM, MOVE = 10 / 360, 0.1, 0.1
 
 
@@ -175,7 +175,7 @@ def gru(
 ) -> keras.Model:
     """Return a model of an embedding and a gated recurrent unit (Cho et al. 2014).
 
-    Tokens are integers from 1 to `vocabulary - 1`; 0 is padding, which Keras masks.
+    Tokens are integers from 1 to `vocabulary - 1`. 0 is padding, which Keras masks.
     """
     places = tuple(spec.shape) if not isinstance(spec.shape, Mapping) else ()
     if len(places) != 1 or "int" not in str(spec.dtype):

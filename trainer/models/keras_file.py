@@ -1,7 +1,7 @@
 """`.keras` files that consist of Keras's own classes, so that any Keras can read them.
 
-A layer of this package has a method `plain` if Keras's own layers and operations can replace it;
-the method applies them to symbolic tensors. New layers contain copies of the values; all other
+A layer of this package has a method `plain` if Keras's own layers and operations can replace it.
+The method applies them to symbolic tensors. New layers contain copies of the values. All other
 layers are shared with the model. If a layer of this package has no `plain` or is called twice, the
 file refers to classes of this package, as in earlier versions. Keras finds them if their modules
 have been imported.

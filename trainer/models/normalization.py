@@ -20,7 +20,7 @@ _FAR = 2**62
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Normalization(keras.layers.Layer):
-    """Converts numbers of any type to normalized floats; NaN (a missing value) stays NaN."""
+    """Converts numbers of any type to normalized floats. NaN (a missing value) stays NaN."""
 
     def __init__(
         self, mean: float | Sequence[float], std: float | Sequence[float], **kwargs: Any

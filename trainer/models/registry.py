@@ -1,8 +1,8 @@
 """Creates a model by name or with a user's `package.module:function`, and freezes variables.
 
 A frozen variable has no gradient and no optimizer slots, and workers do not push it. It is read,
-saved and exported like other variables. Keras's `trainable` flags, which all strategies read, tell
-which variables are frozen.
+saved and exported like other variables. Keras's `trainable` flags, which all strategies read,
+define which variables are frozen.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def report_bad_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# A function that checks the built model and its symbolic outputs; it may raise `ConfigError`.
+# A function that checks the built model and its symbolic outputs. It may raise `ConfigError`.
 Check = Callable[[keras.Model, Any], None]
 
 
 def build(
     config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _model, _outputs: None
 ) -> keras.Model:
-    """Create and build the model; `check` raises an error if its output does not fit the task.
+    """Create and build the model. `check` raises an error if its output does not fit the task.
 
     The same config, spec and seed give the same variable paths and weights, even if other models
     have been created in this process, because Keras's name counters and random seeds are reset. The
@@ -92,7 +92,7 @@ def build(
             model = _build(function, spec, config.args, seed)
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
-    # A user's function may raise anything.
+    # A user's function may raise any exception.
     except (Exception, SystemExit) as error:
         line = describe_out_of_memory(error) or user_code.format_error(error)
         raise ConfigError(f"model {config.name}: {line}") from error
@@ -168,7 +168,7 @@ def require_readable(name: str, model: keras.Model) -> None:
     """Raise `ConfigError` if Keras could not load the model from a `.keras` file.
 
     Keras cannot load `Lambda` layers, for example, or a user's layers without `get_config`. The
-    check writes no file; it creates a copy of the model without values.
+    check writes no file. It creates a copy of the model without values.
     """
     with ThreadPoolExecutor(1) as pool:
         unreadable = pool.submit(_unreadable, model).result()
@@ -193,13 +193,13 @@ def _unreadable(model: keras.Model) -> str:
             tree = keras.saving.serialize_keras_object(part)
             with inputs_by_feature():
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
-        # A user's layers may raise anything.
+        # A user's layers may raise any exception.
         except Exception as error:
-            # Keras's message begins with the errors of enclosing objects; find the specific error.
+            # Keras's message begins with the errors of enclosing objects. Find the specific error.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
-            return f"{what} cannot be written in the format keras and read back: {words}"
+            return f"{what} cannot be saved as .keras and loaded again: {words}"
     return ""
 
 
@@ -246,7 +246,7 @@ def _check_paths(name: str, model: keras.Model) -> None:
     if twice:
         raise ConfigError(
             f"model {name}: two variables are called {twice[0]}; give its layers different names, "
-            "because a checkpoint finds variables by name"
+            "because checkpoints identify variables by name"
         )
 
 
@@ -281,6 +281,6 @@ def freeze(model: keras.Model, globs: Sequence[str]) -> None:
         fits = [path for path in paths if fnmatchcase(path, glob)]
         if moving.keys() >= set(fits):
             raise ConfigError(
-                f"training.freeze: {glob!r} matches only {fits[0]}, state that is not trained by "
-                f"gradients; to keep it unchanged, freeze its whole layer: '{moving[fits[0]]}/*'"
+                f"training.freeze: {glob!r} matches only {fits[0]}, which gradients do not "
+                f"train; to keep it unchanged, freeze its whole layer: '{moving[fits[0]]}/*'"
             )

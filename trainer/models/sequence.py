@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 # Rank of a sequence of vectors (length and size), and kernel size of a convolution.
 _VECTORS = 2
 _WIDTH = 3
-# Maximum number of embedding rows; larger ids share a row with other ids.
+# Maximum number of embedding rows. Larger ids share a row with other ids.
 _MOST_IDS = 1 << 16
 # Offset that makes padding smaller than all other values, also in half precision.
 _FAR = 1e4
@@ -48,7 +48,7 @@ def sequence(  # noqa: PLR0913
         spec: sequences of numbers, vectors, ids or strings, and any inputs of `tabular`.
         hidden_units: the sizes of the layers on all inputs, each followed by dropout.
         dimension: the number of units per position of a sequence, and the size of an embedding row.
-        blocks: the number of convolution blocks; each one doubles the receptive field.
+        blocks: the number of convolution blocks. Each one doubles the receptive field.
         words: the maximum number of words to use of a text that is not a sequence.
         dropout: the fraction of units that a training step drops.
     """

@@ -30,28 +30,28 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list of integers of at least 1 as a tuple; raises `ConfigError`."""
+    """Return a list of integers of at least 1 as a tuple. Raises `ConfigError`."""
     if isinstance(value, list | tuple) and all(_is_whole(item) and item >= 1 for item in value):
         return tuple(value)
     raise _refused(name, value, "a list of whole numbers of at least 1")
 
 
 def size(name: str, value: Any) -> int:
-    """Return an integer of at least 1; raises `ConfigError`."""
+    """Return an integer of at least 1. Raises `ConfigError`."""
     if _is_whole(value) and value >= 1:
         return int(value)
     raise _refused(name, value, "a whole number of at least 1")
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number of at least 0 and less than 1; raises `ConfigError`."""
+    """Return a number of at least 0 and less than 1. Raises `ConfigError`."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
-    raise _refused(name, value, "a number from 0 to below 1")
+    raise _refused(name, value, "a number of at least 0 and below 1")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a bool; raises `ConfigError`."""
+    """Return a bool. Raises `ConfigError`."""
     if isinstance(value, bool):
         return value
     raise _refused(name, value, "true or false")
@@ -93,7 +93,7 @@ InputShape = tuple[int | None, ...]
 class InputSpec:
     """The inputs of a model for one example, without the batch axis, and the required outputs.
 
-    The first axis of a feature is None if examples differ in length; see `data.shapes`. With
+    The first axis of a feature is None if examples differ in length. See `data.shapes`. With
     several input features, `shape` and `dtype` are mappings by feature name, and the model accepts
     a mapping of tensors. `output_shape` is the shape of the output for one example, with -1 for an
     axis of any size. With several targets it is a mapping by target name, and the model returns a
@@ -104,7 +104,7 @@ class InputSpec:
     inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` use the
     statistics of a feature in the training split, which are exported as constants of the model.
 
-    Names may have any characters; `layer_name` converts them to layer names. With several inputs,
+    Names may have any characters. `layer_name` converts them to layer names. With several inputs,
     each input layer is named after its feature. If another layer of the model has the same name,
     `inputs_apart` is set, and the names of the input layers get a prefix.
     """
@@ -154,7 +154,9 @@ class InputSpec:
         """
         if isinstance(self.output_shape, Mapping):
             names = ", ".join(self.output_shape)
-            raise ConfigError(f"it returns one output, but the task has {names}; {_OWN_MODEL}")
+            raise ConfigError(
+                f"it returns one output, but the task has the outputs {names}; {_OWN_MODEL}"
+            )
         if not self.output_shape or self.output_shape[-1] < 0:
             raise ConfigError(
                 f"it returns one row of numbers, not {self.output_shape}; {_OWN_MODEL}"
@@ -181,7 +183,7 @@ class InputSpec:
     def vocabulary(
         self, name: str, most: int = 0, *, least: int = 1, padding: bool = False
     ) -> Vocabulary:
-        """Return a layer that converts the strings of a feature to integers; see `Vocabulary`.
+        """Return a layer that converts the strings of a feature to integers. See `Vocabulary`.
 
         The layer knows up to `most` values (0 for no limit): the most frequent of those that occur
         in at least `least` examples. With `padding`, the empty string has the number 1.
@@ -195,7 +197,7 @@ class InputSpec:
     def words(
         self, name: str, length: int | None, most: int = 0, *, ngram: int = 1, least: int = 1
     ) -> Words:
-        """Return a layer that numbers the first `length` words of texts; see `Words`.
+        """Return a layer that numbers the first `length` words of texts. See `Words`.
 
         The layer knows up to `most` words (0 for no limit): the most frequent of those that occur
         in at least `least` training examples. With an `ngram` of 2, words are pairs of consecutive

@@ -6,7 +6,7 @@ al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning"). As i
 the effect of a number need not be monotonic, and outliers have a limited effect. Missing numbers
 are marked. Classes and repeated strings have embedding rows. Other strings are bags of words
 (`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
-convolutions, with mean and maximum pooling over its positions; padding is ignored.
+convolutions, with mean and maximum pooling over its positions. Padding is ignored.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tabular(  # noqa: PLR0913
         dimension: the size of an embedding row.
         words: the maximum number of words to use of a text.
         dropout: the fraction of units that a training step drops.
-        pieces: the maximum number of quantile intervals of a number; 0 to normalize it instead.
+        pieces: the maximum number of quantile intervals of a number, or 0 to normalize it instead.
     """
     return network(
         spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
@@ -87,7 +87,7 @@ def network(  # noqa: PLR0913
     pieces: int,
     of_sequence: OfSequence | None = None,
 ) -> keras.Model:
-    """Return a network on all inputs together; `of_sequence` encodes the sequences among them."""
+    """Return a network on all inputs together. `of_sequence` encodes the sequences among them."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)
@@ -125,7 +125,7 @@ class KnownPlaces(keras.layers.Layer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Create the layer; `kwargs` are the arguments of any Keras layer."""
+        """Create the layer. `kwargs` are the arguments of any Keras layer."""
         super().__init__(**{"autocast": False, **kwargs})
 
     def call(self, given: Sequence[Any]) -> Any:

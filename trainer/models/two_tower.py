@@ -108,7 +108,7 @@ def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> S
 def growing_table(
     spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
 ) -> EmbeddingTable:
-    """Return the growing table of an input feature; its ids have the type of the feature.
+    """Return the growing table of an input feature. Its ids have the type of the feature.
 
     `arguments` come from a configuration, and may override `shards`.
 
@@ -197,7 +197,7 @@ def _tables(
 
 
 def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
-    """Convert ids to row numbers by the training statistics; return them and the number of rows."""
+    """Convert ids to row numbers by the training statistics. Return them and the number of rows."""
     known = spec.statistics(name)
     if ids.dtype == "string":
         vocabulary = spec.vocabulary(name)
@@ -322,12 +322,12 @@ def two_tower_ranker(  # noqa: PLR0913
         item: the feature with the id of the item.
         user_attributes: other features of the user, each with its own table.
         item_attributes: other features of the item, each with its own table.
-        popularity: the feature with the number of times the item was shown (NaN for 0); or empty.
+        popularity: the feature with the number of times the item was shown (NaN for 0), or empty.
         dimension: the size of a row, and of a tower's vector without its last element.
         hidden_units: the sizes of the ReLU layers in each tower.
         ranking_units: the sizes of the ReLU layers in the network on both vectors.
         shards: the number of variables per table, which may be on different servers.
-        retrieval: the weight of the retrieval loss; 0 disables it.
+        retrieval: the weight of the retrieval loss. 0 disables it.
     """
     names = {user: _names("user_attributes", user, user_attributes)}
     names[item] = _names("item_attributes", item, item_attributes)
@@ -366,7 +366,7 @@ def _parts(
 
 
 def _logarithm(popularity: Any) -> Any:
-    """Return log(1 + popularity); a missing value means that the item was never shown."""
+    """Return log(1 + popularity). A missing value means that the item was never shown."""
     count = keras.ops.nan_to_num(keras.ops.cast(popularity, "float32"))
     return keras.ops.log1p(keras.ops.maximum(count, 0))
 
@@ -396,14 +396,14 @@ def _check(
             "popularity"
         )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
-        raise ConfigError(f"it needs the inputs {', '.join(wanted)}; set data.inputs to them")
+        raise ConfigError(f"it needs several inputs; set data.inputs: [{', '.join(wanted)}]")
     for name in wanted:
         if name not in spec.shape:
             hint = nearest(name, spec.shape) or f" (the inputs are {', '.join(spec.shape)})"
             raise ConfigError(f"there is no input {name!r}{hint}")
         if tuple(spec.shape[name]):
             what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
-            raise ConfigError(f"it needs one value of {name!r}, which is {what}")
+            raise ConfigError(f"it needs one value of {name!r} per example, but it is {what}")
     if others := [name for name in spec.shape if name not in wanted]:
         raise ConfigError(
             f"it does not use the input {others[0]!r}; name it in user_attributes or "

@@ -3,8 +3,8 @@
 Keras's layers (`StringLookup`, `TextVectorization`) store a table in the process that creates them,
 and graphs on other cluster tasks cannot access it. These layers store 64-bit fingerprints of the
 known values as constants of the graph. Therefore, every strategy can place them on any task, and
-the exported model is self-contained. The probability of a collision among n values is about
-n^2 / 2^64; for a million values, it is below one in ten million.
+the exported model is self-contained. The probability of a collision among n values is about n^2 /
+2^64. For a million values, it is below one in ten million.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Known:
         self._numbers = np.append(order + first, 0).astype(np.int64)
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
-        """Return the number of each text [n]; `unknown` if the text is not known."""
+        """Return the number of each text [n], or `unknown` if the text is not known."""
         found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
@@ -116,7 +116,7 @@ class Words(keras.layers.Layer):
 
         Args:
             values: the known words, or n-grams whose words are joined by a space.
-            length: the number of words to which texts are truncated or padded; None to only pad.
+            length: the number of words to which texts are truncated or padded, or None to only pad.
             ngram: the number of consecutive words in a value.
             letters: whether each letter of a script without spaces is a word.
             **kwargs: arguments of a Keras layer.

@@ -2,7 +2,7 @@
 
 The loss is multiplied by the scale, and its gradient is divided by the scale (Micikevicius et al.
 2018, "Mixed Precision Training", section 3.2). As in Keras's `LossScaleOptimizer`, the scale is
-halved if a gradient is not finite, and doubled after `GROWTH` updates without such a gradient.
+halved if a gradient is not finite, and doubled after `GROWTH` updates with finite gradients.
 
 Keras skips a step whose gradient is not finite. Here the gradient is computed again for the same
 batch with half the scale, so that no batch and no step is skipped.
@@ -22,13 +22,13 @@ GROWTH = 2000
 # Maximum scale. If all gradients are zero, the scale would grow without limit, and the largest
 # float32 is about 2**128.
 LARGEST = 2.0**60
-# Maximum number of halvings; they reduce the maximum scale to less than 1. If a gradient is still
+# Maximum number of halvings. They reduce the maximum scale to less than 1. If a gradient is still
 # not finite, the scale is not the cause.
 MOST_HALVINGS = 64
 
 
 class _Value(NamedTuple):
-    """A variable with Keras's attributes; `join` merges its values on several towers."""
+    """A variable with Keras's attributes. `join` merges its values on several towers."""
 
     value: tf.Variable
     path: str

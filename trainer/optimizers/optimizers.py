@@ -58,7 +58,7 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
 ) -> keras.optimizers.Optimizer:
-    """Return the configured or the model's own optimizer; raises `ConfigError`."""
+    """Return the configured or the model's own optimizer. Raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
         optimizer = _clone(accept_compiled(training, of_model))
     else:
@@ -70,7 +70,7 @@ def build_optimizer(
 def accept_compiled(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a compiled model; raises `ConfigError` if it is not supported."""
+    """Return the optimizer of a compiled model. Raises `ConfigError` if it is not supported."""
     key = "training.optimizer.name"
     if of_model is None:
         raise ConfigError(
@@ -78,7 +78,7 @@ def accept_compiled(
             f"not compiled; compile it, or name one of {', '.join(available())}"
         )
     if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
-        # Keras wraps all optimizers in float16 models; here the strategy scales the loss.
+        # Keras wraps all optimizers in float16 models. Here the strategy scales the loss.
         if training.mixed_precision != "float16":
             raise ConfigError(
                 f"{key}: the model is compiled with an optimizer that scales the loss; set "
@@ -109,7 +109,7 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """Return a new optimizer with the same settings, created on the current device."""
     try:
         made = type(optimizer).from_config(optimizer.get_config())
-    # A user's class may raise anything.
+    # A user's class may raise any exception.
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: the model is compiled with {type(optimizer).__name__}, "
@@ -139,7 +139,7 @@ def _find_keras(training: TrainingConfig) -> keras.optimizers.Optimizer:
 
 
 def each_row_once(gradient: Any) -> Any:
-    """Add up the values of each row in a sparse gradient; return other gradients unchanged."""
+    """Add up the values of each row in a sparse gradient, and return other gradients unchanged."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, RowsOnce):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -218,7 +218,7 @@ def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
             rate, args.decay_steps, args.decay_rate, staircase=args.staircase
         )
     if isinstance(args, PiecewiseArgs):
-        # Keras changes the value after a boundary; here it must change at the boundary.
+        # Keras changes the value after a boundary. Here it must change at the boundary.
         boundaries = [boundary - 1 for boundary in args.boundaries]
         return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
     return rate

@@ -34,7 +34,7 @@ Columns = dict[str, pa.Array]
 
 
 def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
-    """Return the columns for a batch; `lengths` are the lengths of padded examples, or None."""
+    """Return the columns for a batch. `lengths` are the lengths of padded examples, or None."""
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}

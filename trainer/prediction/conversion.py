@@ -1,4 +1,4 @@
-"""Converts columns of a file to the inputs of a model; rows with invalid values are marked."""
+"""Converts columns of a file to the inputs of a model. Rows with invalid values are marked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
 
 
 def make_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
-    """Convert values of valid rows to the model's input; images are decoded, and lists padded."""
+    """Convert values of valid rows to the model's input. Images are decoded, and lists padded."""
     if spec.stored == "image" and not isinstance(values[0], np.ndarray):
         pixels: NDArray[Any] = images.decode(spec, tf.constant(list(values))).numpy()
         return pixels
@@ -136,7 +136,7 @@ def _parse_list(row: Any, spec: FeatureSpec) -> Any:
 
 
 def _cast(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
-    """Convert a row as in training; raises `TypeError` or `OverflowError`."""
+    """Convert a row as in training. Raises `TypeError` or `OverflowError`."""
     is_float = "float" in spec.dtype
     if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
         values = values.astype(np.float64)

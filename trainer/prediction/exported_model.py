@@ -62,7 +62,7 @@ class ExportedModel:
         )
 
     def ask(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the predictions for a batch of inputs by feature; raises `UserError`."""
+        """Return the predictions for a batch of inputs by feature. Raises `UserError`."""
         given = {
             self.names[each.feature]: tf.constant(inputs[each.feature], each.spec.dtype)
             for each in self.inputs
@@ -121,7 +121,7 @@ def _refusals(uri: str) -> Iterator[None]:
         raise UserError("there is not enough memory for a batch; lower --batch-size") from None
     except UserError:
         raise
-    # Calling a SavedModel may raise anything.
+    # Calling a SavedModel may raise any exception.
     except Exception as error:
         line = " ".join(str(user_code.format_error(error)).split())[:500]
         raise UserError(f"the model {uri} cannot predict: {line}") from error

@@ -51,7 +51,7 @@ class Batch:
         inputs: arrays by feature.
         copied: columns of the data to copy to the output.
         lengths: lengths of the examples if an input is padded, else None.
-        size: size of the examples in the file, in bytes; 0 if unknown.
+        size: size of the examples in the file, in bytes, or 0 if unknown.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -66,22 +66,22 @@ def say(text: str) -> None:
 
 
 class Examples(ABC):
-    """The examples to predict, in order; `skipped` counts the unreadable rows so far."""
+    """The examples to predict, in order. `skipped` counts the unreadable rows so far."""
 
     skipped = 0
-    #: Total number of rows, and total size in bytes; 0 if not known in advance.
+    #: Total number of rows, and total size in bytes, or 0 if not known in advance.
     total = size = 0
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield all examples in batches of at most `size`; raises `UserError`."""
+        """Yield all examples in batches of at most `size`. Raises `UserError`."""
 
 
 class FileExamples(Examples):
     """The rows of files with the same format."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """List the files; remote files are copied to `scratch`. Raises `UserError`."""
+        """List the files. Remote files are copied to `scratch`. Raises `UserError`."""
         self._model, self._request = model, request
         self._broken = BrokenRows()
         self._total = 0
@@ -94,7 +94,7 @@ class FileExamples(Examples):
         self._allowed = 1.0 if request.skip_bad else model.config.data.bad_rows
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield the rows of all files in order; raises `UserError`."""
+        """Yield the rows of all files in order. Raises `UserError`."""
         for number in range(1 if self._files.is_listing else len(self._files.files)):
             piece = Piece(number)
             with self._files.local(number) as path:
@@ -130,7 +130,7 @@ class FileExamples(Examples):
             raise UserError(f"{where}; correct it, or skip such rows with --skip-bad")
 
     def _columns(self, number: int, path: Path) -> list[str]:
-        """Return the columns to read from a file; raises `UserError` if the model needs others."""
+        """Return the columns to read from a file. Raises `UserError` if the model needs others."""
         there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}

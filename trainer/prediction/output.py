@@ -41,7 +41,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, table: pa.Table) -> None:
-        """Append rows; raises `UserError` if their types differ from earlier rows."""
+        """Append rows. Raises `UserError` if their types differ from earlier rows."""
 
     def close(self) -> None:
         """Write buffered rows, but leave the file open."""
@@ -49,7 +49,7 @@ class Writer(ABC):
 
 
 class JsonWriter(Writer):
-    """Writes one JSON object per line; numbers that are not finite become null."""
+    """Writes one JSON object per line. Numbers that are not finite become null."""
 
     def write(self, table: pa.Table) -> None:
         """Append rows."""
@@ -64,7 +64,7 @@ class CsvWriter(Writer):
     _has_header = False
 
     def write(self, table: pa.Table) -> None:
-        """Append rows; the first call also writes a header."""
+        """Append rows. The first call also writes a header."""
         options = arrow_csv.WriteOptions(include_header=not self._has_header)
         self._has_header = True
         sink = pa.BufferOutputStream()

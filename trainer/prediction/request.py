@@ -16,13 +16,13 @@ class Request:
 
     Attributes:
         model: URI of a published model.
-        inputs: paths, URIs or patterns of files; with a split, the URI of a dataset.
-        split: split of a dataset; empty for files.
-        format: format of the files, as in `data.format`; if empty, determined by their names.
+        inputs: paths, URIs or patterns of files or, with a split, the URI of a dataset.
+        split: split of a dataset, or empty for files.
+        format: format of the files, as in `data.format`, or empty to infer it from their names.
         output: absolute path, or `STANDARD_OUTPUT`.
         form: format of the output: csv, jsonl or parquet.
-        columns: columns of the data to copy to the output; `ALL` for all.
-        batch_size: number of examples per batch; 0 for the batch size of the model's evaluation.
+        columns: columns of the data to copy to the output, or `ALL` for all.
+        batch_size: number of examples per batch, or 0 for the batch size of the model's evaluation.
         skip_bad: whether to skip unreadable rows.
     """
 

@@ -31,7 +31,7 @@ class Checked:
     """The result of a successful check.
 
     Attributes:
-        found: properties of the model and the dataset (see `flotilla.trainer.cluster.fitting`);
+        found: properties of the model and the dataset (see `flotilla.trainer.cluster.fitting`), or
             empty if unknown.
         notes: what could not be checked, and why.
     """
@@ -91,7 +91,7 @@ def require_program(config: Config) -> None:
 
 
 def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:
-    """Require the files and columns that `data` names; return notes about what was not checked.
+    """Require the files and columns that `data` names, and return notes about what was not checked.
 
     Raises:
         ConfigError: files or columns are missing.

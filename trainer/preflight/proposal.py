@@ -40,7 +40,7 @@ _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
-# Names of columns that are labels by default; see `flotilla.trainer.data.roles`.
+# Names of columns that are labels by default. See `flotilla.trainer.data.roles`.
 _BY_NAME = ("label", "target")
 _OTHERS = "async_parameter_server: a cluster"
 
@@ -50,7 +50,7 @@ class Proposal:
     """A proposed configuration.
 
     Attributes:
-        tree: the configuration; paths are relative to the working directory.
+        tree: the configuration. Paths are relative to the working directory.
         why: the reason for each value, by its configuration key.
         notes: what could not be examined.
     """
@@ -61,7 +61,7 @@ class Proposal:
 
     @property
     def config(self) -> Config:
-        """The parsed configuration; raises `ConfigError`."""
+        """The parsed configuration. Raises `ConfigError`."""
         return parse_config(self.tree)
 
     @property
@@ -144,7 +144,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
 
 
 def list_columns(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
-    """Return the columns of data files and the likely label; raises `ConfigError`."""
+    """Return the columns of data files and the likely label. Raises `ConfigError`."""
     tree: dict[str, Any] = {"data": {"source": str(source)}}
     lay_over(tree, settings)
     try:
@@ -347,7 +347,7 @@ def _size(rows: Rows | None) -> str:
 
 
 def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
-    """Describe the task for the label; raises `ConfigError` if the label is constant."""
+    """Describe the task for the label. Raises `ConfigError` if the label is constant."""
     by_label = "by the label"
     if rows and rows.form:
         return "by the folders"

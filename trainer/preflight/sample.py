@@ -1,6 +1,6 @@
 """Prepares a dataset from the first rows of a source, to try a run on it.
 
-An error in these rows is raised if further rows cannot correct it; otherwise it becomes a note. If
+An error in these rows is raised if further rows cannot correct it. Otherwise it becomes a note. If
 the sample is the whole source, every error is raised.
 """
 
@@ -44,7 +44,7 @@ class Sample:
     """A small dataset.
 
     Attributes:
-        uri: URI of the dataset; empty if there is none.
+        uri: URI of the dataset, or empty if there is none.
         is_whole: whether it has all rows of the source, and therefore all classes.
         by_builder: whether the dataset builder's metadata makes a sample unnecessary.
         notes: possible errors in the first rows, and what could not be examined.
@@ -134,7 +134,7 @@ class _FirstRows(FileSource):
     ) -> None:
         """Read the files of a listing.
 
-        `is_part` tells whether the source has more files or rows.
+        `is_part` indicates whether the source has more files or rows.
         """
         super().__init__(config, listing, scratch)
         most = _PICTURES if "image" in self._said.values() else ROWS
@@ -149,7 +149,7 @@ class _FirstRows(FileSource):
         return not (self._is_part or self._first.is_cut)
 
     def select(self) -> Any:
-        """Select the features; raise `_DoubtfulError` for an error that more rows could correct."""
+        """Select the features. Raise `_DoubtfulError` for an error that more rows could correct."""
         try:
             return super().select()
         except UserError as error:

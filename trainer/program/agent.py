@@ -110,7 +110,7 @@ class Agent:
         grace: float = GRACE_SECONDS,
         is_local: bool = False,
     ) -> None:
-        """Store the run and the task; `on_signal` handles the guard's signals instead of `stop`."""
+        """Store the run and the task. `on_signal` handles the guard's signals instead of `stop`."""
         self._job, self._cluster, self._task = job, cluster, task
         self._program = job.config.program
         self._folders = TaskFolders(folder=job.workdir.absolute())
@@ -164,7 +164,7 @@ class Agent:
         return True
 
     def run(self) -> int:
-        """Run the program with a guard in another container; return the exit code for the guard."""
+        """Run the program with a guard in another container. Return the exit code for the guard."""
         code, message = DONE, ""
         try:
             self._link = Link(self._folders.exchange)
@@ -192,7 +192,7 @@ class Agent:
 
         Raises:
             UserError: training failed, and a retry would not help.
-            RunInterruptedError: SIGINT or SIGTERM was received; complete checkpoints are published.
+            RunInterruptedError: SIGINT or SIGTERM was received. Complete checkpoints are published.
             ClusterLostError: a new attempt may succeed.
         """
         guard.adopt_orphans()
@@ -272,7 +272,7 @@ class Agent:
         return message
 
     def _prepare(self, link: Link) -> int:
-        """Restore the checkpoint for this attempt; return the number of the attempt."""
+        """Restore the checkpoint for this attempt, and return the number of the attempt."""
         clear(self._folders.model)
         topology = self._job.config.topology
         workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
@@ -421,7 +421,7 @@ class Agent:
             self._publisher.look(self._metrics.step_at, self._metrics.newest)
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
-        """Publish the last checkpoint; return if training is complete, else raise like `train`."""
+        """Publish the last checkpoint. Return if training is complete, else raise like `train`."""
         if self._metrics:
             for line, when in self._file.read():
                 self._metrics.take(line, when)

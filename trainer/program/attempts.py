@@ -53,11 +53,11 @@ class Attempts:
         self.current = Attempt(number=0)
 
     def lead(self, checkpoint: str, wait: Callable[[float], None]) -> Attempt:
-        """Wait until all workers have a new ticket, then start an attempt; raises `UserError`."""
+        """Wait until all workers have a new ticket, then start an attempt. Raises `UserError`."""
         before = self._read() or Attempt(number=0)
         gathering = Attempt(number=before.number + 1)
         if self._others:
-            # Tell workers that still run the previous attempt that it has ended.
+            # Notify workers that still run the previous attempt that it has ended.
             self._write(FILE, gathering)
         tickets: dict[str, str] = {}
         while len(tickets) < len(self._others):
@@ -69,7 +69,7 @@ class Attempts:
         return self.current
 
     def join(self, wait: Callable[[float], None]) -> Attempt:
-        """Wait for an attempt that has this worker's ticket; raises `UserError`."""
+        """Wait for an attempt that has this worker's ticket. Raises `UserError`."""
         own = Ticket(ticket=secrets.token_hex(8))
         self._write(f"{self._this}.json", own)
         while True:

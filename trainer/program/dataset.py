@@ -41,7 +41,7 @@ _SIGNED = {"uint32": "int32", "uint64": "int64"}
 
 
 def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder: Path) -> None:
-    """Download and verify the part of a published dataset that `task` reads; raises `UserError`.
+    """Download and verify the part of a published dataset that `task` reads. Raises `UserError`.
 
     A parameter server gets no files, and an evaluator only the validation split. Other record files
     of an earlier start are removed.

@@ -72,21 +72,21 @@ def reach(path: str) -> str:
 
 
 def list_processes() -> List[int]:  # noqa: UP006
-    """Return the ids of the processes of this machine or container; empty without `/proc`."""
+    """Return the ids of the processes of this machine or container, or empty without `/proc`."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir("/proc") if name[:1] in "123456789"]
     return []
 
 
 def read_about(pid: int, name: str) -> bytes:
-    """Return the content of a file in `/proc/PID`; empty if it cannot be read."""
+    """Return the content of a file in `/proc/PID`, or empty bytes if it cannot be read."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         return file.read()
     return b""
 
 
 def is_child(pid: int) -> bool:
-    """Return whether a process is a child of this one; a zombie counts too."""
+    """Return whether a process is a child of this one. A zombie counts too."""
     # The name of the process is in parentheses and may contain spaces.
     fields = read_about(pid, "stat").rpartition(b")")[2].split()
     return len(fields) > 1 and int(fields[1]) == os.getpid()
@@ -134,7 +134,7 @@ class Output:
         self._line = b""
 
     def take(self, data: bytes) -> list[str]:
-        """Relay bytes; return the complete lines that report a step."""
+        """Relay bytes, and return the complete lines that report a step."""
         self._pass_on(data)
         *lines, rest = data.split(b"\n")
         found = []
@@ -183,7 +183,7 @@ class Program:
     """A running program."""
 
     def __init__(self, message: Message, mark: str) -> None:
-        """Start the program with `mark` in its environment; raises `OSError`."""
+        """Start the program with `mark` in its environment. Raises `OSError`."""
         self.attempt = message.get("attempt", 0)
         self.deadline: float | None = None
         self.output = Output()
@@ -209,7 +209,7 @@ class Program:
         os.set_blocking(reader, False)
 
     def stop(self, grace: float) -> None:
-        """Send SIGTERM; the guard kills the program after `grace` seconds."""
+        """Send SIGTERM. The guard kills the program after `grace` seconds."""
         if self.deadline is None:
             self.deadline = time.monotonic() + grace
             self.process.send_signal(signal.SIGTERM)
@@ -243,7 +243,7 @@ class Guard:
         self._ended: Message | None = None
 
     def run(self) -> int:
-        """Process the agent's messages until this process must exit; return the exit code."""
+        """Process the agent's messages until this process must exit, and return the exit code."""
         wakes, wake = os.pipe()
         for end in (wakes, wake):
             os.set_blocking(end, False)
@@ -443,7 +443,7 @@ def _failure(message: Message, error: OSError) -> Message:
 
 
 def hold_lock(path: str) -> Any:
-    """Wait until an earlier guard of this task has exited; hold the lock until this one exits."""
+    """Wait until an earlier guard of this task has exited. Hold the lock until this one exits."""
     file = open(path, "wb")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file

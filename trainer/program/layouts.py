@@ -43,9 +43,9 @@ class Stored:
 
     Attributes:
         files: its files, relative to the folder.
-        number: the step in its name; -1 if there is none.
+        number: the step in its name, or -1 if there is none.
         modified: Unix timestamp of its last change.
-        signature: a string that changes if one of its files changes; `times` parses it.
+        signature: a string that changes if one of its files changes. `times` parses it.
         state: the state file that names it, relative to the folder, or empty.
         prefix: its name in the state file.
     """
@@ -108,7 +108,7 @@ def require_readable(folder: Path) -> None:
 
 
 def _walk(folder: Path, top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Walk a folder like `os.walk`; the caller may remove entries from the list of folders."""
+    """Walk a folder like `os.walk`. The caller may remove entries from the list of folders."""
     waiting = [folder]
     while waiting:
         here, folders, names = waiting.pop(), list[str](), list[str]()
@@ -241,7 +241,7 @@ def _is_whole_file(path: Path) -> bool:
 
 
 def _ends_at(head: bytes) -> int:
-    """Return the size of an HDF5 file according to its superblock; -1 if it is not HDF5."""
+    """Return the size of an HDF5 file according to its superblock, or -1 if it is not HDF5."""
     # See the HDF5 File Format Specification, version 3, section II.A.
     if len(head) < 64 or not head.startswith(_HDF5):  # noqa: PLR2004
         return -1
@@ -255,7 +255,7 @@ def _ends_at(head: bytes) -> int:
 
 
 def write_state(path: Path, prefix: str) -> None:
-    """Write the state file that names a checkpoint as the newest; raises `OSError`."""
+    """Write the state file that names a checkpoint as the newest. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = "".join(
         chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"  # noqa: PLR2004

@@ -50,7 +50,7 @@ class Link:
     """A socket in the exchange folder, to which a single guard connects."""
 
     def __init__(self, folder: Path) -> None:
-        """Copy the guard program into the folder, then listen; raises `UserError`."""
+        """Copy the guard program into the folder, then listen. Raises `UserError`."""
         self._place = folder / guard.SOCKET
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         # For each of these lines, the queue of messages has a placeholder.
@@ -102,11 +102,11 @@ class Link:
         return self._connection is not None
 
     def wake(self) -> None:
-        """Wake up `receive`; callable from any thread or signal handler."""
+        """Wake up `receive`. Any thread or signal handler may call this method."""
         self._messages.put({"is": "wake"})
 
     def wait_gone(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the guard to disconnect; return whether none is connected."""
+        """Wait up to `seconds` for the guard to disconnect. Return whether none is connected."""
         return self._is_free.wait(seconds)
 
     def send(self, **message: Any) -> None:
@@ -126,7 +126,7 @@ class Link:
                 each.close()
 
     def put(self, message: Message) -> None:
-        """Add a message, as if the guard had sent it; callable from any thread."""
+        """Add a message, as if the guard had sent it. Any thread may call this method."""
         if message["is"] != "line":
             self._messages.put(message)
             return

@@ -74,7 +74,7 @@ class Metrics:
     """The steps and metrics of one attempt, which become events and rows of the history."""
 
     def __init__(self, history: History, steps: int, start: int) -> None:
-        """Start at global step `start`; training ends at step `steps` (0 if unknown)."""
+        """Start at global step `start`. Training ends at step `steps` (0 if unknown)."""
         self._history = history
         self.steps = steps
         self._begun = history.seconds()
@@ -92,7 +92,7 @@ class Metrics:
         self._names: set[str] = set()
 
     def take(self, line: str, when: float) -> None:
-        """Process a line that was written at Unix time `when`; ignore it if it reports no step."""
+        """Process a line that was written at Unix time `when`. Ignore it if it reports no step."""
         try:
             tree = parse_mapping(line)
         except ValueError:
@@ -131,7 +131,7 @@ class Metrics:
         return number if number >= found and number in {step for _, step in self._said} else found
 
     def save(self, folder: Path) -> None:
-        """Write the newest steps with their times for the next agent; ignore file errors."""
+        """Write the newest steps with their times for the next agent. Ignore file errors."""
         if self._saved == self.step:
             return
         newest = list(self._said)[-_MOST_SAVED:]

@@ -71,7 +71,7 @@ def _pass_over(uri: str, error: UserError) -> None:
 
 
 def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
-    """Download a published checkpoint into the program's folder; raises `UserError`.
+    """Download a published checkpoint into the program's folder. Raises `UserError`.
 
     Other content of the folder is removed, unless `keeps` is set, because the program may be
     reading it.
@@ -96,7 +96,7 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove everything in a folder; raises `UserError`."""
+    """Remove everything in a folder. Raises `UserError`."""
     with report_errors(f"clear {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -130,7 +130,7 @@ class Publisher:
         )
         self._seen: Stored | None = None
         self._known = self._read_known()
-        #: The URI and step of the newest published checkpoint; empty and 0 if there is none.
+        #: The URI and step of the newest published checkpoint, or empty and 0 if there is none.
         self.last, self.step = "", 0
         kind = RowFile if storage.local_path(job.checkpoints) else SegmentedRowFile
         self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
@@ -179,7 +179,7 @@ class Publisher:
             self._uploads.put("logs", self._logs.upload)
 
     def finish(self, step_at: StepAt, metrics: Mapping[str, Any], *, with_model: bool) -> str:
-        """Publish the remaining checkpoint after the program has ended; return the newest URI.
+        """Publish the remaining checkpoint after the program has ended, and return the newest URI.
 
         Nothing is published if that checkpoint is already published, unless there is a model to
         publish and `with_model` is set. Raises `UserError`.
@@ -270,7 +270,7 @@ class Publisher:
             )
 
     def _stage(self, found: Stored | None, model: Path | None, staged: Path) -> bool:
-        """Link the files to publish into `staged`; return whether all still exist."""
+        """Link the files to publish into `staged`, and return whether all still exist."""
         description = {"layout": found.layout if found else "", "name": str(found and found.prefix)}
         (staged / _DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
         source = self._folders.checkpoints
@@ -293,7 +293,7 @@ class Publisher:
         return True
 
     def _is_unchanged(self, found: Stored) -> bool:
-        """Return whether no file has been written to; a deleted file counts as unchanged."""
+        """Return whether no file has been written to. A deleted file counts as unchanged."""
         for name, when in layouts.times(found.signature).items():
             path = self._folders.checkpoints / name
             if path.exists() and path.stat().st_mtime_ns != when:

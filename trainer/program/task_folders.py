@@ -34,14 +34,14 @@ class TaskFolders:
         self.metrics = folder / "metrics.jsonl"
 
     def make(self) -> None:
-        """Create the folders; raises `UserError`."""
+        """Create the folders. Raises `UserError`."""
         with report_errors(f"create the folders of the program in {self.folder}"):
             for each in self._made:
                 each.mkdir(parents=True, exist_ok=True)
 
 
 def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str, Any]:
-    """Return the fields of the `start` message for the guard; raises `ConfigError`."""
+    """Return the fields of the `start` message for the guard. Raises `ConfigError`."""
     program, folders = job.config.program, TaskFolders(folder=job.workdir)
     values = _values(job, cluster, task, folders)
     try:

@@ -1,6 +1,6 @@
 """Consensus: all processes that propose a value agree on one of them, on any store.
 
-Stores differ in their guarantees for conditional writes; older ones overwrite, or check and then
+Stores differ in their guarantees for conditional writes. Older ones overwrite, or check and then
 write. However, all of them guarantee that reads and listings see an object that was written. This
 is enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each
 process writes only its own notes and reads the notes of all.
@@ -33,7 +33,7 @@ Notes = list[tuple[Number, str]]
 
 
 def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the proposal that all callers for `uri` agree on; raises `UserError`."""
+    """Return the proposal that all callers for `uri` agree on. Raises `UserError`."""
     token, pause = secrets.token_hex(8), _FIRST_PAUSE
     while True:
         highest = max((number for number, _ in _notes(uri)), default=(0, ""))
@@ -50,7 +50,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_decided(uri: str) -> dict[str, Any] | None:
-    """Return the decided proposal, or None; an unfinished decision is completed first."""
+    """Return the decided proposal, or None. An unfinished decision is completed first."""
     return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 
 

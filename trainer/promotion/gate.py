@@ -137,7 +137,7 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
 
 
 def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Return the rules for the metrics of an evaluation; raises like `check`."""
+    """Return the rules for the metrics of an evaluation. Raises like `check`."""
     rules = (
         *_bounds(config, measured),
         *_constant_rules(config, measured),
@@ -337,7 +337,7 @@ def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # With this number of examples, such a model would pass in nine of ten cases, if the variance
+    # With this number of examples, this model would pass in nine of ten cases, if the variance
     # stays the same.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
@@ -372,7 +372,7 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
 def publish_json(
     tree: Mapping[str, Any], uri: str, *, kind: str, fields: Mapping[str, Any]
 ) -> storage.Manifest:
-    """Publish a directory with the single file `<kind>.json`; raises like `storage.publish`."""
+    """Publish a directory with the single file `<kind>.json`. Raises like `storage.publish`."""
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
         text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, f"{kind}.json").write_text(text + "\n", encoding="utf-8")

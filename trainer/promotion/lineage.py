@@ -11,7 +11,7 @@ _SECONDS = 10
 
 
 def commit() -> str:
-    """Return the commit of the image or checkout, or ""; `-dirty` marks uncommitted changes."""
+    """Return the commit of the image or checkout, or "". `-dirty` marks uncommitted changes."""
     if commit_of_image := os.environ.get(COMMIT):
         return commit_of_image
     home = Path(__file__).resolve().parents[2]

@@ -71,7 +71,7 @@ class Request:
 
 
 def register(request: Request, scratch: Path) -> Registration:
-    """Check, register and promote a model, or return the earlier result; raises `UserError`."""
+    """Check, register and promote a model, or return the earlier result. Raises `UserError`."""
     if storage.is_published(request.output):
         return _read(request.output)
     while True:
@@ -313,7 +313,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
 
 
 def announce_again(root: str, name: str) -> None:
-    """Announce the champion to MLflow if MLflow has another one; may raise the client's errors."""
+    """Announce the champion to MLflow if MLflow has another one. May raise the client's errors."""
     if not addresses.is_tracked() or not (champion := registry.champion_number(root, name)):
         return
     uri = registry.version(root, name, champion).uri

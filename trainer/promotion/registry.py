@@ -194,7 +194,7 @@ def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, 
 
 
 def version(root: str, name: str, number: int) -> Version:
-    """Return one version; raises `ConfigError` if there is none with this number."""
+    """Return one version. Raises `ConfigError` if there is none with this number."""
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
@@ -265,19 +265,19 @@ def _predecessor(name: str, made: Mapping[int, Promotion], number: int) -> Promo
 
 
 def champion(root: str, name: str) -> Version | None:
-    """Return the champion, or None before the first promotion; raises `UserError`."""
+    """Return the champion, or None before the first promotion. Raises `UserError`."""
     number = champion_number(root, name)
     return read_promoted(root, name, number) if number else None
 
 
 def champion_number(root: str, name: str) -> int:
-    """Return the version number of the champion, even if it was removed; 0 if there is none."""
+    """Return the version number of the champion, even if it was removed, or 0 if there is none."""
     made = promotions(root, name)
     return made[-1].version if made else 0
 
 
 def read_promoted(root: str, name: str, number: int) -> Version:
-    """Return a version that became champion; raises `UserError` if it was removed."""
+    """Return a version that became champion. Raises `UserError` if it was removed."""
     try:
         return version(root, name, number)
     except UserError as error:
@@ -288,7 +288,7 @@ def read_promoted(root: str, name: str, number: int) -> Version:
 def register(
     root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
 ) -> Version:
-    """Copy a model into the registry as its next version, if not yet done; raises `UserError`."""
+    """Copy a model into the registry as its next version, unless it exists. Raises `UserError`."""
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
@@ -344,7 +344,7 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion; raises `UserError` if a promotion newer than `after` exists."""
+    """Make a version the champion. Raises `UserError` if a promotion newer than `after` exists."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)
@@ -421,7 +421,7 @@ def _lost(root: str, name: str, after: int) -> str:
 
 
 def champion_checkpoint(root: str, name: str) -> str:
-    """Return the URI of the champion's checkpoint, or an empty string; raises `UserError`."""
+    """Return the URI of the champion's checkpoint, or an empty string. Raises `UserError`."""
     found = champion(root, name)
     if found is None:
         return ""
@@ -475,14 +475,14 @@ def read_labels(model: str) -> list[str]:
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:
-    """Return the last champion with a proven gain; None if it is `champion` or was removed."""
+    """Return the last champion with a proven gain, or None if it is `champion` or was removed."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
     found = {each.number: each for each in versions(root, name)}
     return found.get(number)
 
 
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
-    """Return the champion that the model of a checkpoint is compared with.
+    """Return the champion to compare the model of a checkpoint with, or None.
 
     If the champion is this model itself, because its run was resumed, return the champion before
     it, so that the decision stays the same.
@@ -523,7 +523,7 @@ def restore(home: str, number: int) -> None:
 
 @contextmanager
 def promoting(home: str, number: int) -> Iterator[None]:
-    """Protect a version from removal within the context; raises `UserError` if it is retired."""
+    """Protect a version from removal within the context. Raises `UserError` if it is retired."""
     mark = storage.join(home, "promoting", f"{number:06d}-{secrets.token_hex(8)}.json")
     storage.write_bytes(mark, json.dumps({"at": time.time()}).encode())
     try:

@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 _MARK = "finished"
 _PURPOSE = "purpose.json"
 # Keys that do not affect the model. Of the bundle in `code`, only the modules that the
-# configuration names, and their imports, affect it; `digest` includes these.
+# configuration names, and their imports, affect it. `digest` includes these.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,
@@ -40,8 +40,8 @@ class TrainedData:
 
     Attributes:
         version: `data.version` of the champion, or of the newest earlier champion that has one.
-        spans: the digest of each span that the champion or an earlier champion was trained on; the
-            newest digest if there are several.
+        spans: the digest of each span that the champion or an earlier champion was trained on, or
+            the newest one if the digest has changed.
     """
 
     version: str = ""
@@ -49,7 +49,7 @@ class TrainedData:
 
 
 def read_champion_data(root: str, name: str) -> TrainedData:
-    """Return the training data of the champion; champions that were rolled back do not count."""
+    """Return the training data of the champion. Champions that were rolled back do not count."""
     return read_lineage_data(_lineages(root, name))
 
 
@@ -86,7 +86,7 @@ def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
 
 
 def digest(config: Config) -> str:
-    """Return a digest that two runs share if one would repeat the other; raises `ConfigError`."""
+    """Return a digest that two runs share if one would repeat the other. Raises `ConfigError`."""
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])
@@ -130,7 +130,7 @@ def begin(config: Config, root: str, run_id: str) -> None:
 
 
 def end(root: str, run_id: str, decision: str) -> None:
-    """Mark that a run has reached its decision; do nothing if `begin` recorded nothing for it."""
+    """Mark that a run has reached its decision. Do nothing if `begin` recorded nothing for it."""
     purpose = _read(_purpose(root, run_id))
     if {"name", "digest"} <= purpose.keys():
         uri = _mark(root, purpose["name"], purpose["digest"])
@@ -138,7 +138,7 @@ def end(root: str, run_id: str, decision: str) -> None:
 
 
 def find_finished(config: Config, root: str) -> str:
-    """Return the run that has finished with this configuration; empty if there is none."""
+    """Return the run that has finished with this configuration, or "" if there is none."""
     return _read(_mark(root, config.name, digest(config))).get("run_id", "")
 
 

@@ -218,7 +218,7 @@ def _spread(values: Sequence[float]) -> Point:
 
 
 def _widen(low: float, high: float, *, is_log: bool) -> Point:
-    """Add space at both ends; do not extend an axis of nonnegative values below zero."""
+    """Add space at both ends, but do not extend an axis of nonnegative values below zero."""
     if is_log:
         room = (high / low) ** _ROOM
         return low / room, high * room

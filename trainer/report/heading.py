@@ -77,7 +77,7 @@ def cause(steps: Sequence[Facts]) -> dict[str, str]:
 
 
 def find_place(traceback: str) -> dict[str, str]:
-    """Return the location of the innermost frame of the user's code; empty if there is none."""
+    """Return the location of the innermost frame of the user's code, or {} if there is none."""
     lines = traceback.splitlines()
     found: dict[str, str] = {}
     for at, line in enumerate(lines):
@@ -150,7 +150,7 @@ def _after_refusal(
 
 
 def use(facts: Facts) -> dict[str, Any]:
-    """Return how to use the model of a run: its name and commands; empty without a model."""
+    """Return how to use the model of a run: its name and commands, or {} without a model."""
     registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
     uri = str(registered.get("model") or artifacts.get("model") or "")
     if not uri:
@@ -224,7 +224,7 @@ def _strategy(config: Facts) -> str:
 
 
 def _examples_of_a_step(history: Sequence[Facts]) -> float:
-    """Return the number of examples per global step, from the workers' counts; 0 if unknown."""
+    """Return the number of examples per global step, from the workers' counts, or 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
     # The counts start at 0 again with each attempt.
@@ -254,7 +254,7 @@ def _count_configured_examples(config: Facts) -> float:
 
 
 def steps_of_epoch(last: Facts) -> str:
-    """Return the number of steps per epoch, from the last row of the history; empty if unknown."""
+    """Return the number of steps per epoch, from the last row of the history, or "" if unknown."""
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     return _three(step / epoch) if step and epoch else ""
 

@@ -101,7 +101,7 @@ def positive_classes(evaluation: Facts) -> list[str]:
 
 
 def main_value(found: Facts) -> str:
-    """Return the main metric with its value, such as `average precision 0.41`; empty if unknown."""
+    """Return the main metric with its value, such as `average precision 0.41`, or "" if unknown."""
     if not found.get("metric"):
         return ""
     text = "undefined" if number(found.get("value")) is None else _values(found)[0]
@@ -119,7 +119,7 @@ def _interval(found: Facts) -> object:
 
 
 def describe_constant(found: Facts) -> str:
-    """Return the constant's value, formatted like the main metric; empty if unknown."""
+    """Return the constant's value, formatted like the main metric, or "" if unknown."""
     return _values(found)[-1] if number(found.get("constant")) is not None else ""
 
 
@@ -137,7 +137,7 @@ def comparisons(found: Facts) -> list[str]:
 
 
 def difference(value: float, interval: object) -> str:
-    """Format the magnitude of a difference; return an empty string if it rounds to zero."""
+    """Format the magnitude of a difference, or return an empty string if it rounds to zero."""
     text = round_value(abs(value), interval)
     return text if float(text) else ""
 

@@ -71,7 +71,7 @@ Facts = Mapping[str, Any]
 
 
 def write(facts: Facts, path: Path) -> None:
-    """Write the report of a run to `path`, atomically; raises `UserError`."""
+    """Write the report of a run to `path`, atomically. Raises `UserError`."""
     page = mask(render(facts))
     storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
 
@@ -131,7 +131,7 @@ def _outcome(facts: Facts) -> dict[str, Any]:
         "version": registered.get("version"),
         "verdict": verdict,
         "measured": headline.describe_metric(facts.get("evaluation") or {}),
-        # None means an unreadable decision; an empty list means a decision without rules.
+        # None means an unreadable decision. An empty list means a decision without rules.
         "rules": None if facts.get("rules") is None else list_rules(facts),
         "step": ill[0] if ill else "",
     }
@@ -148,7 +148,7 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
     evaluation, steps = facts.get("evaluation") or {}, _rows(facts, "steps")
-    # If nothing was evaluated, the training step tells which metric selects the checkpoint.
+    # If nothing was evaluated, the training step records which metric selects the checkpoint.
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {title_metric(name): series for name, series in metrics.items()}
@@ -399,7 +399,7 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table; empty without rows."""
+    """Return the lines of a Markdown table, or an empty list without rows."""
     if not rows:
         return []
     texts = ([plain(v if isinstance(v, str) else format_value(v)) for v in row] for row in rows)

@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind` at the same place; `text` describes the first."""
+    """Events of one `kind` at the same place. `text` describes the first."""
 
     left: float
     kind: str
@@ -69,7 +69,7 @@ class Mark:
 
 
 def matrix(evaluation: Facts) -> list[list[Cell]]:
-    """Return the cells of the confusion matrix; empty if there are too many classes."""
+    """Return the cells of the confusion matrix, or an empty list if there are too many classes."""
     rows = evaluation.get("confusion_matrix") or []
     if len(rows) > MOST_CLASSES:
         return []
@@ -148,7 +148,7 @@ def _points_chart(
 
 
 def calibration(evaluation: Facts) -> Chart | None:
-    """Return the reliability diagram: accuracy by confidence."""
+    """Return the reliability diagram (accuracy by confidence), or None without calibration data."""
     bins = evaluation.get("calibration") or ()
     if not bins:
         return None
@@ -234,7 +234,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
     """Return the steps as bars over the active time of the run, and the idle time in seconds.
 
     Each try of a step has its own bar with the events of that time. The tries of a step are
-    numbered if there are several. Idle time between the tries is left out.
+    numbered if there is more than one. Idle time between the tries is left out.
     """
     spans = list_spans(tries)
     if not spans:
@@ -349,7 +349,7 @@ def count_texts(texts: Iterable[str]) -> str:
 
 
 def is_wrong(row: Facts) -> bool | None:
-    """Return whether the prediction was wrong; None for a numeric prediction."""
+    """Return whether the prediction was wrong, or None for a numeric prediction."""
     label, predicted = row.get("label"), row.get("predicted")
     if None in (label, predicted) or "error" in row or isinstance(predicted, float):
         return None

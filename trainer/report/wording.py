@@ -66,7 +66,7 @@ def like(value: float) -> tuple[float, float]:
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
-    """Format both ends of an interval with its precision; empty if there is none."""
+    """Format both ends of an interval with its precision, or an empty string if there is none."""
     ends = _ends(interval)
     return between.join(round_value(end, interval) for end in ends) if ends else ""
 
@@ -82,7 +82,7 @@ def apart(*values: float, interval: object = None) -> list[str]:
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Format values with the same decimal places; tell for each whether it is the best one."""
+    """Format values with the same decimal places, and tell for each whether it is the best one."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
     best = round_value((min if better == "lower" else max)(known), places) if known else ""
@@ -146,7 +146,7 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places that show two digits of half the interval; may be negative."""
+    """Return the decimal places that show two digits of half the interval. May be negative."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None

@@ -1,7 +1,7 @@
 """The number of processors that this process may use, by its CPU affinity and container limits.
 
 Libraries start one thread for each processor of the machine. In a container that is limited to one
-CPU, these threads use up the quota at once and are throttled; see "CFS Bandwidth Control" in the
+CPU, these threads use up the quota at once and are throttled. See "CFS Bandwidth Control" in the
 Linux kernel documentation.
 """
 
@@ -66,7 +66,7 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folder of this process and its parents; a container may have only `/`."""
+    """Yield the cgroup folder of this process and its parents. A container may have only `/`."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]

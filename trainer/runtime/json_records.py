@@ -54,7 +54,7 @@ def parse_record(kind: type[Record], tree: object) -> Record | None:
 
 
 def read_record(kind: type[Record], text: str | bytes) -> Record | None:
-    """Parse a dataclass record, or return None if the text is not such a record."""
+    """Parse a dataclass record, or return None if the text does not match."""
     try:
         return parse_record(kind, parse(text))
     except ValueError:

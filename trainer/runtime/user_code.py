@@ -1,7 +1,7 @@
 """The user's modules: how Python finds them, and where they raised an error.
 
 In every process, the folder of the command is searched last, so that a file `json.py` in it hides
-no other module. A code bundle is searched earlier; see `_Finder`.
+no other module. A code bundle is searched earlier. See `_Finder`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class UnsignedError(UserError):
 
 
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Sign all files below `folder` if a private key is configured; return whether one is.
+    """Sign all files below `folder` if a private key is configured, and return whether one is.
 
     `fields` are the manifest fields that the files are published with.
 
@@ -74,7 +74,7 @@ def verifies() -> bool:
 
 
 def verify(uri: str, scratch: Path | None = None) -> Manifest:
-    """Verify a published model as a server would load it; return its manifest.
+    """Verify a published model as a server would load it, and return its manifest.
 
     The model must have exactly the files in its manifest, undamaged, and a valid signature if a
     public key is configured.
@@ -161,7 +161,7 @@ def _unnamed_error(uri: str, path: str) -> Corrupt:
 
 
 def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
-    """Verify the signature of a local copy of a model; return false if no public key is configured.
+    """Verify the signature of a local copy of a model. Return false if no public key is configured.
 
     Args:
         folder: all files of the model except `MANIFEST.json`.
@@ -183,7 +183,7 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
 
 
 def check() -> list[str]:
-    """Return a line for each configured key; raises `ConfigError` if one is unusable."""
+    """Return a line for each configured key. Raises `ConfigError` if one is unusable."""
     found = []
     for variable in (PRIVATE_KEY, PUBLIC_KEY):
         key = _key(variable)
@@ -224,7 +224,7 @@ def _key(variable: str) -> Path | None:
 
 
 def _usable(variable: str, key: Path) -> Any:
-    """Return the signing configuration for a key; raises `ConfigError` if it is unusable."""
+    """Return the signing configuration for a key. Raises `ConfigError` if it is unusable."""
     package = _package()
     try:
         if variable == PRIVATE_KEY:

@@ -151,7 +151,7 @@ class GcsBucket:
         return Checksum(stored.bytes, stored.digest) == expected
 
     def read_checksum(self, key: str) -> Checksum | None:
-        """Return the checksum that the store computed."""
+        """Return the checksum that the store computed, or None if it computed none."""
         stored = self.stat(key)
         return Checksum(stored.bytes, stored.digest) if stored.digest else None
 

@@ -278,7 +278,7 @@ class ObjectStore:
             self._bucket.remove(_key(uri))
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove orphans; see `collect`."""
+        """Remove orphans. See `collect`."""
         with self._translate(uri):
             keys = collect(self._bucket, _prefix(uri))
         return [join(uri, key.removeprefix(_prefix(uri))) for key in keys]

@@ -25,7 +25,7 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 class Match:
     """The match of a path. `span` is normalized, and `written` is the span as written in the path.
 
-    `is_below` tells whether the pattern matches a parent folder of the path.
+    `is_below` indicates whether the pattern matches a parent folder of the path.
     """
 
     span: str

@@ -48,7 +48,7 @@ def publish(
     """Publish all files below `directory` at `uri`, verified and in one atomic step.
 
     Publishing the same kind, files and fields again does nothing. In that case only the manifests
-    are compared, and the published files are not read; `verify` reads them. Empty folders and a
+    are compared, and the published files are not read. `verify` reads them. Empty folders and a
     `MANIFEST.json` in `directory` are skipped, and links to files are followed. An unpublished
     directory at `uri` is replaced. Returns the manifest at `uri`. Raises `Conflict` if other
     content is already published there, or another `UserError`.
@@ -90,7 +90,7 @@ def add_file(draft: str, path: Path, name: str) -> FileEntry:
 def commit(
     draft: str, uri: str, *, kind: str, files: Iterable[FileEntry], fields: Mapping[str, Any]
 ) -> Manifest:
-    """Publish the files that were added to the draft of `uri`; see `publish`."""
+    """Publish the files that were added to the draft of `uri`. See `publish`."""
     manifest = Manifest(kind, tuple(files), fields)
     with report_errors(f"publish {uri}"):
         placed = choose_store(uri).commit(draft, uri, manifest)
@@ -334,7 +334,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def append_line(uri: str, line: bytes) -> None:
-    """Append a line to the file at `uri`, which must be in a file system; see `storage.local`."""
+    """Append a line to the file at `uri`, which must be in a file system. See `storage.local`."""
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")

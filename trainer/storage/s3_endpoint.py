@@ -30,8 +30,8 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 class Endpoint:
     """How to reach a store. boto3 chooses the values that are empty.
 
-    `kfp_secret` tells whether the keys of KFP's secret may be used: for `minio://`, and for `s3://`
-    with an endpoint that is not Amazon's.
+    `kfp_secret` indicates whether the keys of KFP's secret may be used: for `minio://`, and for
+    `s3://` with an endpoint that is not Amazon's.
     """
 
     url: str = ""

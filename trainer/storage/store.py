@@ -74,13 +74,13 @@ class Store(Protocol):
         """
 
     def draft(self, uri: str) -> AbstractContextManager[str]:
-        """Return the location for the files of a later publication; see `publishing.draft`."""
+        """Return the location for the files of a later publication. See `publishing.draft`."""
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
         """Move a local file into a draft and verify it there. Any process may call this."""
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Publish the files of the draft of `uri` that `manifest` lists; see `place`."""
+        """Publish the files of the draft of `uri` that `manifest` lists. See `place`."""
 
     def children(self, uri: str) -> list[str]:
         """Return the decoded names directly below a URI, sorted, without hidden ones."""
@@ -170,7 +170,7 @@ class Retrying(Protocol):
 
 
 class Bucket(Protocol):
-    """One bucket. Requests go through a `Retrying` and raise the client's errors; see `judge`."""
+    """One bucket. Requests go through a `Retrying` and raise the client's errors. See `judge`."""
 
     remedies: Mapping[Trouble, str]
 

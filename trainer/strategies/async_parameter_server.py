@@ -58,7 +58,7 @@ LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How far ahead work is scheduled, in seconds. If the chief dies, the workers continue for about
 # that long.
 AHEAD_SECONDS = 10
-# Maximum time for workers to end their current turns, in seconds; a turn takes up to a second.
+# Maximum time for workers to end their current turns, in seconds. A turn takes up to a second.
 HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
@@ -103,7 +103,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Apply updates, but none past `boundary`; wait for all if at most `steps` are left."""
+        """Apply updates, but none past `boundary`. Wait for all if at most `steps` are left."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -226,7 +226,7 @@ class AsyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _portions(self, steps: int) -> Report:
-        """Apply `steps` updates in portions; each portion has its own range of examples."""
+        """Apply `steps` updates in portions. Each portion has its own range of examples."""
         unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
@@ -243,7 +243,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # A newer run of the closure stopped this one early; repeat the rest.
+                # A newer run of the closure stopped this one early. Repeat the rest.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again

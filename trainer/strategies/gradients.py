@@ -24,7 +24,7 @@ from flotilla.trainer.strategies.strategy import Batch, Loss
 from flotilla.trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
-# A dense tensor, or `IndexedSlices` of embedding rows; zeros if the loss ignores the variable.
+# A dense tensor, which is zero if the loss ignores the variable, or `IndexedSlices` of rows.
 Gradient = Any
 
 
@@ -41,7 +41,7 @@ class Messages:
     """Packs the values of a list of variables into few messages. For use in a `tf.function`."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Group the variables by device and dtype; a `ScalarPlace` can only be pushed."""
+        """Group the variables by device and dtype. A `ScalarPlace` can only be pushed."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
@@ -108,7 +108,7 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 
 
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
-    """Send a gradient as `push` does, and the loss to `device`; the loss is last in the result.
+    """Send a gradient as `push` does, and the loss to `device`. The loss is last in the result.
 
     The loss shares a message with the trainable float32 variables whose device name equals
     `device`.
@@ -183,12 +183,12 @@ class PureGradient:
         return value, found, after
 
     def pull(self, after: Sequence[Any] = ()) -> Pulled:
-        """Read the weights and the state from their devices; see `Messages.pull` for `after`."""
+        """Read the weights and the state from their devices. See `Messages.pull` for `after`."""
         return _pull([] if self._in_place else self.dense, self.state, after)
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
-        """Run the model and loss with zeros for all variables except tables; return the zeros."""
+        """Run the model and loss with zeros for all variables except tables. Return the zeros."""
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
@@ -196,7 +196,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def merge_moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches; an unchanged value is the object from `before`."""
+        """Return the state after some batches. An unchanged value is the object from `before`."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -271,7 +271,7 @@ def build_pulled_gradient(  # noqa: PLR0913
     The function has an optional second argument: tensors that the pulls wait for.
 
     Args:
-        model: the model; its variables may be on any device.
+        model: the model. Its variables may be on any device.
         loss: the loss of a batch.
         jit: whether XLA compiles the gradient.
         parts: the number of batches in a stack. If it is above 1, the function processes the
@@ -279,7 +279,7 @@ def build_pulled_gradient(  # noqa: PLR0913
         scale: the loss scale, if any.
         in_place: whether the variables are read on their devices. Otherwise they are pulled first,
             and the returned gradient is on the servers.
-        towers: the devices of a worker; each takes a batch, or a stack of batches.
+        towers: the devices of a worker. Each takes a batch, or a stack of batches.
         loss_on: the device that receives the loss as the last of the gradients (see
             `push_with_loss`). It is used only if the variables are pulled.
     """
@@ -312,7 +312,7 @@ def build_rows_gradient(
     returned gradients are on the servers.
 
     Args:
-        model: the model; its variables may be on any device.
+        model: the model. Its variables may be on any device.
         loss: the loss of a batch.
         lookups: the lookups of the model.
         otherwise: the function to call if the rows of a batch are unknown before the model runs.
@@ -378,7 +378,7 @@ def _part(batches: Batch, part: Any) -> Batch:
 
 
 def add_gradients(one: Gradient, other: Gradient) -> Gradient:
-    """Return the sum of two gradients of a variable; sparse gradients stay sparse."""
+    """Return the sum of two gradients of a variable. Sparse gradients stay sparse."""
     if isinstance(one, tf.IndexedSlices):
         values = tf.concat([one.values, other.values], 0)
         rows = tf.concat([one.indices, other.indices], 0)
@@ -396,7 +396,7 @@ def divide_gradient(gradient: Gradient, count: Any) -> Gradient:
 def apply_and_count(
     optimizer: keras.optimizers.Optimizer, gradient: list[Gradient], variables: Sequence[Any]
 ) -> None:
-    """Apply a gradient; count the update only after the gradient has reached the counter's server.
+    """Apply a gradient. Count the update only after the gradient has reached the counter's server.
 
     Otherwise, an update that a dying worker never applied would be counted as applied.
     """

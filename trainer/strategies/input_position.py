@@ -26,7 +26,7 @@ from flotilla.trainer.config.data import DYNAMIC
 log = logging.getLogger(__name__)
 # A range: start and length. In a plan, (n, p): the n-th next example is at position p.
 Range = tuple[int, int]
-# Number of recent staleness values to keep; enough for a 95th percentile.
+# Number of recent staleness values to keep, enough for a 95th percentile.
 STALENESS_WINDOW = 400
 
 
@@ -46,7 +46,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def advance(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visiting ranges of `plan` indices; skipped ones become gaps."""
+        """Return the position after visiting ranges of `plan` indices. Skipped ones become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -193,7 +193,7 @@ class Tally:
     """Counts the local steps of each worker, and the staleness, in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
-        """Start the counts at zero; a local step has `batch_size` examples."""
+        """Start the counts at zero. A local step has `batch_size` examples."""
         self._batch_size = batch_size
         self._steps = Counter[str]()
         self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)

@@ -12,7 +12,7 @@ other strategies.
 
 `MultiWorkerMirrored` runs one replica in each worker, or one on each GPU of a worker. The workers
 all-reduce their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations") or by NCCL. Every worker runs the outer loop; worker 0
+algorithms for clusters of workstations") or by NCCL. Every worker runs the outer loop. Worker 0
 writes the journal. If a worker is lost, all workers restart from the newest checkpoint.
 """
 
@@ -57,7 +57,7 @@ class Replicated(KerasStrategy):
 
     @abstractmethod
     def replicate(self) -> tf.distribute.Strategy:
-        """Return TensorFlow's strategy; call it before any other TensorFlow operation."""
+        """Return TensorFlow's strategy. Call it before any other TensorFlow operation."""
 
     def build(self, problem: Problem) -> None:
         """Build model and optimizer on each replica, and the input of this process."""
@@ -158,7 +158,7 @@ class Replicated(KerasStrategy):
         return update
 
     def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update compiled by XLA; a sparse gradient is applied without XLA."""
+        """Return an update compiled by XLA. A sparse gradient is applied without XLA."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)
@@ -204,7 +204,7 @@ def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> b
 
 
 def _mean(values: list[Any]) -> list[Any]:
-    """Return the mean of each value over all replicas; gradients of embedding rows stay sparse.
+    """Return the mean of each value over all replicas. Gradients of embedding rows stay sparse.
 
     Sparse gradients with a dynamic number of rows, which differs between replicas, become dense.
     """

@@ -72,7 +72,7 @@ class Served(KerasStrategy):
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def build(self, problem: Problem) -> None:
-        """Connect, and build model, optimizer and input; reuse values on the servers."""
+        """Connect, and build model, optimizer and input. Reuse values on the servers."""
         self.connect()
         try:
             self.build_on_servers(problem)
@@ -89,7 +89,7 @@ class Served(KerasStrategy):
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and input; call `keep` before tracing anything. Raises `MisfitError`."""
+        """Build model and input. Call `keep` before tracing anything. Raises `MisfitError`."""
         raise NotImplementedError
 
     def find_state(self, uri: str) -> ServerState | None:
@@ -122,7 +122,7 @@ class Served(KerasStrategy):
             raise
 
     def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
-        """Build model, optimizer and counter; an update is the mean of `gradients` gradients."""
+        """Build model, optimizer and counter. An update is the mean of `gradients` gradients."""
         servers, named = self.cluster.count("ps"), self.config.cluster.placement
         self._kept = KeptValues(self.state.taken if self.state else ())
         places = choose_places(problem.build_model, problem.check, servers, named)
@@ -169,12 +169,12 @@ class Served(KerasStrategy):
             self.state.settle(is_whole=is_whole)
 
     def refresh(self) -> None:
-        """Rebuild the index of each restored table; workers may already add rows to the others."""
+        """Rebuild the index of each restored table. Workers may already add rows to the others."""
         taken = self.state.is_taken if self.state else lambda _device: False
         table_state.restore_tables(self.model, lambda device: not taken(device))
 
     def tally(self) -> Tally:
-        """Return a new tally of local steps; a step has one batch for each device of a worker."""
+        """Return a new tally of local steps. A step has one batch for each device of a worker."""
         return Tally(batch_size=self.config.training.step_examples * len(self.towers))
 
     def metrics(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class Served(KerasStrategy):
         return encode_plan(self.position), tf.constant(first, tf.int64)
 
     def lend(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
-        """Return an iterator over `batches` batches; `lease` returned `plan` and `first`."""
+        """Return an iterator over `batches` batches. `lease` returned `plan` and `first`."""
         if not self.stream:
             raise AssertionError("no variable is lent without a stream")
         size = self.config.training.batch_size
@@ -253,13 +253,13 @@ class Served(KerasStrategy):
             return iter(self.stack(found).prefetch(2))
 
     def dispatch(self, calls: Sequence[Call]) -> list[Any]:
-        """Run each call on a free worker, and again if that worker dies; return the results."""
+        """Run each call on a free worker, and again if that worker dies. Return the results."""
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums over all parts; if a worker dies, another one computes its part."""
+        """Return the sums over all parts. If a worker dies, another one computes its part."""
         workers = self.cluster.count("worker")
         if self._part is None:
 
@@ -303,7 +303,7 @@ class LoopWatch:
         threading.Thread(target=self._wait, name="workers", daemon=True).start()
 
     def begin(self) -> None:
-        """Start watching; call it after the loops are scheduled."""
+        """Start watching. Call it after the loops are scheduled."""
         self._begun.set()
 
     def _wait(self) -> None:

@@ -47,9 +47,9 @@ class Place(NamedTuple):
 
 
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
-    """Return the index of a parameter server for each variable; raises `ConfigError`.
+    """Return the index of a parameter server for each variable. Raises `ConfigError`.
 
-    `named` maps a glob over paths to a server such as "ps:0"; the first matching glob wins.
+    `named` maps a glob over paths to a server such as "ps:0". The first matching glob wins.
     """
     check([variable.path for variable in variables], servers, named)
     load = [0] * servers
@@ -107,7 +107,7 @@ class KeptValues:
 
     @contextmanager
     def skip_values(self, server: Callable[[], int]) -> Iterator[None]:
-        """Skip initialization in the block; `server` returns the next variable's server."""
+        """Skip initialization in the block. `server` returns the next variable's server."""
         initialize = Variable._initialize_with_initializer
 
         def initialize_small(variable: Any, initializer: Any) -> None:
@@ -142,7 +142,7 @@ def build_placed_model(
     places: Sequence[Place],
     kept: KeptValues = NONE_KEPT,
 ) -> keras.Model:
-    """Build a model with each variable at its place; raises `ConfigError` or `ValueError`."""
+    """Build a model with each variable at its place. Raises `ConfigError` or `ValueError`."""
     left, more = deque(places), 0
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -308,7 +308,7 @@ def _initialize_sketch(variable: Any, initializer: Any) -> None:
 
 
 def _sketch_value(kwargs: dict[str, Any]) -> Any:
-    """Return the initial value of a variable; for a large variable, it takes no memory.
+    """Return the initial value of a variable. For a large variable, it takes no memory.
 
     The values of a sketch are never read, and a table may be larger than this machine's memory.
     """

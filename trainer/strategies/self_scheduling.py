@@ -31,7 +31,7 @@ TURN = 20
 # Minimum number of steps for unrolling, because tracing an unrolled graph takes seconds.
 LONG_RUN = 2000
 LOSS, UPDATES, OTHERS = range(3)
-# Number of closures whose newest run is recorded; the records take half a megabyte. If more
+# Number of closures whose newest run is recorded. The records take half a megabyte. If more
 # closures were scheduled between two calls of `deal`, the oldest ones would end early.
 CLOSURES = 1 << 16
 # Maximum number of steps in a portion. If its worker dies, up to this many are applied twice.
@@ -56,7 +56,7 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def choose_unroll(steps: int, *, whole: bool) -> int:
-    """Return the number of updates to unroll; 1 in a short run or with row lookups."""
+    """Return the number of updates to unroll, or 1 in a short run or with row lookups."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
@@ -75,7 +75,7 @@ def adjust_unit(steps: int, workers: int, turn: int, now: int) -> int:
 
 
 def run_on_workers(workers: int, work: Callable[[], None], seconds: float) -> None:
-    """Run `work` on each reachable worker; raises `ClusterLostError` after `seconds`."""
+    """Run `work` on each reachable worker. Raises `ClusterLostError` after `seconds`."""
     made = tf.function(work, autograph=False).get_concrete_function()
 
     def one(number: int) -> None:
@@ -159,7 +159,7 @@ class Turns:
         )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
-        """Start a run of a closure; return its slot and number, an int64 vector for `take`."""
+        """Start a run of a closure, and return its slot and number, an int64 vector for `take`."""
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
@@ -169,7 +169,7 @@ class Turns:
                 return tf.stack([place, run])
 
     def take(self, own: tf.Tensor) -> tf.Tensor:
-        """Take a turn for the run `own`, in a worker's graph; return whether one was left.
+        """Take a turn for the run `own`, in a worker's graph, and return whether one was left.
 
         A turn number that the run may not use is given back, so that no turn is lost.
         """
@@ -217,7 +217,7 @@ class Turns:
         self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:
-        """Set the number of turns since `deal`; 0 stops every worker after its current turn."""
+        """Set the number of turns since `deal`. 0 stops every worker after its current turn."""
         self._extend(tf.constant(turns, tf.int64))
 
     def list_variables(self) -> dict[str, tf.Variable]:

@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# Version of `State` and of the named variables; increase it with each change. A chief reads only
+# Version of `State` and of the named variables. Increase it with each change. A chief reads only
 # variables of the same version, because the servers may run another version of Flotilla.
 FORM = 6
 ANSWER_SECONDS = 10.0
@@ -57,7 +57,7 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
-# TensorFlow's messages about a restarted server, in the chief and in a worker's closure; see
+# TensorFlow's messages about a restarted server, in the chief and in a worker's closure. See
 # `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
@@ -89,11 +89,11 @@ class State:
         variables: the number of variables on all servers.
         maps: the number of shards of dynamic tables on all servers.
         held: the number of checkpoint variables on this server, without the step counter.
-        is_whole: 1 if this server's values are complete; 0 while the chief assigns some of them.
-        reached: the last known global step; only on the first few servers.
-        saved: the global step of the newest published checkpoint; -1 if none.
+        is_whole: 1 if this server's values are complete, 0 while the chief assigns some of them.
+        reached: the last known global step, only on the first few servers.
+        saved: the global step of the newest published checkpoint, or -1 if none.
         noted: when `saved` was recorded, in seconds since 1970.
-        back_to: the global step to which the values were reset after that; -1 if they were not.
+        back_to: the global step to which the values were reset after that, or -1 if they were not.
     """
 
     token: int
@@ -117,7 +117,7 @@ class ServerState:
     """The variables on the servers that belong to this attempt or to earlier ones."""
 
     def __init__(self, uri: str, servers: int) -> None:
-        """Find the state of the run with checkpoints at `uri`; remove earlier chiefs' permits."""
+        """Find the state of the run with checkpoints at `uri`. Remove earlier chiefs' permits."""
         self._run = f"run-{FORM}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
         self._servers = range(servers)
         self.servers = frozenset(self._servers)
@@ -143,13 +143,13 @@ class ServerState:
 
     @property
     def living(self) -> frozenset[int]:
-        """The servers with complete values; none if there are values of different generations."""
+        """The servers with complete values, or none if values are of different generations."""
         tokens = {each.token for each in self.found.values()}
         whole = {number for number, each in self.found.items() if each.is_whole}
         return frozenset(whole if len(tokens) == 1 else ())
 
     def read_reached(self) -> int:
-        """Return the global step of the living servers' values; -1 if it is unknown.
+        """Return the global step of the living servers' values, or -1 if it is unknown.
 
         The step is exact if `ps-0` is alive. Otherwise, it is the last step that a chief recorded.
         """
@@ -173,14 +173,14 @@ class ServerState:
     def take(
         self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any, saved: Any
     ) -> None:
-        """Name the variables; variables on the selected servers get the values that exist there.
+        """Name the variables. Variables on the selected servers get the values that exist there.
 
         Call this method before tracing anything that uses the variables.
 
         Args:
-            variables: the variables of this chief on the servers by path; `STEP` comes first.
+            variables: the variables of this chief on the servers by path. `STEP` comes first.
             parts: the shards of dynamic tables.
-            described: other settings, as JSON values; if they differ, no variable is reused.
+            described: other settings, as JSON values. If they differ, no variable is reused.
             saved: the paths of the variables in a checkpoint.
 
         Raises:
@@ -271,7 +271,7 @@ class ServerState:
             self._change(self._servers[:NOTED_ON], reached=reached)
 
     def seconds_since_save(self) -> float:
-        """Return the seconds since a checkpoint was last recorded; 0 if no values are reused."""
+        """Return the seconds since a checkpoint was last recorded, or 0 if no values are reused."""
         noted = [self.found[number].noted for number in self.taken]
         return max(0.0, time.time() - max(noted)) if noted else 0.0
 
@@ -330,7 +330,7 @@ class ServerState:
                 each.assign(tf.constant(astuple(said[number]), tf.int64), read_value=False)
 
     def _change(self, servers: Collection[int] = (), **values: int) -> None:
-        """Change the records of `servers` (default: all); on `ps-0`, only if the permit exists."""
+        """Change the records of `servers` (default: all). On `ps-0`, this requires the permit."""
         said = {
             number: replace(each, **values) if number in (servers or self.servers) else each
             for number, each in self._said.items()
@@ -397,7 +397,7 @@ class ServerState:
 
 
 def open_variable(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
-    """Open the variable `name` on a device; the variable outlives this process."""
+    """Open the variable `name` on a device. The variable outlives this process."""
     with tf.device(device):
         handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
     return BaseResourceVariable(

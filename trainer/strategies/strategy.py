@@ -36,7 +36,7 @@ Batch = tuple[Any, ...]
 # A function from model, batch and outputs to a scalar: the mean loss of the batch, including the
 # losses that layers add.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# A function of a model, a part's index and the number of parts; it returns sums for metrics.
+# A function of a model, a part's index and the number of parts. It returns sums for metrics.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 
@@ -46,16 +46,16 @@ class Problem:
     """A model with its loss, optimizer and data.
 
     Attributes:
-        build_model: builds the model; called once on each device that needs a copy.
+        build_model: builds the model. It is called once on each device that needs a copy.
         build_optimizer: creates the optimizer, not yet built.
         check: raises `ConfigError` if the configuration does not suit the model.
-        loss: the mean loss of a batch; see `Loss`.
-        chance_loss: the loss of an uninformed guess; a training loss far above it means divergence.
+        loss: the mean loss of a batch. See `Loss`.
+        chance_loss: the loss of an uninformed guess. A training loss far above it means divergence.
         batches: builds the endless training dataset of one task, with elements as in `Batch`. The
             function is traced, and runs in the working directory of a worker.
-        totals: returns a vector of sums over a part of the validation examples; every worker has
+        totals: returns a vector of sums over a part of the validation examples. Every worker has
             all of these examples. It is traced like `batches`.
-        stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
+        stream: the examples by position. `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
 
@@ -78,7 +78,7 @@ class Report:
         loss: the mean loss over the updates.
         metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
             maps a worker to its local steps and examples.
-        global_step: the global step of the report if workers continue; None if they are idle.
+        global_step: the global step of the report if workers continue, or None if they are idle.
     """
 
     loss: float
@@ -89,16 +89,16 @@ class Report:
 class Strategy(ABC):
     """Applies updates to one model on one cluster."""
 
-    #: The device that reads and writes checkpoints; it belongs to the leading task.
+    #: The device that reads and writes checkpoints. It belongs to the leading task.
     io_device: str | None = None
     capabilities = Capabilities()
     #: Whether a graph is running for the first time, which includes tracing and compiling it.
     warming: bool = False
-    #: The last global step that was read; -1 before the first read.
+    #: The last global step that was read, or -1 before the first read.
     read_step: int = -1
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
-        """Store the arguments; `build` connects to the cluster."""
+        """Store the arguments. `build` connects to the cluster."""
         self.config, self.cluster, self.task = config, cluster, task
         self._copy: MeasuredCopy | None = None
         self.stream: Stream | None = None
@@ -116,16 +116,16 @@ class Strategy(ABC):
             self.position = self.position.advance([(0, examples)])
 
     def describe_position(self) -> dict[str, Any]:
-        """Return the input position for a checkpoint; empty without a stream."""
+        """Return the input position for a checkpoint, or an empty mapping without a stream."""
         return self.stream.to_json(self.position) if self.stream else {}
 
     @property
     def publishes(self) -> bool:
-        """Whether this task writes the journal; only one of the tasks with an outer loop does."""
+        """Whether this task writes the journal. Only one of the tasks with an outer loop does."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
-        """Wait for all tasks that run the outer loop; return the maximum of each value over them.
+        """Wait for all tasks that run the outer loop. Return the maximum of each value over them.
 
         All tasks must pass the same number of values. If a task is lost, TensorFlow's error is
         raised.
@@ -168,7 +168,7 @@ class Strategy(ABC):
         return self.measured_copy(problem).totals(self.variables(), 0, 1)
 
     def measured_copy(self, problem: Problem) -> MeasuredCopy:
-        """Return the copy of the model in this process; the first call builds it."""
+        """Return the copy of the model in this process. The first call builds it."""
         if self._copy is None:
             self._copy = MeasuredCopy(problem.build_model, problem.totals)
         return self._copy
@@ -192,7 +192,7 @@ class Strategy(ABC):
         """Wait, after the last checkpoint, until the other tasks with an outer loop may exit."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
-        """Return the state that an earlier attempt left on the servers; called before `build`."""
+        """Return the state that an earlier attempt left on the servers. Called before `build`."""
         return None
 
     def settle(self, *, is_whole: bool) -> None:  # noqa: B027
@@ -211,7 +211,7 @@ class KerasStrategy(Strategy):
     scale: LossScale | None = None
 
     def make_optimizer(self, problem: Problem) -> keras.optimizers.Optimizer:
-        """Create the optimizer without building it; it averages the weights if configured."""
+        """Create the optimizer without building it. It averages the weights if configured."""
         optimizer = problem.build_optimizer()
         if self.config.training.ema:
             keep_averages(optimizer, self.config.training.ema)
@@ -376,12 +376,12 @@ class MeasuredCopy:
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
-    """Create the strategy that `training.strategy` names, for a task; raises `ConfigError`."""
+    """Create the strategy that `training.strategy` names, for a task. Raises `ConfigError`."""
     return find_class(config)(config, cluster, task)
 
 
 def find_class(config: Config) -> type[Strategy]:
-    """Return the class that `training.strategy` names; raises `ConfigError`."""
+    """Return the class that `training.strategy` names. Raises `ConfigError`."""
     name = config.training.strategy
     implementation = find_topology(name).implementation
     strategy = user_code.find_named("training.strategy", implementation, "Strategy")

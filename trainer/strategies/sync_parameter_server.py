@@ -6,7 +6,7 @@ Synchronous SGD", section 3).
 
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
 worker takes the token, computes one gradient, stages it on the servers (`Staging`), and then
-announces it. The first N announced gradients of the open step form the update; a gradient is used
+announces it. The first N announced gradients of the open step form the update. A gradient is used
 whole or not at all. In an inner loop, each worker runs a single function for all steps. The chief
 also runs a single function, whose operations are placed on the servers.
 """
@@ -33,12 +33,12 @@ HUB = server_device(0)
 # Number of steps to unroll in a worker's graph. The condition of a loop costs a message to every
 # device in the loop, and each iteration costs another one.
 TURN = 10
-# Indices of the fields of an announcement; the loss is separate.
+# Indices of the fields of an announcement. The loss is separate.
 STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
-    """Training with parameter servers; an update uses only the first N gradients of a step."""
+    """Training with parameter servers. An update uses only the first N gradients of a step."""
 
     capabilities = find_topology("sync_parameter_server").capabilities
 
@@ -69,10 +69,10 @@ class SyncParameterServer(Served):
         self._watch = LoopWatch(self.coordinator, self._announced.close)
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates; each is the mean of the first gradients of its step."""
+        """Apply `steps` updates. Each is the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # A late worker of the previous inner loop may also take numbers; its gradients are dropped.
+        # A late worker of the previous inner loop may also take numbers. Its gradients are dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
@@ -143,7 +143,7 @@ class SyncParameterServer(Served):
                 lambda step: step < end, lambda each: announce(each)[:1], (step,)
             )
             with tf.device(HUB):
-                # A slow worker's loop may have taken a token of the next loop; put one back.
+                # A slow worker's loop may have taken a token of the next loop. Put one back.
                 tokens.put(step)
             return step
 
@@ -177,7 +177,7 @@ class SyncParameterServer(Served):
         return compute_announced
 
     def _turn(self) -> int:
-        """Return the number of steps to unroll; 1 for none.
+        """Return the number of steps to unroll, or 1 for none.
 
         Steps are unrolled only if every worker is needed, because a worker that skips a step would
         run out of steps early. With row lookups, each step would trace the gradient again.
@@ -195,7 +195,7 @@ class SyncParameterServer(Served):
             )
 
     def _take_input(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
-        """Return the input of one step; from a stream, the batches that belong to `number`."""
+        """Return the input of one step or, from a stream, the batches that belong to `number`."""
         stream = self.stream
         if not (stream and lease):
             return self.towers.take(iterator)
@@ -221,7 +221,7 @@ class SyncParameterServer(Served):
             return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
-        """Wait for the token of a later step; skip tokens of steps that are not open."""
+        """Wait for the token of a later step. Skip tokens of steps that are not open."""
         with tf.device(HUB):
             (token,) = tf.while_loop(
                 lambda token: token < tf.maximum(step + 1, self._read_open(token)),
@@ -281,7 +281,7 @@ class SyncParameterServer(Served):
     def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it.
 
-        A restarted loop announces its step again; the second gradient is dropped.
+        A restarted loop announces its step again. The second gradient is dropped.
         """
 
         def is_dropped(what: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
@@ -343,7 +343,7 @@ class NamedQueue:
 
 
 class Staging:
-    """Gradients that wait on the servers until an update uses or drops them; for `tf.function`.
+    """Gradients that wait on the servers until an update uses or drops them, in a `tf.function`.
 
     TensorFlow's keyed staging area holds the gradient of each variable on that variable's server.
     All parts of one gradient share a number. Gradients are added up only in an update, so an
@@ -353,7 +353,7 @@ class Staging:
     def __init__(
         self, variables: Sequence[tf.Variable], *, name: str, state: Sequence[tf.Variable] = ()
     ) -> None:
-        """Create the staging area; its name must be unique across attempts of the chief.
+        """Create the staging area. Its name must be unique across attempts of the chief.
 
         Staging a gradient waits for the updates of `state` in the worker's graph.
         """
@@ -368,7 +368,7 @@ class Staging:
         self._sparse: list[bool] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
-        """Send a gradient to the servers; the returned operations finish when it is staged."""
+        """Send a gradient to the servers. The returned operations finish when it is staged."""
         self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
         changed = {device: self._wait_for_state(device) for device in self._state}
         sent = [each for device, each in changed.items() if device not in self._by_device]

@@ -19,13 +19,13 @@ from flotilla.trainer.strategies.strategy import Batch
 
 Tensors = list[tf.Tensor]
 Gradient = Any
-# A function of weights, state and batch; it returns the loss, a gradient per weight and new state.
+# A function of weights, state and batch. It returns the loss, a gradient per weight and new state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """The devices of every worker, such as `/device:GPU:0`; often a single one."""
+    """The devices of every worker, such as `/device:GPU:0`, often a single one."""
 
     devices: tuple[str, ...] = ("/device:CPU:0",)
 
@@ -52,7 +52,7 @@ class Towers:
         return compute_all
 
     def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
-        """Return `compute` over all devices; `state_of` lists the variables of its state."""
+        """Return `compute` over all devices. `state_of` lists the variables of its state."""
         if len(self) == 1:
             return compute
         seeds = [variable.path.endswith(SEED) for variable in state_of]
@@ -83,7 +83,7 @@ ONE = Towers()
 
 
 def list_towers(devices: Sequence[str]) -> Towers:
-    """Return the towers of all workers from their device names; raises `UserError`."""
+    """Return the towers of all workers from their device names. Raises `UserError`."""
     specs = [tf.DeviceSpec.from_string(name) for name in devices]
     of_workers = [each for each in specs if each.job == "worker"]
     kind = "GPU" if any(each.device_type == "GPU" for each in of_workers) else "CPU"
@@ -100,7 +100,7 @@ def list_towers(devices: Sequence[str]) -> Towers:
 
 
 def mean(gradients: Sequence[Gradient]) -> Gradient:
-    """Return the mean of a variable's gradients; sparse gradients stay sparse."""
+    """Return the mean of a variable's gradients. Sparse gradients stay sparse."""
     if isinstance(gradients[0], tf.IndexedSlices):
         values = tf.concat([each.values for each in gradients], 0) / len(gradients)
         indices = tf.concat([each.indices for each in gradients], 0)

@@ -30,7 +30,7 @@ from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_confi
 
 #: Maximum number of trials in a sweep. More would take too long, and not fit into a table.
 MOST_TRIALS = 1000
-# Number of significant digits of a sampled number; more digits hardly change the result.
+# Number of significant digits of a sampled number. More digits hardly change the result.
 _DIGITS = 4
 # Maximum number of consecutive samples that repeat a known trial.
 _MOST_REPEATS = 100
@@ -60,7 +60,7 @@ class Space:
 
 
 def parse_space(config: Config, assignments: Iterable[str]) -> Space:
-    """Parse `section.key=value` assignments for a configuration; raises `ConfigError`."""
+    """Parse `section.key=value` assignments for a configuration. Raises `ConfigError`."""
     fixed: list[str] = []
     keys: dict[str, BaseDistribution] = {}
     for assignment in assignments:
@@ -149,7 +149,7 @@ def _choose_value(value: Any, usual: Any) -> Any:
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of all trials, without duplicates; raises `ConfigError`."""
+    """Return the settings of all trials, without duplicates. Raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -170,7 +170,7 @@ def grid(space: Space) -> tuple[Settings, ...]:
 
 
 def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
-    """Return the settings of at most `count` random trials; raises `ConfigError`."""
+    """Return the settings of at most `count` random trials. Raises `ConfigError`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
 
@@ -238,7 +238,7 @@ def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[
 
 
 def check_trial(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial; raises a `ConfigError` that names the trial."""
+    """Return the configuration of a trial. Raises a `ConfigError` that names the trial."""
     try:
         return make_config(base, settings)
     except ConfigError as error:

@@ -49,7 +49,7 @@ class Study:
     """A running sweep. All methods raise `UserError` if the journal cannot be written."""
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
-        """Create the planned sweep, or continue the sweep in the folder; raises `ConfigError`."""
+        """Create the planned sweep, or continue the sweep in the folder. Raises `ConfigError`."""
         self.folder, self.workdir, self._path = folder, folder.parent, folder / FILE
         self._lock = _lock(folder)
         try:
@@ -87,7 +87,7 @@ class Study:
         return _read_sweep(self._study, self._plan, self.folder)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, which is a waiting or a new one; None if none is left."""
+        """Return the next trial to train, which is waiting or new, or None if none is left."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
@@ -113,7 +113,7 @@ class Study:
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
     def report(self, trial: Trial, result: Result) -> bool:
-        """Report a result on a rung; return whether the trial continues, and end it otherwise."""
+        """Report a result on a rung. Return whether the trial continues, and end it otherwise."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values
@@ -128,7 +128,7 @@ class Study:
         return False
 
     def choose(self, best: Trial) -> None:
-        """Store the best trial; no trial is trained after that."""
+        """Store the best trial. No trial is trained after that."""
         self._end(best=best.number)
 
     def end(self, verdict: str, message: str, test: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def _lock(folder: Path) -> int:
 
 
 def read(folder: Path) -> Sweep:
-    """Return the sweep in a folder; raises `ConfigError` if it is missing or damaged."""
+    """Return the sweep in a folder. Raises `ConfigError` if it is missing or damaged."""
     study = _open(folder)[1]
     return _read_sweep(study, _read_plan(study, folder), folder)
 

@@ -92,12 +92,12 @@ class Trial:
         return f"Trial({self.number} {self.status}, {dict(self.settings)})"
 
     def get_result(self, rung: int) -> Result | None:
-        """Return the result on a rung; None if the trial did not finish it."""
+        """Return the result on a rung, or None if the trial did not finish it."""
         return next((each for each in self.results if each.rung == rung), None)
 
     @property
     def last(self) -> Result | None:
-        """The result on the last rung that the trial finished; None if there is none."""
+        """The result on the last rung that the trial finished, or None if there is none."""
         return max(self.results, key=lambda each: each.rung, default=None)
 
 
@@ -107,17 +107,17 @@ class Sweep:
 
     Attributes:
         config: the configuration that all trials share, as JSON data.
-        source: the file of that configuration, for `command`; or empty.
+        source: the file of that configuration, for `command`, or empty.
         fixed: `section.key=value` assignments for all trials, for `command`.
-        rungs: the global steps of each rung; a single 0 if there is no halving.
-        best: the number of the trial that the gate judges; 0 until it is chosen.
-        verdict: the status of the best trial's run, such as `blessed` or `refused`; empty until the
-            run ends.
+        rungs: the global steps of each rung, or a single 0 if there is no halving.
+        best: the number of the trial that the gate judges, or 0 until it is chosen.
+        verdict: the status of the best trial's run, such as `blessed` or `refused`, or empty until
+            the run ends.
         test: metrics of the best trial on the test split.
         sampler: `grid` or `random`, whose trials are known in advance, or `tpe`.
         minutes: the time limit for starting trials, in minutes after the sweep was started or
-            resumed; 0 for none.
-        space: the distribution of each searched key in Optuna's format; empty on a cluster.
+            resumed, or 0 for none.
+        space: the distribution of each searched key in Optuna's format, or empty on a cluster.
     """
 
     sweep_id: str
@@ -139,12 +139,12 @@ class Sweep:
 
     @property
     def base(self) -> Config:
-        """The configuration that all trials share; raises `ConfigError` if it is damaged."""
+        """The configuration that all trials share. Raises `ConfigError` if it is damaged."""
         return parse_config(self.config)
 
     @property
     def compared_by(self) -> Objective:
-        """The objective, or the trials' objective if no metric is set; raises `ConfigError`."""
+        """The objective, or the trials' objective if no metric is set. Raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
@@ -167,11 +167,11 @@ class Sweep:
 
     @property
     def chosen(self) -> Trial | None:
-        """The best trial; None until it is chosen."""
+        """The best trial, or None until it is chosen."""
         return next((each for each in self.trials if each.number == self.best), None)
 
     def configure(self, trial: Trial, rung: int, base: Config) -> Config:
-        """Return the configuration of a trial on a rung, based on `base`; raises `ConfigError`."""
+        """Return the configuration of a trial on a rung, based on `base`. Raises `ConfigError`."""
         config = make_config(base, trial.settings)
         if not self.rungs[rung]:
             return config
@@ -181,7 +181,7 @@ class Sweep:
     def add_result(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
         """Return the trial with its result on a rung, which is read from its metrics.
 
-        `main` is the metric that selected the trial's checkpoint; None if it is unknown. Raises
+        `main` is the metric that selected the trial's checkpoint, or None if it is unknown. Raises
         `ConfigError` if the metric was not measured.
         """
         by = self.objective
@@ -195,7 +195,7 @@ class Sweep:
         return replace(trial, status=DONE, error="", rung=rung, results=(*before, result))
 
     def command(self) -> str:
-        """Return the command that runs the best trial again; empty until it is chosen."""
+        """Return the command that runs the best trial again, or "" until it is chosen."""
         if self.chosen is None:
             return ""
         words = ["flotilla", "run", *filter(None, [self.source])]
@@ -205,7 +205,7 @@ class Sweep:
 
 
 def make_config(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial; raises `ConfigError`."""
+    """Return the configuration of a trial. Raises `ConfigError`."""
     return override(base, list_assignments(settings))
 
 
@@ -215,10 +215,10 @@ def list_assignments(settings: Settings) -> list[str]:
 
 
 def make_objective(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
-    """Return the objective of a sweep; raises `ConfigError`.
+    """Return the objective of a sweep. Raises `ConfigError`.
 
-    `metric` is a validation metric; empty for the main metric. `better` may be empty if the name of
-    the metric implies the direction.
+    `metric` is a validation metric, or empty for the main metric. `better` may be empty if the name
+    of the metric implies the direction.
     """
     training = config.training
     if not config.data.validation and not config.data.source:
@@ -256,7 +256,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or the trials' objective if it has no metric; raises `ConfigError`."""
+    """Return the objective, or the trials' objective if it has no metric. Raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -269,7 +269,7 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
-    """Return the value of the objective; raises `ConfigError` if it was not measured."""
+    """Return the value of the objective. Raises `ConfigError` if it was not measured."""
     # If the evaluator skipped the selected checkpoint, use the best validation of the run.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
@@ -285,7 +285,7 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
 def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; a single 0 if each trial sets its own steps."""
+    """Return the global steps of each rung, or a single 0 if each trial sets its own steps."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
@@ -320,18 +320,18 @@ def list_rungs(
 
 
 def count_on_rung(rung: int, trials: int) -> int:
-    """Return the number of trials that reach a rung if none fails; at least 1."""
+    """Return the number of trials that reach a rung if none fails, at least 1."""
     return max(1, trials // int(REDUCTION**rung))
 
 
 def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
-    """Return the trials that finished a rung, best first; ties are ordered by number."""
+    """Return the trials that finished a rung, best first. Ties are ordered by number."""
     found = [(result.value, each) for each in trials if (result := each.get_result(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 
 
 def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
-    """Return the best trial of the highest rung with a result; None if all failed.
+    """Return the best trial of the highest rung with a result, or None if all failed.
 
     Raises `ConfigError` if the trials were compared by different metrics.
     """

@@ -38,14 +38,14 @@ class Target:
 
     Attributes:
         name: the name of the feature.
-        shape: the shape of one example's value; () for a scalar, -1 for an axis of variable size.
+        shape: the shape of one example's value: () for a scalar, with -1 for a variable axis.
         dtype: the name of its NumPy type.
-        num_classes: the number of classes; 0 for a quantity, and if the number is not yet known.
+        num_classes: the number of classes, or 0 for a quantity, and if the number is not yet known.
         labels: the names of the classes, if they are known.
-        counts: the number of examples of each class, by split; empty if there are no classes, and
-            before preparation.
-        moments: mean, std, min and max of the training split; empty if the values are not numbers,
+        counts: the number of examples of each class, by split, or empty if there are no classes,
             and before preparation.
+        moments: mean, std, min and max of the training split, or empty if the values are not
+            numbers, and before preparation.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Target:
 
 
 class Part(NamedTuple):
-    """Some examples in dataset order; the first axis of every array indexes the examples.
+    """Some examples in dataset order. The first axis of every array indexes the examples.
 
     With several targets, `labels` and `outputs` are mappings by name. `weights` is None if the
     examples are not weighted. `columns` contains the features that slices and the task need.
@@ -147,7 +147,7 @@ class LazyExamples:
 
 
 def example_weights(part: Part) -> Floats:
-    """Return the weight of each example [n]; all are 1 if the part has no weights."""
+    """Return the weight of each example [n]. All are 1 if the part has no weights."""
     count = len(tf.nest.flatten(part.labels)[0])
     return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
 
@@ -219,9 +219,9 @@ class Task(ABC):
 
     #: The name in reports and models. Built-in tasks have the same name in the configuration.
     name: ClassVar[str]
-    #: For each metric of the task, whether higher or lower is better; None if neither is.
+    #: For each metric of the task, whether higher or lower is better, or None if neither is.
     directions: ClassVar[Mapping[str, Direction | None]]
-    #: The function that converts outputs to probabilities; empty if the task predicts none.
+    #: The function that converts outputs to probabilities, or empty if the task predicts none.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model returns probabilities, which `outputs` converts to logits.
     from_probabilities = False
@@ -232,13 +232,13 @@ class Task(ABC):
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Store the target; subclasses may check it, and accept `task.args`."""
+        """Store the target. Subclasses may check it, and accept `task.args`."""
         self.target = target
 
     @property
     @abstractmethod
     def output_shape(self) -> Shape:
-        """The shape of a model's output for one example; -1 for an axis of any size."""
+        """The shape of a model's output for one example, with -1 for an axis of any size."""
 
     @property
     @abstractmethod
@@ -250,7 +250,7 @@ class Task(ABC):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The class names, one per column of the probabilities; empty without classes."""
+        """The class names, one per column of the probabilities, or () without classes."""
         return ()
 
     @property
@@ -265,7 +265,7 @@ class Task(ABC):
 
     @property
     def unit(self) -> str:
-        """The feature that groups dependent examples, such as a ranking's queries; "" if none."""
+        """The feature that groups dependent examples, such as a ranking's queries, or ""."""
         return ""
 
     @abstractmethod
@@ -294,12 +294,12 @@ class Task(ABC):
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The task of each output, by name; a single output has an empty name."""
+        """The task of each output, by name. A single output has an empty name."""
         return {"": self}
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """The weight of each output in the total loss; 1 for outputs that are not listed."""
+        """The weight of each output in the total loss, or 1 for outputs that are not listed."""
         return {}
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
@@ -327,7 +327,7 @@ class Task(ABC):
         return outputs
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the predicted classes; None for a task without classes.
+        """Return the predicted classes, or None for a task without classes.
 
         They are class numbers [n] or [n, positions], or bools [n, classes] if an example may have
         several classes.
@@ -352,7 +352,7 @@ class Task(ABC):
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the loss of each example [n]; the report lists those with the highest losses."""
+        """Return the loss of each example [n]. The report lists those with the highest losses."""
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
@@ -397,7 +397,7 @@ class Task(ABC):
         return None
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return values [n] whose mean is the metric; None if there are none.
+        """Return values [n] whose mean is the metric, or None if there are none.
 
         Without them, the metric's state is computed for each example, which is a hundred times
         slower.
@@ -406,7 +406,7 @@ class Task(ABC):
         return None
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return one value per query, whose mean is the metric; None if there are none."""
+        """Return one value per query, whose mean is the metric, or None if there are none."""
         del metric, examples
         return None
 

@@ -63,7 +63,7 @@ def get_class_names(target: Target) -> tuple[str, ...]:
 
 
 class BinaryClassification(Sigmoid):
-    """A task with one logit per example; see the module."""
+    """A task with one logit per example. See the module docstring."""
 
     name = "binary_classification"
     directions: ClassVar[Mapping[str, Direction]] = {
@@ -188,7 +188,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Require one logit per example; the error for two logits suggests two corrections."""
+        """Require one logit per example. The error for two logits suggests two corrections."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, but {self.name} of {self.target} needs one logit, "

@@ -1,4 +1,4 @@
-"""Classification with one class per example; the label is the class number."""
+"""Classification with one class per example. The label is the class number."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Classification(Softmax):
         return (self.num_classes,)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the metrics of a validation; an evaluation has more."""
+        """Return the metrics of a validation. An evaluation has more."""
         return [
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
             metrics.MacroF1(self.num_classes),
@@ -134,7 +134,7 @@ class Classification(Softmax):
         ]
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return 1 for each correct prediction and 0 for others [n]; None except for `accuracy`."""
+        """For `accuracy`, return whether each prediction is correct (1 or 0) [n], else None."""
         # A user's subclass may define another metric with this name.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None

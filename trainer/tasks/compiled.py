@@ -92,7 +92,7 @@ class State:
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of the metric by name; a value is None if it is undefined."""
+        """Return the values of the metric by name. A value is None if it is undefined."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
@@ -182,7 +182,7 @@ def _convert_errors(argument: str) -> Iterator[None]:
 
 
 def read_compiled(model: keras.Model) -> Compiled | None:
-    """Return the arguments of a model's `compile`; None if it is not compiled.
+    """Return the arguments of a model's `compile`, or None if it is not compiled.
 
     Raises:
         ConfigError: an argument is incompatible with training on a cluster.
@@ -212,7 +212,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:
-    """Return whether a loss expects logits; None if unknown."""
+    """Return whether a loss expects logits, or None if unknown."""
     given = getattr(loss, "from_logits", None)
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
@@ -228,7 +228,7 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a metric with this state; a plain mean has double precision."""
+    """Return the result of a metric with this state. A plain mean has double precision."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0

@@ -20,14 +20,14 @@ from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labe
 # If the rarest class is less frequent than this fraction of 1 / classes, accuracy hardly reflects
 # it.
 _RARE = 0.2
-#: Logit that represents a probability of 1; its negative represents 0.
+#: Logit that represents a probability of 1. Its negative represents 0.
 SURE = 20.0
 # Assumed number of classes before preparation, if the dataset does not declare it.
 _SOME_CLASSES = 2
 
 
 class Softmax(Task):
-    """A task for one of several classes; outputs are logits [n, ..., classes]."""
+    """A task for one of several classes. Outputs are logits [n, ..., classes]."""
 
     link = "softmax"
 
@@ -45,7 +45,7 @@ class Softmax(Task):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The class names; numbers if the classes have no names."""
+        """The class names, or numbers if the classes have no names."""
         return self.target.labels or tuple(map(str, range(self.num_classes)))
 
     def loss(self) -> keras.losses.Loss:
@@ -83,7 +83,7 @@ class Softmax(Task):
 
 
 class Sigmoid(Task):
-    """A task for one or several binary labels; outputs are logits."""
+    """A task for one or several binary labels. Outputs are logits."""
 
     link = "sigmoid"
 

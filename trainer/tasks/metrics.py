@@ -69,7 +69,7 @@ class F1(_RowMetric, keras.metrics.F1Score):
     """Keras's F1 score at a probability threshold."""
 
     def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:
-        """Create the metric; the average `micro` counts all classes together."""
+        """Create the metric. The average `micro` counts all classes together."""
         super().__init__(average=average, threshold=threshold, name=name)
 
 
@@ -89,7 +89,7 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 class MacroF1(keras.Metric):
     """The mean F1 over all classes that occur in the labels or predictions.
 
-    Labels are class numbers. An example may have several positions; those with a label below 0 are
+    Labels are class numbers. An example may have several positions. Those with a label below 0 are
     ignored.
     """
 
@@ -154,7 +154,7 @@ class R2Score(keras.Metric):
         self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
 
     def result(self) -> tf.Tensor:
-        """Return the score; if all labels are equal, 1 for exact predictions and 0 otherwise."""
+        """Return the score. If all labels are equal, it is 1 for exact predictions, else 0."""
         weight, total, squares, residual = map(
             tf.convert_to_tensor, (self.weight, self.total, self.squares, self.residual)
         )
@@ -203,7 +203,7 @@ class Areas(keras.Metric):
     Both are computed from histograms of the logits of true and false labels. Bins of equal width in
     the logit distinguish small probabilities, unlike Keras's bins of equal width in the
     probability. Scores in the same bin count as tied. With up to 16 columns, there are 4096 bins of
-    width 0.006; with more columns there are fewer. `flotilla.trainer.tasks.exact.areas` is exact. A
+    width 0.006. With more columns there are fewer. `flotilla.trainer.tasks.exact.areas` is exact. A
     column whose labels are all equal has no area. If no column has an area, both metrics are NaN.
     """
 
@@ -310,7 +310,7 @@ def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of each class from the counts of `count_by_class`; 0 if undefined."""
+    """Return the metrics of each class from the counts of `count_by_class`, or 0 if undefined."""
     hits, support, predicted = counts
     return [
         {
@@ -372,7 +372,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
 
 def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return the points of a curve; of a longer curve, up to `CURVE_POINTS` evenly spaced ones."""
+    """Return the points of a curve, or up to `CURVE_POINTS` evenly spaced ones if it is longer."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
@@ -391,7 +391,7 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
     Counts are sums of weights, so they may be far below 1. A permutation test calls the function
-    hundreds of times; therefore, it is vectorized over the classes.
+    hundreds of times. Therefore, it is vectorized over the classes.
     """
     occurs = (support + predicted) > 0
     each = (

@@ -45,7 +45,7 @@ _COMBINATIONS = 16
 
 
 class MultiOutput(Task):
-    """A task that combines one task per output; see the module."""
+    """A task that combines one task per output. See the module docstring."""
 
     name = "multi_output"
     main_metric = "loss"
@@ -122,7 +122,7 @@ class MultiOutput(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Join `label` and `predicted` of all tasks; prefix other cells with the output's name."""
+        """Join `label` and `predicted` of all tasks. Prefix other cells with the output's name."""
         cells = {
             name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
@@ -138,7 +138,7 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details of each output; prefix metrics, tables and charts with its name."""
+        """Return the details of each output. Prefix metrics, tables and charts with its name."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():

@@ -38,7 +38,7 @@ from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
 class MultilabelClassification(Sigmoid):
-    """A task with several binary labels; `task.args` may set `labels`, the class names."""
+    """A task with several binary labels. `task.args` may set `labels`, the class names."""
 
     name = "multilabel_classification"
     main_metric = "macro_f1"
@@ -69,7 +69,7 @@ class MultilabelClassification(Sigmoid):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The class names; numbers if the classes have no names."""
+        """The class names, or numbers if the classes have no names."""
         return self._labels
 
     def metrics(self) -> list[keras.Metric]:

@@ -67,7 +67,7 @@ _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRIC
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Skip the initialization of variables that are created in this block; they are never read.
+    """Skip the initialization of variables that are created in this block. They are never read.
 
     Otherwise, Keras would initialize them at the end of the next stateless scope, for example
     together with the variables of a model on parameter servers.
@@ -83,7 +83,7 @@ def skip_initial_values() -> Iterator[None]:
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     """Create the loss that is named in the configuration at `key`.
 
-    `logits` tells whether the losses of Keras receive logits or probabilities.
+    `logits` indicates whether the losses of Keras receive logits or probabilities.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be created.
@@ -143,7 +143,7 @@ def report_name(name: str) -> str:
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:
-    """Return whether a higher or a lower value of a metric is better; None if unknown."""
+    """Return whether a higher or a lower value of a metric is better, or None if unknown."""
     kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
@@ -166,7 +166,7 @@ def is_by_class(loss: keras.losses.Loss) -> bool:
 
 
 def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
-    """Return a hint to use the sparse forms of these losses; empty if they have none."""
+    """Return a hint to use the sparse forms of these losses, or "" if they have none."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
     return f"; for labels that are class numbers, use {', '.join(sparse)}" if sparse else ""
@@ -183,14 +183,14 @@ def _find(kind: str, name: str, key: str) -> Any:
 
 
 def advise_nearest(kind: str, name: str) -> str:
-    """Return a hint with the closest Keras name; empty if none is close."""
+    """Return a hint with the closest Keras name, or an empty string if none is close."""
     return nearest(name, _MODULES[kind][1])
 
 
 def _instantiate(key: str, name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    # A user's class may raise anything.
+    # A user's class may raise any exception.
     except Exception as error:
         raise ConfigError(
             f"{key}: {name} cannot be created without arguments: {user_code.format_error(error)}; "

@@ -60,7 +60,7 @@ from flotilla.trainer.tasks.task_loss import (
 # Built-in tasks do not need AutoGraph, which is slow, because they have no loops or branches over
 # tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Number of calls before a function is traced; with fewer calls, tracing would not save time.
+# Number of calls before a function is traced. With fewer calls, tracing would not save time.
 _UNTRACED = 8
 # Symbolic labels and outputs for metrics that are created only to check their names.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
@@ -114,7 +114,7 @@ class Objective:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove all metrics; they are created again for the next model."""
+        """Remove all metrics. They are created again for the next model."""
         #: The ranges of a vector from `totals`: first the loss, then each metric.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
@@ -124,7 +124,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics the tally computes; a user's task may have no tally.
+        # Outputs whose metrics the tally computes. A user's task may have no tally.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -139,7 +139,7 @@ class Objective:
             named.loss(name, key, logits=True)
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Objective:
-        """Return this objective with these decision thresholds; see `Task.set_thresholds`."""
+        """Return this objective with these decision thresholds. See `Task.set_thresholds`."""
         if not thresholds:
             return self
         found = copy.copy(self)
@@ -151,7 +151,7 @@ class Objective:
         """Check that a model fits the task, and use the arguments that it was compiled with.
 
         Args:
-            model: a built model; it is no longer compiled afterwards.
+            model: a built model. It is no longer compiled afterwards.
             outputs: its outputs for symbolic inputs.
 
         Raises:
@@ -192,7 +192,7 @@ class Objective:
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
         except ConfigError:
             raise
-        # User code may raise anything.
+        # User code may raise any exception.
         except Exception as error:
             hint = named.advise_sparse(each.loss for each in self._loss.terms)
             line = user_code.format_error(error)
@@ -263,7 +263,7 @@ class Objective:
 
     @property
     def directions(self) -> dict[str, Direction | None]:
-        """The direction of each metric, by name; None if it is unknown.
+        """The direction of each metric, by name, or None if it is unknown.
 
         Metrics that the configuration or a compiled model adds are included after `accept`.
         """
@@ -380,7 +380,7 @@ class Objective:
         return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
-        """Create and update the metrics; some create their variables only in the first update."""
+        """Create and update the metrics. Some create their variables only in the first update."""
         if len(self.states) > 1:
             return
         with named.skip_initial_values():
@@ -440,7 +440,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of sums for a batch; `loss` is set if the model computes its loss."""
+        """Return the vector of sums for a batch. `loss` is set if the model computes its loss."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
@@ -462,7 +462,7 @@ def has_own(model: keras.Model, method: str) -> bool:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the path of an output; it is empty for a single output, which has no name."""
+    """Return the path of an output. It is empty for a single output, which has no name."""
     return (name,) if name else ()
 
 
@@ -538,10 +538,10 @@ def _relax_batch(examples: tf.Tensor | None) -> tf.TensorSpec | None:
 
 
 def select_rows(tree: Any, rows: Any) -> Any:
-    """Return the given rows of all arrays in a nested structure; None stays None."""
+    """Return the given rows of all arrays in a nested structure. None stays None."""
     return tf.nest.map_structure(lambda each: None if each is None else each[rows], tree)
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """Cast a model's outputs to float32; with mixed precision, they may have another type."""
+    """Cast a model's outputs to float32. With mixed precision, they may have another type."""
     return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

@@ -40,7 +40,7 @@ BY_QUERY = ("ndcg", "mrr", "query_auc")
 
 
 class Ranking(BinaryClassification):
-    """A binary task whose scores rank items; see the module."""
+    """A binary task whose scores rank items. See the module docstring."""
 
     name = "ranking"
     positive_by = "order"
@@ -50,7 +50,7 @@ class Ranking(BinaryClassification):
     }
 
     def __init__(self, target: Target, *, group: str = "") -> None:
-        """Require a binary target; `group` is the feature that identifies queries."""
+        """Require a binary target. `group` is the feature that identifies queries."""
         super().__init__(target)
         self._group = group
 
@@ -94,7 +94,7 @@ class Queries(NamedTuple):
 
     @property
     def mean(self) -> float | None:
-        """The weighted mean over the queries; None if there are no queries."""
+        """The weighted mean over the queries, or None if there are no queries."""
         return float(np.average(self.values, weights=self.weights)) if len(self.values) else None
 
     @property
@@ -107,10 +107,10 @@ class Queries(NamedTuple):
 
 
 class QueryTally(Tally):
-    """Accumulates metrics of examples and queries; keeps ids, labels and scores in memory."""
+    """Accumulates metrics of examples and queries, and keeps ids, labels and scores in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:
-        """Create an empty accumulator; `group` is the feature that identifies queries."""
+        """Create an empty accumulator. `group` is the feature that identifies queries."""
         self._group, self._examples = group, examples
         self._held: list[tuple[Array, ...]] = []
 
@@ -182,7 +182,7 @@ def measure_queries(
 
 
 class _Ties(NamedTuple):
-    """Groups of equal scores within a query; `ranks` counts the items ranked above each group."""
+    """Groups of equal scores within a query. `ranks` counts the items ranked above each group."""
 
     query: Array
     ranks: Array

@@ -92,7 +92,7 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     """Return the dataset with the positive class of each binary target as class 1.
 
-    Only this function decides which class is positive; all other code treats class 1 as positive.
+    Only this function decides which class is positive. All other code treats class 1 as positive.
 
     Raises:
         ConfigError: a task does not exist, `positive` is set for a task without a positive class,
@@ -174,7 +174,7 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
         return made
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
-    # A user's task may raise anything.
+    # A user's task may raise any exception.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 

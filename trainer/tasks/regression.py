@@ -56,7 +56,7 @@ class SquaredError(keras.losses.Loss):
 
 
 class Regression(Task):
-    """A task with numeric outputs; `task.args` may set `standardize`."""
+    """A task with numeric outputs. `task.args` may set `standardize`."""
 
     name = "regression"
     main_metric = "mean_absolute_error"
@@ -130,7 +130,7 @@ class Regression(Task):
         ]
 
     def predictions(self, outputs: Any) -> Any:
-        """Convert outputs to the label's units; the shape stays the same."""
+        """Convert outputs to the label's units. The shape stays the same."""
         return outputs * self._std + self._mean
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:

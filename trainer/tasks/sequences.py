@@ -49,7 +49,7 @@ _MOST_PLACES = 12
 
 
 class SequenceToLabel(Classification):
-    """Classification of a whole sequence; see the module."""
+    """Classification of a whole sequence. See the module docstring."""
 
     name = "sequence_to_label"
 
@@ -68,7 +68,7 @@ class PlaceLoss(keras.losses.Loss):
     """The cross entropy of an example, averaged over its labelled positions."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        """Return the mean loss of the examples; weights are [n] or [n, positions]."""
+        """Return the mean loss of the examples. Weights are [n] or [n, positions]."""
         labels, logits = places(y_true), places(y_pred, classes=True)
         known = tf.cast(labels >= 0, tf.float32)
         mask = getattr(y_pred, "_keras_mask", None)
@@ -134,7 +134,7 @@ class PlaceMetrics(metrics.MacroF1):
 
 
 class SequenceLabelling(Softmax):
-    """Classification of each position; see the module."""
+    """Classification of each position. See the module docstring."""
 
     name = "sequence_labelling"
     directions: ClassVar[Mapping[str, Direction]] = {

@@ -29,7 +29,7 @@ _SOME = 5
 
 
 class TaskLoss:
-    """The loss of a task, which replaces Keras's loss container; it has no variables."""
+    """The loss of a task, which replaces Keras's loss container. It has no variables."""
 
     metrics: tuple[()] = ()
     variables: tuple[()] = ()
@@ -52,7 +52,7 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value at a path of a nested mapping; a plain value applies to all paths."""
+    """Return the value at a path of a nested mapping. A plain value applies to all paths."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
@@ -92,7 +92,7 @@ def whole_losses() -> Iterator[None]:
 
 
 def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
-    """Return the weight of each class of a label [classes]; None without class weights.
+    """Return the weight of each class of a label [classes], or None without class weights.
 
     `balanced` gives each class the weight `examples / (classes * examples of the class)`, counted
     in the training split, so that all classes have the same total weight. Before preparation, the

@@ -67,7 +67,7 @@ _GAUGES = {
 }
 
 
-# Metrics that a user's program may leave out; 0 or -1 means that it does not report them.
+# Metrics that a user's program may leave out. 0 or -1 means that it does not report them.
 _SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
 

@@ -43,7 +43,7 @@ class EventFile:
     _numbers = itertools.count()
 
     def __init__(self, folder: Path) -> None:
-        """Create a new file, and its folder if necessary; raises `OSError`."""
+        """Create a new file, and its folder if necessary. Raises `OSError`."""
         folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files of a folder in the order of their names.
         parts = f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(self._numbers)
@@ -51,7 +51,7 @@ class EventFile:
         self._append([tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2")])
 
     def append(self, step: int, summaries: Iterable[Any]) -> None:
-        """Append TensorBoard's `Summary` messages at a global step; raises `OSError`."""
+        """Append TensorBoard's `Summary` messages at a global step. Raises `OSError`."""
         # TensorBoard and TensorFlow have separate classes for the same message.
         contents = (summary.SerializeToString() for summary in summaries)
         self._append(

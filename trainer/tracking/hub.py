@@ -60,12 +60,12 @@ class Hub:
             self._session.headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> str:
-        """Return a line that confirms that the registry responds; raises `UserError` if not."""
+        """Return a line that confirms that the registry responds. Raises `UserError` if not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
         return f"the model registry responds at {mask(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
-        """Register a promoted version and return its id in the registry; raises `UserError`."""
+        """Register a promoted version and return its id in the registry. Raises `UserError`."""
         owner = {"name": model.name, "state": "LIVE", "owner": "flotilla"}
         parent = self._ensure("registered_models", owner)["id"]
         wanted = {

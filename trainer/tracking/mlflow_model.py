@@ -175,7 +175,7 @@ def _choose_size(inputs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether all inputs are arrays of fixed shape; other models take a table."""
+    """Return whether all inputs are arrays of fixed shape. Other models take a table."""
     return all(
         each["shape"] and None not in each["shape"] and each["type"] != "image" for each in inputs
     )
@@ -260,7 +260,7 @@ def _nested(kind: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _write_example(folder: Path, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the examples of `request.json`, if any; return their entry for `MLmodel`."""
+    """Write the examples of `request.json`, if any, and return their entry for `MLmodel`."""
     if not (folder / "request.json").is_file():
         return {}
     rows = json.loads((folder / "request.json").read_bytes())["instances"]

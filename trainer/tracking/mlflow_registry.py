@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def register_in_mlflow(
     model: PromotedModel, list_earlier: Callable[[], Sequence[PromotedModel]] = tuple
 ) -> str:
-    """Register a version in MLflow, linked to its run; return its number there.
+    """Register a version in MLflow, linked to its run, and return its number there.
 
     A champion gets the alias `champion`. A model in a local folder is uploaded to the run, because
     MLflow's server accepts no local path.
@@ -109,7 +109,7 @@ def _create(client: Any, model: PromotedModel) -> str:
 
 
 def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
-    """Return the id of the version's run and the address of its files; upload local files."""
+    """Return the id of the version's run and the address of its files. Upload local files."""
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
     experiment, run = find_run(client, name)
     folder = storage.local_path(model.uri)

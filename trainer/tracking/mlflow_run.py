@@ -52,7 +52,7 @@ _CREATING = threading.Lock()
 class Point(NamedTuple):
     """A value of a curve, with its time as a Unix timestamp in milliseconds.
 
-    `repeats` tells whether the same step may be measured again.
+    `repeats` indicates whether the same step may be measured again.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Pending:
     Attributes:
         datasets: URIs of published datasets.
         files: URI of each file by its name in MLflow.
-        ended: Unix timestamp in milliseconds; 0 means now.
+        ended: Unix timestamp in milliseconds. 0 means now.
     """
 
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MOST_WAITING))
@@ -97,7 +97,7 @@ class Pending:
 
 
 def client_of_mlflow() -> Any:
-    """Return an MLflow client; raises `ImportError` if the package is not installed."""
+    """Return an MLflow client. Raises `ImportError` if the package is not installed."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -110,11 +110,11 @@ class RunName:
     """Identifies a run, and holds what is needed to create it.
 
     Attributes:
-        run_id: Flotilla's id; empty in a step that knows only the MLflow run.
+        run_id: Flotilla's id, or empty in a step that knows only the MLflow run.
         experiment: the name of the experiment if the environment sets none.
         parent: the id of the sweep that a trial belongs to, or empty.
-        began: Unix timestamp in milliseconds; 0 means now.
-        parameters: the parameters by key; empty if another process writes them.
+        began: Unix timestamp in milliseconds. 0 means now.
+        parameters: the parameters by key, or empty if another process writes them.
         ends: whether this process also ends the run. KFP ends the runs that it has created.
     """
 
@@ -325,7 +325,7 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def health() -> str:
-    """Return a line about the server at `MLFLOW_TRACKING_URI`; raises `UserError`."""
+    """Return a line about the server at `MLFLOW_TRACKING_URI`. Raises `UserError`."""
     import requests
 
     if find_spec("mlflow") is None:

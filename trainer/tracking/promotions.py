@@ -26,7 +26,7 @@ def announce(
     *,
     seconds: float = SECONDS,
 ) -> None:
-    """Announce a promotion to all configured registries; never raises.
+    """Announce a promotion to all configured registries. It never raises.
 
     `list_earlier` returns the earlier versions, which MLflow may lack.
     """

@@ -142,7 +142,7 @@ def _scalars(wanted: Mapping[str, Any], column: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return the text without surrounding spaces; an integral float is formatted like an int."""
+    """Return the text without surrounding spaces. An integral float is formatted like an int."""
     if isinstance(value, bytes):
         return value.decode().strip()
     if isinstance(value, str):
@@ -174,7 +174,7 @@ def _number(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _seconds(wanted: Mapping[str, Any], value: Any) -> float:
-    """Return a Unix timestamp; a time without a time zone is in UTC."""
+    """Return a Unix timestamp. A time without a time zone is in UTC."""
     if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in _MISSING):
         return np.nan
     if isinstance(value, int | float | np.number):

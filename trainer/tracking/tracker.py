@@ -72,7 +72,7 @@ class Reader:
         pending = Pending()
         self._state.take(event)
         if isinstance(event, AttemptBegin):
-            # Send the points of repeated steps again; the tracker ignores duplicates.
+            # Send the points of repeated steps again. The tracker ignores duplicates.
             self._last = min(self._last, event.global_step)
             pending.tags["flotilla.attempt_from"] = str(event.global_step)
         elif isinstance(event, Progress):
@@ -133,7 +133,7 @@ def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, ti
 
 
 def describe_end(status: str, message: str = "", verdict: str = "", ended: float = 0) -> Pending:
-    """Return data that describes the end of a run; `status` is one of MLflow's statuses."""
+    """Return data that describes the end of a run. `status` is one of MLflow's statuses."""
     tags = {"flotilla.verdict": verdict, "flotilla.message": _tag(message)}
     tags = {key: value for key, value in tags.items() if value}
     return Pending(tags=tags, status=status, ended=int(1000 * ended))
@@ -167,7 +167,7 @@ class Tracker:
         self._is_closing = self._is_over = self._is_warned = False
 
     def hear(self, event: Event) -> None:
-        """Add an event, without waiting for MLflow; never raises."""
+        """Add an event, without waiting for MLflow. It never raises."""
         try:
             with self._changed:
                 self.note(self._reader.read(event))
@@ -175,7 +175,7 @@ class Tracker:
             self._warn(error)
 
     def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
-        """Write `end` and the pending values within `seconds`; return whether all were written."""
+        """Write `end` and the pending values within `seconds`. Return whether all were written."""
         seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
@@ -221,7 +221,7 @@ class Tracker:
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
-        """Put unwritten values back and wait; return whether to try again."""
+        """Put unwritten values back and wait, and return whether to try again."""
         self._warn(error)
         with self._changed:
             self._pending = self._pending.merge(batch)
@@ -267,7 +267,7 @@ class Unsent:
 
     @classmethod
     def read(cls, folder: Path) -> Unsent | None:
-        """Read the file; return None if it is missing, invalid or for another tracker."""
+        """Read the file, or return None if it is missing, invalid or for another tracker."""
         with suppress(OSError, ValueError):
             found = read_record(cls, (folder / UNSENT).read_bytes())
             if found and found.tracker == _digest_tracker():
@@ -303,7 +303,7 @@ class LocalRun:
         """Send the earlier events in the file `history`, which MLflow may lack.
 
         Args:
-            config: sets the parameters and the experiment; None to send only missing data.
+            config: sets the parameters and the experiment, or None to send only missing data.
             run_id: the id of the run or sweep.
             history: the event file, in the folder of the run.
             on_event: called with each event.
@@ -348,7 +348,7 @@ class LocalRun:
             )
 
     def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
-        """Write how the run ended, within `CLOSE_SECONDS`; return whether everything was written.
+        """Write how the run ended, within `CLOSE_SECONDS`. Return whether everything was written.
 
         `word` is MLflow's status, if it does not follow from `status`.
         """

@@ -20,7 +20,7 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 KEY = "training.callbacks"
-# The hooks that training calls; Keras also has batch hooks and prediction hooks.
+# The hooks that training calls. Keras also has batch hooks and prediction hooks.
 CALLED = (
     "on_train_begin",
     "on_train_end",
@@ -58,7 +58,7 @@ class Callbacks:
     """The callbacks of one attempt, called in the order of the configuration."""
 
     def __init__(self, training: TrainingConfig, *, publishes: bool) -> None:
-        """Create the callbacks on the task that publishes; raises `UserError`."""
+        """Create the callbacks on the task that publishes. Raises `UserError`."""
         self._model = ModelView()
         names = training.callbacks if publishes else ()
         self._each = [(name, _create(name)) for name in names]
@@ -78,12 +78,12 @@ class Callbacks:
         return bool(self._model.stop_training)
 
     def begin(self, step: int) -> None:
-        """Tell the callbacks that an attempt begins at a global step."""
+        """Notify the callbacks that an attempt begins at a global step."""
         self._call("on_train_begin")
         self._call("on_epoch_begin", step // self._interval)
 
     def end_interval(self, row: Mapping[str, Any], is_last: bool) -> None:
-        """Tell the callbacks that an interval ends, with its history row under Keras's names."""
+        """Notify the callbacks that an interval ends, with its history row under Keras's names."""
         logs = _to_logs(row)
         measured = {
             name.removeprefix(_KERAS_PREFIX): value
@@ -99,7 +99,7 @@ class Callbacks:
             self._call("on_epoch_begin", epoch + 1)
 
     def end(self, row: Mapping[str, Any]) -> None:
-        """Tell the callbacks that training ends, with the last row of the history."""
+        """Notify the callbacks that training ends, with the last row of the history."""
         self._call("on_train_end", logs=_to_logs(row))
 
     def _call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:

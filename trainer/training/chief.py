@@ -72,9 +72,9 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     `lease` is the lease of the checkpoints, which this task holds if it publishes them.
 
     Raises:
-        UserError: training failed permanently; see `flotilla.trainer.training.loop.train`.
-        RunInterruptedError: SIGINT or SIGTERM arrived; a last checkpoint is published.
-        ClusterLostError: a required task is lost; a new attempt may succeed.
+        UserError: training failed permanently. See `flotilla.trainer.training.loop.train`.
+        RunInterruptedError: SIGINT or SIGTERM arrived. A last checkpoint is published.
+        ClusterLostError: a required task is lost. A new attempt may succeed.
     """
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stop_requested = signals.catch_stop_signals()
@@ -115,7 +115,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
 def _end(
     job: Job, strategy: Strategy, checkpoints: Checkpoints, stop_requested: Callable[[], bool]
 ) -> None:
-    """Record the end of training, and wait for other leading tasks; raises `ClusterLostError`."""
+    """Record the end of training, and wait for other leading tasks. Raises `ClusterLostError`."""
     if strategy.publishes:
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
@@ -176,7 +176,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     stop_requested: Callable[[], bool],
     streaming: Streaming | None = None,
 ) -> Hooks:
-    """Return the hooks of the outer loop; without `streaming`, all shards are staged."""
+    """Return the hooks of the outer loop. Without `streaming`, all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     spec = tasks.set_positive(config.task, spec)
     # Check the buckets here too, because an existing dataset is reused with any buckets.
@@ -276,7 +276,7 @@ def _batches(
 
 
 def _count_taken(config: Config, start: int) -> int:
-    """Return about how many examples each worker consumed before a global step; 0 if unknown."""
+    """Return about how many examples each worker consumed before a global step, or 0 if unknown."""
     if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers

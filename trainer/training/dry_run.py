@@ -176,7 +176,7 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Reject XLA if only the model's `compile` sets it; log if its optimizer is not used."""
+    """Reject XLA if only the model's `compile` sets it, and log if its optimizer is not used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
@@ -223,9 +223,9 @@ def require_metrics(config: Config, objective: Objective) -> None:
 
 
 def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
-    """Build the model of a configuration for its dataset; try it unless it is large.
+    """Build the model of a configuration for its dataset, and try it unless it is large.
 
-    `uri` is empty before the dataset is prepared; temporary files in `scratch` are removed. With
+    `uri` is empty before the dataset is prepared. Temporary files in `scratch` are removed. With
     `whole=False`, only the first rows are known, so an error is raised only if it occurs under
     every assumption about the other rows that is tried. Raises `UserError`.
     """
@@ -253,7 +253,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
 
 
 def _find_line(error: ConfigError) -> int:
-    """Return the line of `_fit_dataset` that raised the error; a later line means a better fit."""
+    """Return the line of `_fit_dataset` that raised the error. A later line means a better fit."""
     below = error.__traceback__ and error.__traceback__.tb_next
     return below.tb_lineno if below else 0
 
@@ -311,7 +311,7 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
-    """Yield possible datasets that begin with these rows; their labels may have more classes."""
+    """Yield possible datasets that begin with these rows. Their labels may have more classes."""
     # Drop moments and counts, because a few rows do not represent the dataset.
     sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
     for least in (TWO, TWO + 1):
@@ -378,7 +378,7 @@ def _find_configured(config: Config, label: str, known: Sequence[str], least: in
 
 
 def _width(config: Config, dataset: DatasetSpec) -> int:
-    """Return the size of the last axis of the model's output; 0 if unknown."""
+    """Return the size of the last axis of the model's output, or 0 if unknown."""
     found = []
 
     def see(_: keras.Model, outputs: Any) -> None:
@@ -497,7 +497,7 @@ def _first_bytes(spec: DatasetSpec, uri: str) -> int:
 def _require_step(
     training: TrainingConfig, model: keras.Model, objective: Objective, batches: tf.data.Dataset
 ) -> None:
-    """Run one step and a validation; the model keeps its values unless it has its own step."""
+    """Run one step and a validation. The model keeps its values unless it has its own step."""
     (batch,) = batches
     loss, gradients = call_user_code(
         "a step on a few examples", _step, training, model, objective, batch

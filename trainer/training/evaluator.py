@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
-# Interval between polls, in seconds; a store does not notify readers of new checkpoints.
+# Interval between polls, in seconds. A store does not notify readers of new checkpoints.
 POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
@@ -70,7 +70,7 @@ def watch(job: Job) -> None:
 
 
 def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint; empty if it must be skipped."""
+    """Return the metrics of a checkpoint, or an empty mapping if it must be skipped."""
     try:
         metrics = measure(uri, scratch)
     except UserError as error:

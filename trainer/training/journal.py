@@ -1,6 +1,6 @@
 """The journal of an attempt: history rows, TensorBoard, events and checkpoints.
 
-If several tasks run the outer loop, one writes the journal; the others keep the rows in memory
+If several tasks run the outer loop, one writes the journal. The others keep the rows in memory
 (`UnpublishedJournal`), so that all tasks make the same decisions.
 """
 
@@ -38,7 +38,7 @@ class Journal:
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to `start`; `epoch` is the number of steps per epoch, 0 if unknown."""
+        """Read the rows up to `start`. `epoch` is the number of steps per epoch, 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -60,7 +60,7 @@ class Journal:
 
     @property
     def logs(self) -> Path | None:
-        """Return the run's local folder for TensorBoard; None if there is none."""
+        """Return the run's local folder for TensorBoard, or None if there is none."""
         return self._board.folder
 
     @property
@@ -74,7 +74,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit the start of an attempt; `saved` is the global step of the newest checkpoint."""
+        """Emit the start of an attempt. `saved` is the global step of the newest checkpoint."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(
@@ -126,7 +126,7 @@ class Journal:
         visited: Mapping[str, Any],
         recovered: Mapping[str, Any],
     ) -> str:
-        """Save a checkpoint and return its URI; raises `UserError`."""
+        """Save a checkpoint and return its URI. Raises `UserError`."""
         metrics = {name: each for name, each in self._newest.items() if name != "global_step"}
         more = {INPUT_POSITION: dict(visited), RECOVERED: dict(recovered)}
         fields = {
@@ -138,7 +138,7 @@ class Journal:
 
 
 class UnpublishedJournal(Journal):
-    """The journal of a task that does not publish; it writes and emits nothing."""
+    """The journal of a task that does not publish. It writes and emits nothing."""
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
         """Emit nothing."""
@@ -163,7 +163,7 @@ class UnpublishedJournal(Journal):
         visited: Mapping[str, Any],  # noqa: ARG002
         recovered: Mapping[str, Any],  # noqa: ARG002
     ) -> str:
-        """Save nothing; return the URI at which the publishing task saves."""
+        """Save nothing, and return the URI at which the publishing task saves."""
         self._checkpoints.last = self._checkpoints.build_uri(variables)
         return self.last_checkpoint
 
@@ -175,7 +175,7 @@ def read_origin(found: RestoredCheckpoint | None) -> dict[str, str]:
 
 
 def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
-    """Return the problem's stream at the input position of the checkpoint."""
+    """Return the stream at the checkpoint's input position, or None if there is no stream."""
     saved = found.fields.get(INPUT_POSITION) if found else None
     if not problem.stream:
         if found and saved:

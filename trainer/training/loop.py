@@ -13,7 +13,7 @@ outer loop repeats these parts:
 
 All workers are idle during a save or a validation (`Strategy.rest`). A checkpoint ends with its own
 barrier: no task continues or leaves before it is written. A request to stop takes effect at the
-next barrier; a last checkpoint is saved before `RunInterruptedError` is raised.
+next barrier. A last checkpoint is saved before `RunInterruptedError` is raised.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class Hooks:
     Attributes:
         make_problem: called once, with the global step at which the attempt begins.
         validate: measures the current variables of the strategy, at each boundary of
-            `training.validate_every`; None if another task validates, or none does.
-        should_stop: called before each inner loop; true ends training with a last checkpoint. It
+            `training.validate_every`, or None if another task validates, or none does.
+        should_stop: called before each inner loop. True ends training with a last checkpoint. It
             may raise an error, for example if the lease of the checkpoints is lost.
-        should_stop_early: called after each checkpoint; true if the validations of another task
-            (the evaluator) no longer improve.
-        judged_by: called after the model is built; returns the checkpoint fields that name the main
-            metric, as `MainMetric.of` reads them.
+        should_stop_early: called after each checkpoint. True means that the validations of another
+            task (the evaluator) no longer improve.
+        judged_by: called after the model is built. It returns the checkpoint fields that name the
+            main metric, as `MainMetric.of` reads them.
         watch_steps: a context manager around each inner loop and around storing its step on the
             servers, which checks that steps are made.
-        steps_of_epoch: the number of steps per epoch; 0 if unknown.
+        steps_of_epoch: the number of steps per epoch, or 0 if unknown.
     """
 
     make_problem: Callable[[int], Problem]
@@ -116,7 +116,7 @@ class Pace:
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Stops after `patience` validations in a row without a new best one; 0 never stops."""
+    """Stops after `patience` validations in a row without a new best one. 0 never stops."""
 
     patience: int
     main: MainMetric = BY_LOSS
@@ -124,7 +124,7 @@ class EarlyStopping:
     without_gain: int = 0
 
     def update(self, row: Mapping[str, Any]) -> bool:
-        """Add the row of a validation; return whether training should end."""
+        """Add the row of a validation, and return whether training should end."""
         order = self.main.order(row)
         self.without_gain = 0 if order < self.best else self.without_gain + 1
         self.best = min(self.best, order)
@@ -132,14 +132,14 @@ class EarlyStopping:
 
 
 def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: Hooks) -> int:
-    """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
+    """Train to `training.steps` from the newest valid checkpoint. Return the global step reached.
 
     A run without a checkpoint starts from `training.warm_start`, if set. The final checkpoint is
     saved when this returns, but a background thread may still publish it.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
-        RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is saved.
+        RunInterruptedError: `hooks.should_stop` returned true. A last checkpoint is saved.
         ClusterLostError: the strategy lost a required task, or the tasks that run the outer loop
             found different checkpoints.
     """
@@ -233,7 +233,7 @@ class _OuterLoop:
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
-        # The end of the last inner loop, if workers have continued since then; None if all are
+        # The end of the last inner loop, if workers have continued since then, or None if all are
         # idle.
         self._goes_on_since: float | None = None
         for row in journal.rows:
@@ -299,7 +299,7 @@ class _OuterLoop:
         return self._journal.summaries(step) if self._callbacks else nullcontext()
 
     def _process(self, step: int, result: _InnerResult) -> int:
-        """Process the result of an inner loop that began at `step`; return the step reached."""
+        """Process the result of an inner loop that began at `step`, and return the step reached."""
         if not result.loss <= self._max_loss:
             self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
         if result.global_step == step:

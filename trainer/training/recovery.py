@@ -30,7 +30,7 @@ from flotilla.trainer.strategies.strategy import Strategy
 
 
 def explain_full_recovery(config: Config, strategy: Strategy) -> str:
-    """Return why all variables must have the same global step; empty if they need not."""
+    """Return why all variables must have the same global step, or "" if they need not."""
     wanted = config.cluster.recovery
     reasons = {
         "cluster.recovery is full": wanted == "full",
@@ -45,13 +45,13 @@ class Recovery:
     """The initial values of an attempt, which are kept on the servers or restored."""
 
     def __init__(self, config: Config, strategy: Strategy, checkpoints: Checkpoints) -> None:
-        """Store the arguments; the strategy is not built yet."""
+        """Store the arguments. The strategy is not built yet."""
         self._config, self._strategy, self._checkpoints = config, strategy, checkpoints
         self._state: ServerState | None = None
         self._begins = 0
 
     def find_begin(self, found: RestoredCheckpoint | None) -> int:
-        """Find living servers before the strategy is built; return the initial global step."""
+        """Find living servers before the strategy is built, and return the initial global step."""
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
         if not state or not state.found:
@@ -78,7 +78,7 @@ class Recovery:
         return self._begins
 
     def _refuse(self, state: ServerState, found: RestoredCheckpoint | None, reached: int) -> str:
-        """Return why all variables are restored from the checkpoint; empty for partial recovery."""
+        """Return why all variables are restored from the checkpoint, or "" for partial recovery."""
         if reason := explain_full_recovery(self._config, self._strategy):
             return reason
         if not found:
@@ -103,7 +103,7 @@ class Recovery:
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def restore(self, found: RestoredCheckpoint | None) -> Mapping[str, tf.Variable]:
-        """Restore lost variables; return all that were kept or restored. Raises `UserError`."""
+        """Restore lost variables, and return all that were kept or restored. Raises `UserError`."""
         variables, state = self._strategy.variables(), self._state
         if not found:
             return {}
@@ -142,11 +142,11 @@ class Recovery:
         }
 
     def seconds_since_save(self) -> float:
-        """Return the seconds since the newest checkpoint if later values were kept; otherwise 0."""
+        """Return the seconds since the newest checkpoint if later values were kept, or 0."""
         return self._state.seconds_since_save() if self._state else 0.0
 
     def note(self, global_step: int) -> None:
-        """Store the global step on the servers, between two inner loops; raises `OpError`."""
+        """Store the global step on the servers, between two inner loops. Raises `OpError`."""
         if self._state:
             self._state.note(self._checkpoints.published_step, global_step)
 

@@ -39,7 +39,7 @@ _SERVERS: list[tf.distribute.Server] = []
 
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Limit the GPU memory of this process, before its first use; raises `ConfigError`."""
+    """Limit the GPU memory of this process, before its first use. Raises `ConfigError`."""
     wanted = gpu_count(config, task)
     seen = tf.config.list_physical_devices("GPU")
     if len(seen) < wanted:
@@ -56,7 +56,7 @@ def configure_gpus(config: Config, task: Task) -> None:
 
 
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
-    """Stage this worker's shards, then serve on the task's address; never returns.
+    """Stage this worker's shards, then serve on the task's address. It never returns.
 
     The chief's input pipelines run here, and read the shards of this worker from
     `shards/*.tfrecord`. Raises `UserError` if shards cannot be fetched, now or later.
@@ -116,13 +116,13 @@ VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
 def find_streaming(job: Job, cluster: Cluster) -> Streaming | None:
-    """Return how shards are streamed to workers; None if all are staged; raises `ConfigError`."""
+    """Return how to stream shards to workers, or None to stage all. Raises `ConfigError`."""
     manifest = storage.read_manifest(job.dataset)
     return plan_streaming(job.config, manifest, cluster.count("worker"))
 
 
 def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
-    """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
+    """Fetch the shards that `task` trains on to `<workdir>/shards`. Raises `UserError`.
 
     The validation split goes to `<workdir>/validation`. If `data.disk` is too small for both,
     nothing is fetched, and the returned feed streams shards to the graphs of this process.

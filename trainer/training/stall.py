@@ -31,7 +31,7 @@ class StallWatch:
     """Ends this process with `BEGIN_AGAIN` if training stalls for `training.stall_timeout`."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
-        """Watch the steps. `probe` checks the other tasks; the message is written to `folder`."""
+        """Watch the steps. `probe` checks the other tasks. The message is written to `folder`."""
         self._strategy = strategy
         self._seconds = strategy.config.training.stall_timeout
         self._probe = probe
@@ -52,7 +52,7 @@ class StallWatch:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Expect steps in this block; outside of it, only an unresponsive task is a stall."""
+        """Expect steps in this block. Outside of it, only an unresponsive task is a stall."""
         self._moved.set()
         self._stepping.set()
         try:

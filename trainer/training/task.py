@@ -1,8 +1,8 @@
 """One task of a training cluster: this process finds its role and runs it.
 
 In a strategy without a chief, every worker leads. A cluster may also have only parameter servers
-and workers, as in published examples; then worker 0 becomes the chief. A coordinator and a server
-cannot share a process, so worker 0 starts a child process that serves as worker 0.
+and workers, as in published examples. In this case, worker 0 becomes the chief. A coordinator and a
+server cannot share a process, so worker 0 starts a child process that serves as worker 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task named by flags or TF_CONFIG; a server never returns. Raises `UserError`."""
+    """Run the task named by flags or TF_CONFIG. A server never returns. Raises `UserError`."""
     config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train_in_process(job: Job) -> None:
-    """Train in this process, without graphs, for a debugger; raises `UserError`.
+    """Train in this process, without graphs, for a debugger. Raises `UserError`.
 
     An error in the user's code keeps its stack frames, which would be lost in a graph.
     """

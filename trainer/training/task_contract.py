@@ -34,7 +34,7 @@ _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Artificial examples, in two parts because an evaluation may have several."""
+    """Artificial examples, in two parts because an evaluation may have more than one."""
 
     whole: Part
     count: int = EXAMPLES
@@ -71,7 +71,7 @@ def prefix_errors(what: str) -> Iterator[None]:
 
 
 def call_user_code(what: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's code; convert any error to a `ConfigError`."""
+    """Call a user's code, and convert any error to a `ConfigError`."""
     try:
         return call(*args)
     except UserError:

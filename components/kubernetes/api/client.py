@@ -61,7 +61,7 @@ class Connection:
 
 
 def connect() -> Connection:
-    """Return the connection settings of this pod or of the kubeconfig; raises `UserError`."""
+    """Return the connection settings of this pod or of the kubeconfig. Raises `UserError`."""
     configuration = client.Configuration()
     # The caller decides which requests to retry, and for how long.
     configuration.retries = False
@@ -81,8 +81,8 @@ def connect() -> Connection:
     # The loader raises many kinds of errors for an invalid kubeconfig.
     except Exception as error:
         raise UserError(
-            f"no Kubernetes API to launch on: {' '.join(str(error).split())}; "
-            "run in a cluster, or set KUBECONFIG, or choose cluster.launcher local"
+            f"cannot find a Kubernetes API to launch the job: {' '.join(str(error).split())}; "
+            "run in a cluster, set KUBECONFIG, or set cluster.launcher=local"
         ) from None
     namespace = active["context"].get("namespace") or "default"
     return Connection(configuration=configuration, namespace=namespace, service_account="")
@@ -124,7 +124,7 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """A transient failure of a request; the API may ask for a pause of `retry_after` seconds."""
+    """A transient failure of a request. The API may ask for a pause of `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         """Store the cause and the seconds to wait."""
@@ -137,12 +137,12 @@ class SilentControllerError(UnreachableError):
 
 
 class Api:
-    """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`."""
+    """The API in one namespace. Its methods raise `RefusedError` and `UnreachableError`."""
 
     def __init__(
         self, connection: Connection, namespace: str, timeout: urllib3.Timeout = _TIMEOUT
     ) -> None:
-        """Store the arguments without connecting; `timeout` is the default for requests."""
+        """Store the arguments without connecting. `timeout` is the default for requests."""
         self._configuration = connection.configuration
         pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
         self._pool = pool.pool_manager
@@ -153,7 +153,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object; `strict` refuses unknown fields, and `is_tried` requests a dry run."""
+        """Create an object. `strict` refuses unknown fields, and `is_tried` requests a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
@@ -163,7 +163,7 @@ class Api:
         return self._ask("GET", self._path(resource, name))
 
     def patch(self, resource: Resource, name: str, patch: Tree, *, quick: bool = False) -> Tree:
-        """Apply a merge patch to an object; `quick` shortens the timeout."""
+        """Apply a merge patch to an object. `quick` shortens the timeout."""
         timeout = _QUICK_TIMEOUT if quick else None
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
@@ -188,7 +188,7 @@ class Api:
         return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:
-        """Post an object that is only evaluated, such as an access review; return the response."""
+        """Post an object that is only evaluated, such as an access review. Return the response."""
         return self._ask("POST", path, body=body)
 
     def list_objects(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object; True if the API refuses to tell."""
+        """Return whether the API serves a kind of object, or True if the API refuses to tell."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -229,7 +229,7 @@ class Api:
     def log(
         self, pod: str, container: str, *, since: str, follow: bool, previous: bool
     ) -> Iterator[str]:
-        """Yield the lines of a pod's log with timestamps; a truncated line has no newline."""
+        """Yield the lines of a pod's log with timestamps. A truncated line has no newline."""
         query = {
             "container": container,
             "timestamps": "true",
@@ -249,7 +249,7 @@ class Api:
         *,
         stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a request; return the response with any status, or raise `UnreachableError`."""
+        """Return the response to a request, whatever its status. Raises `UnreachableError`."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         # Read the token for each request, because it may have been renewed.
         token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
@@ -333,9 +333,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
-    The thread calls `on_event(object, deleted)`. If the last seen version has expired (410), for
-    example after a long outage, it lists the objects again, and reports missing ones as deleted
-    with their last known state.
+    The thread calls `on_event(object, deleted)`. After a long outage, its last version may
+    have expired (410). The thread then lists the objects again, and reports missing objects as
+    deleted, with their last known state.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Watch(threading.Thread):
         on_refused: Callable[[RefusedError], None],
         known: Iterable[Tree] = (),
     ) -> None:
-        """Store the arguments; objects in `known` that no longer exist are reported as deleted."""
+        """Store the arguments. Objects in `known` that no longer exist are reported as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource

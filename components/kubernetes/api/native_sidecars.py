@@ -21,15 +21,15 @@ def needs_sidecars(config: Config) -> bool:
 
 
 def describe_lack(version: str) -> str:
-    """Return why this Kubernetes version cannot run a program; empty if it can, or is unknown."""
+    """Return why this Kubernetes version, if known, cannot run a program, or an empty string."""
     found = _VERSION.match(version)
     if not found or (int(found[1]), int(found[2])) >= OLDEST:
         return ""
     oldest = ".".join(map(str, OLDEST))
     return (
-        f"program.command: Kubernetes {found[1]}.{found[2]} has no native sidecars, in which "
-        f"Flotilla's agent runs: update it to {oldest} or later, or set program.python to an empty "
-        "string to run without the agent"
+        f"program.command: Flotilla's agent needs native sidecars, which Kubernetes "
+        f"{found[1]}.{found[2]} does not have: update Kubernetes to {oldest} or later, or set "
+        "program.python to an empty string to run without the agent"
     )
 
 

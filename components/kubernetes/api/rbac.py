@@ -1,4 +1,4 @@
-"""The Kubernetes permissions that Flotilla needs; deploy/base/rbac.yaml grants them.
+"""The Kubernetes permissions that Flotilla needs, which deploy/base/rbac.yaml grants.
 
 The launcher checks them before it creates a job. Without the permissions on leases, the guard of
 the leading task would mistake a healthy job for an orphan.
@@ -85,7 +85,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
 
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
-    """Raise a `UserError` if permissions are missing; do nothing if the API cannot review them."""
+    """Raise a `UserError` if permissions are missing. Do nothing if the API cannot review them."""
     asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]
@@ -98,7 +98,7 @@ def require(api: Api, namespace: str, kind: JobKind) -> None:
 
 
 def may_isolate(api: Api, namespace: str) -> bool:
-    """Return whether the launcher may create network policies; False if this is unknown."""
+    """Return whether the launcher may create network policies, or False if this is unknown."""
     try:
         return may(api, ISOLATION, namespace)
     except (RefusedError, UnreachableError):
@@ -109,7 +109,7 @@ def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
     """Return the message about missing permissions, with the commands that grant them."""
     return (
         f"{user} lacks permissions in the namespace {namespace}: {', '.join(map(str, missing))}; "
-        f"no job is launched. Grant them: {format_grant(namespace, user, LAUNCHER)}"
+        f"to grant them, run: {format_grant(namespace, user, LAUNCHER)}"
     )
 
 
@@ -128,7 +128,7 @@ def format_grant(namespace: str, user: str, role: str) -> str:
 
 
 def find_user(api: Api) -> str:
-    """Return the API's user name for this process; `this user` if it is unknown."""
+    """Return the API's user name for this process, or `this user` if it is unknown."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
     except RefusedError:

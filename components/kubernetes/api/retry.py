@@ -29,7 +29,7 @@ def call_with_retry(
     kind: JobKind | None = None,
     silent_seconds: float = 0.0,
 ) -> _Result:
-    """Make an API call, and retry it while the API does not respond; return the result.
+    """Make an API call, retry it while the API does not respond, and return the result.
 
     Args:
         call: the request; it is retried only after an `UnreachableError`.
@@ -91,7 +91,7 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
     if error.is_missing:
         return "correct the namespace: flotilla doctor shows which one is missing"
     if error.code == HTTPStatus.FORBIDDEN and " cannot " in str(error):
-        return "deploy/ contains the permissions that the step's service account needs"
+        return "grant the step's service account the permissions in deploy/"
     return ""
 
 

@@ -86,7 +86,7 @@ class Guard:
         self._process.begin_no_more()
 
     def end_job(self, reason: str) -> None:
-        """End the task with a last checkpoint; its termination message includes the reason."""
+        """End the task with a last checkpoint. Its termination message includes the reason."""
         self.ends_job, self._reason = True, reason
         self.send_signal(signal.SIGTERM)
         killer = threading.Timer(self.term_seconds, self.send_signal, (signal.SIGKILL,))
@@ -105,7 +105,7 @@ class Guard:
 
 
 class PeerNames:
-    """Reports names of other tasks that do not resolve; TensorFlow waits for them silently.
+    """Reports names of other tasks that do not resolve. TensorFlow waits for them silently.
 
     If a Service with the job's name already exists and belongs to something else, no name resolves,
     and no Kubernetes event reports it.
@@ -117,7 +117,7 @@ class PeerNames:
         resolve: Callable[[str, int], object] = socket.getaddrinfo,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the names; `resolve` looks a name up, and raises an `OSError` if it is unknown."""
+        """Store the names. `resolve` looks a name up, and raises an `OSError` if it is unknown."""
         every = [each for role in sorted(cluster.addresses) for each in cluster.addresses[role]]
         self._left = [each.rpartition(":")[0] for each in every]
         self._resolve, self._clock = resolve, clock
@@ -189,12 +189,12 @@ def main(arguments: list[str]) -> int:
 def watch_as_leader(
     ending: launcher_watch.Ending, cluster: Cluster, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Watch the launcher and the names of the other tasks; return the launcher variable, parsed."""
+    """Watch the launcher and the names of the other tasks. Return the launcher variable, parsed."""
     watched: dict[str, Any] = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}")
     if watched:
         launcher_watch.start(ending, watched)
     look = PeerNames(cluster).look
-    Loop(look, LOOK_SECONDS, name="names", failing="task names are not checked").start()
+    Loop(look, LOOK_SECONDS, name="names", failing="cannot check the task names").start()
     return watched
 
 
@@ -206,7 +206,7 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
 
 
 def _parse_config(text: str) -> Config:
-    """Return the configuration, or the defaults if it is invalid; the task reports the error."""
+    """Return the configuration, or the defaults if it is invalid. The task reports the error."""
     with suppress(UserError, ValueError):
         return parse_config(json.loads(text))
     return Config()
@@ -226,7 +226,7 @@ def _restart_limit(config: Config, task: Task | None) -> float:
 
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
-    """Forward signals to the task; in workers and servers, only after the leader has ended."""
+    """Forward signals to the task. Workers and servers wait until the leader has ended."""
     server = None
     if cluster and task == leader(cluster):
         server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))

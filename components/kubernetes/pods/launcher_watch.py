@@ -1,9 +1,10 @@
 """Watches the launcher through the lease of the job, in the guard of the leading task.
 
-An annotation on the lease asks the guard to end the job. If the lease is not renewed, the launcher
-is assumed dead; only time during which the lease was readable counts. If the lease was never
-renewed, the guard waits twice as long, because such a launcher ends the job itself within the
-limit. A job without a lease was not created by a launcher, and is not ended.
+An annotation on the lease asks the guard to end the job. If the lease is not renewed in time, the
+guard assumes that the launcher is dead, and ends the job. Time in which the lease cannot be read
+does not count. If the lease was never renewed, the guard waits twice as long, because such a
+launcher ends the job itself within the limit. A job without a lease was not created by a launcher,
+and the guard does not end it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Ending(Protocol):
     """An object that can end the job: a guard, or the `Reaction` of an agent."""
 
     def end_job(self, reason: str) -> None:
-        """End the task and the job; the termination message includes the reason."""
+        """End the task and the job. The termination message includes the reason."""
 
 
 class HeartbeatAge:
@@ -63,7 +64,7 @@ class HeartbeatAge:
 
 
 def start(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """Watch the launcher of this job in a thread; `watched` is the parsed launcher variable."""
+    """Watch the launcher of this job in a thread. `watched` is the parsed launcher variable."""
     threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
 
 
@@ -95,7 +96,7 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
     look = partial(_look, guard, api, watched["job"], limit, HeartbeatAge())
     if look():
         pause = limit / READS_PER_LIMIT
-        failing = "the launcher's heartbeat cannot be read"
+        failing = "cannot read the launcher's heartbeat"
         Loop(look, pause, name="launcher", failing=failing).start()
 
 
@@ -112,7 +113,8 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
 
     def refuse(error: Exception) -> None:
         log.warning(
-            "a cancellation ends this job at once, possibly without a last checkpoint: %s", error
+            "cannot watch for a cancellation, which may end this job without a last checkpoint: %s",
+            error,
         )
 
     watch = Watch(api, LEASES, {"fieldSelector": f"metadata.name={job}"}, see, refuse)
@@ -127,7 +129,7 @@ def is_stop_requested(lease: Tree) -> bool:
 
 
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
-    """End the task if the launcher's heartbeat is too old; return whether to continue."""
+    """End the task if the launcher's heartbeat is too old, and return whether to continue."""
     from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
     from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
     from flotilla.components.kubernetes.names import LEASES

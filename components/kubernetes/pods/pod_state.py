@@ -14,7 +14,7 @@ from flotilla.trainer.runtime.json_records import parse_number, parse_time
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128
-# Signals that an exit code above 128 can mean; 130 and 138 are Flotilla's own codes.
+# Signals that an exit code above 128 can stand for. 130 and 138 are Flotilla's own codes.
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
@@ -68,7 +68,7 @@ class TaskEnd:
 
     @property
     def cause(self) -> str:
-        """Return a short description of the cause."""
+        """A short description of the cause."""
         if self.reason == "OOMKilled":
             return f"out of memory (OOMKilled, exit code {self.code})"
         if self.code is None:
@@ -91,12 +91,12 @@ class Loss:
 
     @property
     def cause(self) -> str:
-        """Return the cause of the loss, for the report of a restart."""
+        """The cause of the loss, for the report of a restart."""
         return f"loss of its pod: {self.how}"
 
 
 def describe_exit(code: int) -> str:
-    """Describe an exit code; if it stands for a signal, name the signal."""
+    """Describe an exit code. If it stands for a signal, name the signal."""
     number = code - _SIGNAL_BASE
     if number in _SIGNALS:
         return f"exit code {code} (signal {signal.Signals(number).name})"
@@ -104,7 +104,7 @@ def describe_exit(code: int) -> str:
 
 
 def loss(pod: Tree) -> Loss | None:
-    """Return how a pod was lost; None if it was not lost."""
+    """Return how a pod was lost, or None if it was not lost."""
     status = pod.get("status", {})
     true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
     target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
@@ -243,7 +243,7 @@ def waits_as_usual(pod: Tree) -> bool:
 
 
 def start_failure(pod: Tree) -> str:
-    """Return the reason why a pod cannot start, such as `ErrImagePull`; empty if there is none."""
+    """Return why a pod cannot start, such as `ErrImagePull`, or an empty string."""
     reason = str(_waiting(pod).get("reason", ""))
     never = (*_START_FAILURES, _CRASHES) if _waits_for_agent(pod) else _START_FAILURES
     return reason if reason in never else ""

@@ -49,8 +49,8 @@ _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
 WITHOUT_AGENT = (
-    "program.python is empty: only Kubernetes restarts the program, and neither its checkpoints "
-    "nor its model are published"
+    "program.python is empty: only Kubernetes restarts the program, and its checkpoints and its "
+    "model are not published"
 )
 # Placeholders that have no value without the agent.
 _OF_AGENT = ("dataset_files", "checkpoints", "model", "logs", "metrics", "gpu")
@@ -69,8 +69,8 @@ def check(config: Config) -> None:
     if not config.program.python:
         if config.program.after_training == EVALUATE:
             raise ConfigError(
-                "program.after_training: evaluate needs a model, which Flotilla's agent "
-                "publishes, using Python in the image: set program.python, or "
+                "program.after_training: evaluate needs a model, and Flotilla's agent needs "
+                "Python in the image to publish one: set program.python, or set "
                 "program.after_training=stop"
             )
         for text in config.program.command:
@@ -151,7 +151,7 @@ def set_task(
     *,
     has_tf_config: bool = False,
 ) -> None:
-    """Tell the containers of a pod which task they run; an agent passes this on to its guard.
+    """Tell the containers of a pod which task they run. An agent passes this on to its guard.
 
     `fields` maps variables to the pod's metadata fields; one variable is the task's index, and the
     addresses may refer to the others. With `has_tf_config`, the controller itself sets TF_CONFIG in
@@ -184,7 +184,7 @@ def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> 
 
 
 def _values(config: Config, role: str, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the values of the placeholders; Kubernetes inserts the index of the task."""
+    """Return the values of the placeholders. Kubernetes inserts the index of the task."""
     return task_values(config.training, role, f"$({INDEX_VARIABLE})", addresses)
 
 
@@ -196,6 +196,6 @@ def _require_no_agent(name: str, text: str) -> None:
     for each in _OF_AGENT:
         if f"{{{each}}}" in text:
             raise ConfigError(
-                f"program.{name}: {{{each}}} is replaced by Flotilla's agent, which needs Python "
-                "in the image: set program.python, or leave the placeholder out"
+                f"program.{name}: Flotilla's agent replaces {{{each}}}, and it needs Python in the "
+                "image: set program.python, or leave the placeholder out"
             )

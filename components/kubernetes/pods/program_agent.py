@@ -4,9 +4,8 @@ Usage: python -m flotilla.components.kubernetes.pods.program_agent --dataset URI
 
 The agent (`flotilla.trainer.program`) communicates with the guard in the user's container. As with
 Flotilla's trainer, the sidecar of the leading task ends the job if the launcher requests it or is
-dead (`launcher_watch`), and workers and servers end after the leading task (`shutdown`). The
-kubelet stops the sidecar after the user's container has ended, and restarts a sidecar that exits
-earlier.
+dead (`launcher_watch`). Workers and servers end after the leading task (`shutdown`). The kubelet
+stops the sidecar after the user's container has ended, and restarts a sidecar that exits earlier.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Reaction:
     """
 
     def __init__(self, cluster: Cluster, task: Task, seconds: float) -> None:
-        """Connect the tasks of a job; the leader has `seconds` to end."""
+        """Connect the tasks of a job. The leader has `seconds` to end."""
         self.agent: Agent | None = None
         self.ends_job = False
         self._seconds = seconds
@@ -111,7 +110,7 @@ class Reaction:
             self._connection = ShutdownConnection(host)
 
     def take(self, _number: int) -> None:
-        """Stop the program; in a worker or server, wait for the leader first."""
+        """Stop the program. In a worker or server, wait for the leader first."""
         assert self.agent
         if self._connection:
             self.agent.begin_no_more()
@@ -122,7 +121,7 @@ class Reaction:
         self.agent.stop()
 
     def end_job(self, reason: str) -> None:
-        """Stop the program after a last checkpoint; fail the job, so that no pod is recreated."""
+        """Stop the program after a last checkpoint, and fail the job to prevent new pods."""
         assert self.agent
         self.ends_job = True
         self.agent.stop(reason, code=FAILED)
@@ -139,7 +138,7 @@ class Reaction:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent of this pod's task; return the program's exit code."""
+    """Run the agent of this pod's task, and return the program's exit code."""
     streams.log_to_stderr()
     parser = argparse.ArgumentParser(prog="program_agent")
     for name in ("--config", "--dataset", "--checkpoints", "--workdir"):

@@ -36,7 +36,7 @@ class ShutdownServer:
     """
 
     def __init__(self, servers: int, port: int = PORT) -> None:
-        """Listen on `port`; if it is taken, servers end without waiting for the leader."""
+        """Listen on `port`. If it is taken, servers end without waiting for the leader."""
         self._limit = servers + SPARE
         # The address of each peer, oldest connection first.
         self._connections: dict[socket.socket, str] = {}

@@ -1,7 +1,7 @@
 """The process of a task, which is restarted in its pod after it was killed or lost its cluster.
 
-A process that is restarted in its pod keeps its address. The address of a new pod would be resolved
-by the other tasks up to 30 s later, and Kubernetes' back-off would grow each time.
+A process that is restarted in its pod keeps its address. The other tasks would resolve the address
+of a new pod up to 30 s later, and Kubernetes' back-off would grow each time.
 
 `RestartRule` decides by the exit code of the task:
 
@@ -64,7 +64,7 @@ class NextAttempt(NamedTuple):
 
 
 class RestartRule:
-    """Decides whether to restart a task that has ended; `restarts` is the count in this pod."""
+    """Decides whether to restart a task that has ended. `restarts` is the count in this pod."""
 
     def __init__(self, limit: float) -> None:
         """Allow `limit` counted restarts."""
@@ -74,7 +74,7 @@ class RestartRule:
         self._short, self._seconds = 0, 0.0
 
     def next_attempt(self, code: int, seconds: float) -> NextAttempt | None:
-        """Return the next attempt after one that took `seconds`; None if none may follow."""
+        """Return the next attempt after one that took `seconds`, or None if none may follow."""
         if code < RETRYABLE:
             return None
         is_short = seconds < SHORT_ATTEMPT_SECONDS
@@ -94,7 +94,7 @@ class RestartRule:
 
 
 class TaskProcess:
-    """The process of one task; the main thread starts its attempts and waits for them.
+    """The process of one task. The main thread starts its attempts and waits for them.
 
     Signal handlers may interrupt the main thread anywhere. Therefore the lock is reentrant, and a
     pipe wakes the thread.
@@ -103,7 +103,7 @@ class TaskProcess:
     def __init__(
         self, command: list[str], environment: Mapping[str, str], *, name: str, rule: RestartRule
     ) -> None:
-        """Store the command of the task `name`; `start` runs it."""
+        """Store the command of the task `name`. `start` runs it."""
         self._name, self._rule = name, rule
         self._command = command
         # End the task if the guard is killed. Outside a container, nothing else would do so.
@@ -149,7 +149,7 @@ class TaskProcess:
                 return code
 
     def start(self) -> None:
-        """Start an attempt, or end it at once if a stop was requested before; raises `OSError`."""
+        """Start an attempt, or end it at once if a stop was requested before. Raises `OSError`."""
         with self._lock:
             self._began = time.monotonic()
             self._process = subprocess.Popen(
@@ -160,7 +160,7 @@ class TaskProcess:
             self.send_signal(signal.SIGTERM)
 
     def _end(self) -> tuple[int, float]:
-        """Wait for the end of the attempt and its process group; return its code and seconds."""
+        """Wait until the attempt and its process group end. Return its exit code and seconds."""
         process = self._process
         assert process
         _await_end(process.pid)
@@ -192,7 +192,7 @@ def adopt_orphans() -> None:
 
 
 def _await_end(pid: int) -> None:
-    """Wait until a child has ended, without reaping it; reap orphans until then."""
+    """Wait until a child has ended, without reaping it. Reap orphans until then."""
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_pid == pid:

@@ -1,4 +1,4 @@
-"""The pods of a training job. Each role has a template; for example, servers request no GPUs."""
+"""The pods of a training job. Each role has a template. For example, servers request no GPUs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def label_job(kind: JobKind, name: str, namespace: str) -> str:
 
 
 def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name: str) -> Tree:
-    """Return the pod template of a role; `launcher` and `port_name` come from the engine."""
+    """Return the pod template of a role. `launcher` and `port_name` come from the engine."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
     pod = _add_defaults(job.config.cluster.kubernetes.of(role), arguments, place)

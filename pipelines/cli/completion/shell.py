@@ -43,8 +43,8 @@ def completion(
 ) -> Answer:
     """Print the script for shell completion of commands, options and their values.
 
-    It also completes ids of runs, models and their versions, steps, and configuration keys with
-    their values.
+    The script also completes run ids, models and their versions, steps, and configuration keys
+    and their values.
     """
     script = _BASH.strip()
     if shell != "bash":

@@ -79,7 +79,7 @@ class LogFollower:
 
     @property
     def has_found(self) -> bool:
-        """Return whether any log was read."""
+        """Whether any log was read."""
         return bool(self._lengths)
 
 
@@ -93,7 +93,7 @@ def follow_logs(
     on_line: OnLine,
     on_note: OnNote,
 ) -> RemoteRun:
-    """Pass the logs of a run, or of its step `only`, to `on_line`; return the run's last state.
+    """Pass the logs of a run, or of its step `only`, to `on_line`, and return the run's last state.
 
     `on_note` is called with a message about each missing log. Raises `UserError`.
     """

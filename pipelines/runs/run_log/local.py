@@ -23,7 +23,7 @@ OnLine = Callable[[LogLine], None]
 
 
 def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
-    """Pass the logs of a run to `on_line`; with `follow`, until it ends. Raises `UserError`."""
+    """Pass the logs of a run to `on_line`. With `follow`, wait for its end. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
     tasks = [path.parent.name for path in _task_logs(folder)]
@@ -55,7 +55,7 @@ class Failure:
 
 
 def find_failure(folder: Path) -> Failure | None:
-    """Return where the newest start of a run failed; None if no step failed."""
+    """Return where the newest start of a run failed, or None if no step failed."""
     ends: list[events.StepEnd] = []
     failed: events.TaskFailed | None = None
     trace = ""
@@ -91,7 +91,7 @@ class _Logs:
         self.leader = "chief-0"
 
     def read(self, *, whole: bool) -> Iterator[Line]:
-        """Yield the new lines of all files; with `whole`, also an incomplete last line."""
+        """Yield the new lines of all files. With `whole`, also yield an incomplete last line."""
         for path in [self._folder / local_status.LOG, *_task_logs(self._folder)]:
             if path not in self._files:
                 is_task = path.name == TASK_LOG
@@ -120,7 +120,7 @@ class _File:
 
     @property
     def time(self) -> float:
-        """Return the Unix time of the last write."""
+        """The Unix time of the last write."""
         try:
             return os.stat(self._path).st_mtime
         except OSError:

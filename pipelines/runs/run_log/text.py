@@ -80,7 +80,7 @@ class LogText:
     """Parses the text of one log, line by line."""
 
     def __init__(self, label: str = "", *, utc: bool = False) -> None:
-        """Parse the log of the step or task `label`; with `utc`, timestamps are in UTC."""
+        """Parse the log of the step or task `label`. With `utc`, timestamps are in UTC."""
         self._label, self._utc = label, utc
         self._time: float | None = None
         self._closes: re.Pattern[str] | None = None
@@ -165,7 +165,7 @@ def _plain(raw: str) -> str:
 
 
 def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
-    """Yield all lines; a line without a time gets the time of the next line, or `otherwise`."""
+    """Yield all lines. A line without a time gets the time of the next line, or `otherwise`."""
     waiting: list[Line] = []
     for line in lines:
         if line.time is None:

@@ -63,7 +63,7 @@ class LogView:
     def __init__(
         self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
-        """Select the lines of `stages` and `task` (all if empty); `verbose` selects every line."""
+        """Select the lines of `stages` and `task` (all if empty). `verbose` selects every line."""
         self.stages, self.task, self._verbose = tuple(stages), task, verbose
         # The task of training events that do not name their task.
         self.leader = ""
@@ -240,7 +240,8 @@ def _filter_traceback(lines: Sequence[Line]) -> Iterator[Line]:
             continue
         if left:
             frames = f"{left} frame{'s' if left > 1 else ''}"
-            yield replace(last, text=f"{' ' * indent}... {frames} of others (--verbose)")
+            text = f"{' ' * indent}... {frames} outside your code (--verbose shows them)"
+            yield replace(last, text=text)
             left = 0
         yield from those
 
@@ -250,7 +251,7 @@ def _is_task(label: str) -> bool:
 
 
 class _Pace:
-    """Limits how often lines of one kind are shown; the rate falls as the run gets longer."""
+    """Limits how often lines of one kind are shown. The rate falls as the run gets longer."""
 
     def __init__(self) -> None:
         self._first = self._last = 0.0
@@ -266,10 +267,10 @@ class _Pace:
 
 
 def _describe_event(event: Event) -> list[str]:
-    """Return the lines for an event that no log contains; empty for any other event."""
+    """Return the lines for an event that no log contains, or [] for any other event."""
     match event:
         case events.RunBegin():
-            again = f" again, for the {event.number}th time" if event.number > 1 else ""
+            again = f" again (start {event.number})" if event.number > 1 else ""
             return [f"run {event.run_id} begins{again}"]
         case events.Interrupted():
             return ["the run is being cancelled"]
@@ -294,5 +295,5 @@ def _describe_end(event: StepEnd) -> Iterator[str]:
 
 
 def merge_lines(lines: Iterable[Line]) -> list[Line]:
-    """Merge lines of several logs by time; the lines of each log remain in order."""
+    """Merge lines of several logs by time. The lines of each log remain in order."""
     return sorted(lines, key=lambda line: line.time or 0.0)

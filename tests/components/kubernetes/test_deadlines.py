@@ -68,10 +68,10 @@ def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, capl
     caplog.set_level(logging.INFO)
     message = Attempt(suspended(operator=3, queueing=5)).failure()
     assert message.startswith(
-        "the job was not admitted after 5 s (cluster.kubernetes.deadlines.queueing): it is "
-        "suspended until its Kueue queue has capacity: kubectl get workloads"
+        "the job was not admitted within 5 s (cluster.kubernetes.deadlines.queueing): Kueue "
+        "suspends it until its queue has capacity; see: kubectl get workloads"
     )
-    assert caplog.messages.count("the job is suspended: it waits for admission") == 1
+    assert caplog.messages.count("the job is suspended until its queue admits it") == 1
     kube.wait_until_deleted()
 
 
@@ -87,7 +87,7 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     for pod in kube.all_pods().values():
         pods.unschedulable(kube.store, pod, words)
     message = attempt.failure()
-    assert message.startswith("chief-0, ps-0, worker-0 has no node after 4 s (cluster.kubernetes.")
+    assert message.startswith("chief-0, ps-0, worker-0 did not get a node within 4 s (cluster.")
     assert f"deadlines.queueing): {words}" in message
     # An autoscaler may still add a suitable node, so the message is reported at once, but the job
     # fails only at its deadline.
@@ -98,9 +98,13 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
 @pytest.mark.parametrize(
     ("reason", "words", "remedy"),
     [
-        ("ImagePullBackOff", PULL, "correct --image or cluster.kubernetes.pod.image, or name"),
-        ("CreateContainerConfigError", 'secret "keys" not found', "correct what the message names"),
-        ("CreateContainerError", "no such file", "correct what the message names"),
+        ("ImagePullBackOff", PULL, "correct --image or cluster.kubernetes.pod.image, or add"),
+        (
+            "CreateContainerConfigError",
+            'secret "keys" not found',
+            "fix the cause that the message names",
+        ),
+        ("CreateContainerError", "no such file", "fix the cause that the message names"),
     ],
 )
 def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason, words, remedy):
@@ -218,7 +222,7 @@ def test_a_job_that_is_not_admitted_has_a_deadline():
     deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), {"chief": 1}, lambda: now[0])
     deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
     now[0] = 106.0
-    assert deadlines.find_exceeded([]).startswith("the job was not admitted after 100 s")
+    assert deadlines.find_exceeded([]).startswith("the job was not admitted within 100 s")
 
 
 def test_a_job_that_is_made_again_queues_again_and_has_run_before():
@@ -271,7 +275,7 @@ class TestStart:
     def test_admission(self, deadlines):
         deadlines.take_up()
         deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
-        assert deadlines.start([])[1].startswith("it is suspended until its Kueue queue")
+        assert deadlines.start([])[1].startswith("Kueue suspends it until its queue")
 
     def test_pods_that_are_not_made(self, deadlines):
         pods = [of_state("chief-0", running={})]
@@ -298,8 +302,8 @@ class TestStart:
         deadlines.observe(pods)
         assert deadlines.start(pods) == (
             0,
-            "chief 0/1: 1 starting (ContainerCreating: its image is being pulled, or its volumes "
-            "mounted); worker 0/1: 1 starting (ImagePullBackOff: no such tag)",
+            "chief 0/1: 1 starting (ContainerCreating: Kubernetes is pulling images or mounting "
+            "volumes); worker 0/1: 1 starting (ImagePullBackOff: no such tag)",
         )
         assert deadlines.start([pods[0], of_state("worker-0", running={})])[0] == 1
 

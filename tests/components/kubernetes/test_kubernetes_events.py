@@ -58,7 +58,7 @@ def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube):
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
     assert message.startswith(
-        "2 of 3 pods were not created after 2 s (cluster.kubernetes.deadlines."
+        "2 of 3 pods were not created within 2 s (cluster.kubernetes.deadlines."
     )
     assert "last events: FailedCreatePod: Error creating: pods" in message
     kube.wait_until_deleted()
@@ -81,7 +81,7 @@ def test_without_permission_for_events_a_quota_is_waited_for(kube):
     kube.faults.add("GET .*/events", 403)
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
-    assert message.startswith("2 of 3 pods were not created after 2 s")
+    assert message.startswith("2 of 3 pods were not created within 2 s")
     assert "the launcher lacks the permission to list its events" in message
 
 

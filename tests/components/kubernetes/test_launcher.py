@@ -43,7 +43,7 @@ def test_servers_that_are_not_pods_are_refused(key):
 
 def test_without_a_cluster_the_message_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"no Kubernetes API .*; run in a cluster, or set KUBECONF"):
+    with pytest.raises(UserError, match=r"find a Kubernetes API .*; run in a cluster, set KUBECO"):
         launchers.launch(job_of({}))
 
 
@@ -381,7 +381,7 @@ def test_without_permission_for_events_everything_else_works(kube):
 
 def test_without_permission_to_watch_the_message_names_the_remedy(kube):
     kube.faults.add("GET .*pods.*watch=", 403)
-    assert "deploy/ contains the permissions" in Attempt(job_of(settings())).failure()
+    assert "the permissions in deploy/" in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 
@@ -463,7 +463,7 @@ def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
 
 def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
     kube.faults.add("POST .*tfjobs", 403)
-    assert "deploy/ contains the permissions" in Attempt(job_of(settings())).failure()
+    assert "the permissions in deploy/" in Attempt(job_of(settings())).failure()
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
     kube.install_jobset(replicas=0)
     evict(kube, "worker-0")
     kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
-    assert "the JobSet controller is not running or rejected the pod; see: kubectl" in caplog.text
+    assert "the JobSet controller is not running, or it cannot create the pod; see" in caplog.text
     kube.install_jobset()
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)
@@ -384,7 +384,7 @@ class TestRefused:
         tree = {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "1"}}}
         kube.store.create("resourcequotas", NAMESPACE, tree)
         message = Attempt(job_of(tree_of(queueing=2))).failure()
-        assert message.startswith("2 of 3 pods were not created after 2 s (cluster.kubernetes.")
+        assert message.startswith("2 of 3 pods were not created within 2 s (cluster.kubernetes.")
         assert "FailedCreate: Error creating: pods" in message
         assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in message
 
@@ -429,7 +429,7 @@ def test_a_job_past_its_deadline_names_the_setting(kube):
     )
     kube.end_deleted()
     message = fail(kube, attempt)
-    assert "not finished after 600 s (cluster.kubernetes.job.active_deadline_seconds)" in message
+    assert "did not finish within 600 s (cluster.kubernetes.job.active_deadline_" in message
 
 
 def test_a_failed_job_says_which_child_failed_it(kube):

@@ -199,7 +199,7 @@ def test_an_exceeded_deadline_is_no_loss(kube):
         job["status"]["startTime"] = "2020-01-01T00:00:00Z"
 
     kube.store.change("tfjobs", NAMESPACE, kube.job()["metadata"]["name"], began_long_ago)
-    assert "was not finished after 600 s" in failure(kube, attempt)
+    assert "did not finish within 600 s" in failure(kube, attempt)
     kube.wait_until_deleted()
 
 

@@ -171,7 +171,7 @@ def test_an_exceeded_active_deadline_is_reported(kube):
         "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "TFJobFailed", words)
     )
     assert attempt.failure() == (
-        f"the job {job} was not finished after 604800 s "
+        f"the job {job} did not finish within 604800 s "
         f"(cluster.kubernetes.job.active_deadline_seconds): {words}"
     )
     kube.wait_until_deleted()
@@ -230,7 +230,7 @@ def test_training_without_progress_is_ended(kube):
 def test_training_that_takes_too_long_is_ended(kube):
     attempt = watching_attempt(kube, running=2)
     kube.run_all()
-    assert "not finished after 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
+    assert "not finish within 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
     kube.wait_until_deleted()
 
 

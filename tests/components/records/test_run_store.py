@@ -240,7 +240,7 @@ def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
         with pytest.raises(
             ConfigError,
-            match=r"the files that it started with .*: start a new run for ",
+            match=r"the files that it started with: .*; start a new run to use ",
         ):
             resolve_config.add_listing(nights.config(**other), nights.root)
     assert nights.resume() == (["1"], "")

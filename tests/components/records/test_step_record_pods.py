@@ -259,8 +259,8 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     assert page.verdict == "failed"
     # The message also mentions a stop, because a cancelled step leaves the same records if the
     # store is down.
-    said = "train_model: it started but recorded no end: it was stopped with the run, its"
-    assert f"{said} pod was killed" in page.text
+    said = "train_model: it started but did not record how it ended: it was stopped with the run,"
+    assert f"{said} its pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text
     assert "KFP says: OOMKilled \\(exit code 137\\)" in summary
     assert cells(summary, "train_model")[1] == "failed"
@@ -272,7 +272,7 @@ def test_a_state_that_kfp_lost_count_of_does_not_hide_a_killed_pod(pod, pods):
     process.communicate()
     page, _ = pods.finished("RUNNING")
     assert page.verdict == "failed"
-    assert "train_model: it started but recorded no end" in page.text
+    assert "train_model: it started but did not record how it ended" in page.text
 
 
 def test_a_pod_that_is_asked_to_end_says_so(pod, pods):

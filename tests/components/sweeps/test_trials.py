@@ -153,7 +153,7 @@ def test_where_all_failed_the_sweep_fails_with_the_first_cause(root, capsys):
     failed = [replace(each, status="failed", error="no data") for each in TRIALS]
     with pytest.raises(SystemExit):
         chosen(root, *failed)
-    assert "all 2 trials failed; the first: no data" in capsys.readouterr().err
+    assert "all 2 trials failed; the first error: no data" in capsys.readouterr().err
 
 
 SETTINGS = {"cluster": {"launcher": "jobset"}}

@@ -15,7 +15,7 @@ from flotilla.pipelines.cli import __main__
 ROOT = Path(__file__).parents[3]
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 REMARK = (
-    f"flotilla: warning: no cluster can pull {IMAGE}, which names no registry: "
+    f"flotilla: warning: no cluster can pull {IMAGE}, because its name has no registry: "
     "compile or upload with --image HOST/NAME:TAG\n"
 )
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}

@@ -197,7 +197,9 @@ def test_an_expired_token(kube, of_job):
     assert "does not accept the credentials" in report["Kubernetes API"]["message"]
     assert report["Kubernetes API"]["remedy"] == "kubectl auth whoami"
     assert {report.states()[name] for name in OF_THE_CLUSTER} == {"skipped"}
-    assert report["quota"]["message"] == "it needs Kubernetes API"
+    assert (
+        report["quota"]["message"] == "it depends on a check that did not succeed: Kubernetes API"
+    )
     assert "a-token" not in str(report)
 
 

@@ -42,7 +42,7 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
 @pytest.mark.usefixtures("kube")
 def test_auto_takes_tfjob_where_it_is_alone(of_auto):
     report = of_auto()
-    said = "auto selects tfjob: the cluster serves TFJobs, and no JobSets"
+    said = "auto selects tfjob: the cluster serves TFJobs, but no JobSets"
     assert (report["engine"]["message"], report.failed()) == (said, [])
     assert report["TFJob CRD"]["state"] == report["training operator"]["state"] == "ok"
 
@@ -68,7 +68,9 @@ def test_an_api_that_fails_or_is_not_there(kube, of_auto):
     kube.faults.down = True
     report = of_auto()
     assert report.failed() == ["Kubernetes API"]
-    assert report["engine"]["message"] == "it needs Kubernetes API"
+    assert (
+        report["engine"]["message"] == "it depends on a check that did not succeed: Kubernetes API"
+    )
 
 
 def test_a_setting_that_the_engine_does_not_have(jobset, of_auto):
@@ -87,13 +89,13 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     found = report["engine"]
     said = "because this is not a pod and KUBECONFIG is not set; on a KFP"
     assert (found["state"], said in found["message"]) == ("ok", True)
-    said = "auto is local here; --kubernetes checks it anyway"
+    said = "cluster.launcher auto selects local here; to check the API anyway, add --kubernetes"
     assert report["Kubernetes API"]["message"] == said
     # A run that is started here writes to this storage root.
     assert report["storage"]["state"] == "ok"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
     report = of_auto(options=("--kubernetes",))
-    said = "auto selects tfjob: the cluster serves TFJobs, and no JobSets; a run started here"
+    said = "auto selects tfjob: the cluster serves TFJobs, but no JobSets; a run started here"
     assert report["engine"]["message"].startswith(said)
     assert report["TFJob CRD"]["state"] == "ok"
 
@@ -141,7 +143,7 @@ def test_without_the_kind(kube, doctor, kinds, launcher, said):
     assert name in ("TFJob CRD", "JobSet CRD")
     assert report[name]["message"].startswith(said[0])
     assert report[name]["remedy"].endswith(said[1])
-    assert report["admission"]["message"] == f"it needs {name}"
+    assert report["admission"]["message"] == f"it depends on a check that did not succeed: {name}"
 
 
 @pytest.mark.usefixtures("kube")
@@ -350,7 +352,7 @@ def test_a_cluster_without_native_sidecars_runs_no_program(kube, of_job):
     kube.server.control.kubernetes = "1.28.9"
     found = of_job(program)["Kubernetes API"]
     assert (found["state"], found["remedy"]) == ("fail", "kubectl version")
-    assert "Kubernetes 1.28 has no native sidecars" in found["message"]
+    assert "native sidecars, which Kubernetes 1.28 does not have" in found["message"]
     assert of_job()["Kubernetes API"]["state"] == "ok"
 
 

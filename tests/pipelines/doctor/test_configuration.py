@@ -45,8 +45,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "mlp"}},
             "ok",
-            "mlp uses image (uint8 [8, 8, 1]) of digits for classification of "
-            "label (int64 [] of 10 classes): 7510 parameters; the task is classification, "
+            "mlp (7510 parameters) predicts label (int64 [] of 10 classes) from image (uint8 "
+            "[8, 8, 1]) of digits; the task is classification, "
             "because the label 'label' (one int64 of 10 classes) names a class",
         ),
         (

@@ -104,7 +104,7 @@ def test_what_needs_a_check_that_failed_is_not_looked_at():
         ]
     )
     assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
-    assert found["c"][1] == "it needs b"
+    assert found["c"][1] == "it depends on a check that did not succeed: b"
 
 
 def test_one_that_hangs_is_given_up(release):
@@ -119,7 +119,7 @@ def test_one_that_hangs_is_given_up(release):
     assert found == {
         "a": ("fail", "no answer within 0.2 s"),
         "b": ("ok", "fine"),
-        "c": ("skipped", "it needs a"),
+        "c": ("skipped", "it depends on a check that did not succeed: a"),
         "d": ("ok", "fine"),
     }
 

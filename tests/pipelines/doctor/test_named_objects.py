@@ -83,7 +83,7 @@ def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data,
 def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
     report = of_job(KFP_ROOT)
     assert report[STORE]["state"] == "warn"
-    assert report[STORE]["message"].startswith(f"{KFP_SECRET} does not exist: the store must")
+    assert report[STORE]["message"].startswith(f"{KFP_SECRET} does not exist: the pods can use")
     assert STORE not in report.failed()
 
 
@@ -232,7 +232,10 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
 @pytest.mark.usefixtures("kube")
 def test_the_default_is_named_where_it_is_given(doctor):
     report = doctor(JOB, options=("--image", IMAGE))
-    said = f"{IMAGE} has no registry in its name: every node must already have it"
+    said = (
+        "without a registry in the image name, a node that does not have the image looks for it "
+        f"on Docker Hub: {IMAGE}"
+    )
     assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
     assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
     assert doctor(options=("--image", IMAGE))["image"]["message"] == said
@@ -260,7 +263,10 @@ def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
     report = of_job(options=("--image", "flotilla:1"))
     found = report["image"]
     assert found["state"] == "warn"
-    said = "flotilla:1 has no registry in its name: every node must already have it"
+    said = (
+        "without a registry in the image name, a node that does not have the image looks for it "
+        "on Docker Hub: flotilla:1"
+    )
     assert found["message"] == said
     assert found["remedy"].endswith("&& flotilla doctor --image HOST/NAME:TAG")
 

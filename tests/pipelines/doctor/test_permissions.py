@@ -19,7 +19,10 @@ def test_a_service_account_that_may_not_be_read(kube, of_job):
     robot = "cluster.kubernetes.pod.service_account=robot"
     report = of_job(robot)
     assert report.failed() == ["service accounts of tasks"]
-    assert report["admission"]["message"] == "it needs service accounts of tasks"
+    assert (
+        report["admission"]["message"]
+        == "it depends on a check that did not succeed: service accounts of tasks"
+    )
     kube.faults.add("GET .*/serviceaccounts/robot", 403)
     report = of_job(robot)
     assert report.failed() == ["admission"]

@@ -116,7 +116,7 @@ def test_gpus_under_another_name(of_job, node):
 def test_no_gpus_at_all(of_job, node):
     node("a")
     found = of_job(GPU)["GPUs of the cluster"]
-    assert "they have no devices at all" in found["message"]
+    assert "; the nodes have no devices; " in found["message"]
     assert "nvidia\\.com/gpu" in found["remedy"]
 
 
@@ -126,7 +126,7 @@ def test_nodes_with_too_few_gpus_each(of_job, node):
     found = of_job(GPU)["GPUs of the cluster"]
     assert found["state"] == "fail"
     assert "2 worker pods request 2 nvidia.com/gpu each" in found["message"]
-    assert "have room for 0 (1 on one node at most)" in found["message"]
+    assert "have room for 0 (one node has at most 1)" in found["message"]
 
 
 def test_too_few_gpus_in_all(of_job, node):

@@ -79,8 +79,8 @@ class TestArguments:
         config, remarks = trained(debug=True)
         assert config.training.strategy == "single"
         assert remarks == [
-            "the debugger needs a single process, so the strategy is single instead of "
-            "async_parameter_server"
+            "the debugger needs a single process, so the replay uses the strategy single instead "
+            "of async_parameter_server"
         ]
 
     def test_the_first_step_publishes_below_its_own_root(self):
@@ -135,7 +135,7 @@ class TestArguments:
         whole = step_of(values, "prepare_data", artifacts=artifacts, version="0.9").given
         replays.require_arguments(whole)
         del values["steps"]
-        line = r"also needs steps, but the run was made by 0\.9: replay it with the version"
+        line = r"also needs steps, but the run was made by 0\.9: replay it with that version"
         with pytest.raises(UserError, match=line):
             replays.require_arguments(whole)
 
@@ -157,7 +157,7 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
     if is_other:
         assert said.startswith("the code differs: version ")
         assert "commit bbbbbbbbbbbb instead of aaaaaaaaaaaa" in said
-        assert said.endswith("module replayed_code was changed since")
+        assert said.endswith("module replayed_code has changed")
         (tmp_path / "replayed_code.py").unlink()
         assert replays.code_remark(given).endswith("module replayed_code is not found here")
 
@@ -346,7 +346,7 @@ def test_the_command_says_how_it_ended_and_how_it_had(tmp_path, monkeypatch):
         assert each["recorded"] == each["here"]
     assert answer["stages"]["validate_data"]["here"]["metrics"]["decision"] == "refused"
     assert "validate_data is a stage of prepare_data, which is replayed as a whole" in ended.stderr
-    for where in ("on record", "here"):
+    for where in ("in the run", "in the replay"):
         assert re.search(rf"validate_data {where}: done: .*'c'", ended.stderr), ended.stderr
     assert any((tmp_path / answer["folder"] / "storage" / RUN / "validation").iterdir())
     now = {str(each): each.read_bytes() for each in Path("root").rglob("*") if each.is_file()}

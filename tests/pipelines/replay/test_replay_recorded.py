@@ -70,7 +70,7 @@ def test_what_is_no_step_of_the_run(root, find):
     )
     assert "no step 'finish'" in refused(find, "finish", settings=settings)
     assert refused(find, "export_model", settings=settings) == (
-        f"export_model was never started in the run {RUN}; the steps that were: resolve_config "
+        f"the run {RUN} did not start export_model; the steps that it started: resolve_config "
         "(done), prepare_data (done), validate_data (done)"
     )
     assert refused(find, run=f"{RUN}1", settings=settings) == (
@@ -103,7 +103,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
         replay.require_arguments(find(settings=settings).given)
     assert re.fullmatch(
         r"prepare_data of Flotilla \S+ also needs batch_size, epochs, gpus and 12 more, but "
-        r"the run was made by 0\.1: replay it with the version of the run",
+        r"the run was made by 0\.1: replay it with that version",
         str(caught.value),
     )
 
@@ -161,9 +161,7 @@ def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path)
         found("weekly")
     with pytest.raises(UserError, match=r"answered 404 .* check the name or id and --endpoint"):
         found(run_id[:-4] + "0000")
-    with pytest.raises(
-        UserError, match=r"export_model was never started in the run [0-9a-f-]{36};"
-    ):
+    with pytest.raises(UserError, match=r"the run [0-9a-f-]{36} did not start export_model;"):
         found("nightly", "export_model")
     instance.store.workflows[run_id].nodes.clear()
     with pytest.raises(UserError, match=r"is unknown: add --set storage.root=URI"):

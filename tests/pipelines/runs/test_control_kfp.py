@@ -289,9 +289,7 @@ def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):
     monkeypatch.setattr(links, "open_page", lambda uri: not opened.append(uri))
     answer = remote("open", started)
     assert (answer.code, answer.out, opened) == (1, "", [])
-    assert (
-        f"no link: {instance.url} serves only the API; give the user interface with" in answer.err
-    )
+    assert f"no link: {instance.url} serves only the API; give the address of" in answer.err
     page = f"https://ui.example.com/#/runs/details/{started}"
     answer = remote("open", started, "--ui", "https://ui.example.com", "--json")
     assert (answer.code, answer.json["artifacts"], opened) == (0, {"run": page}, [page])

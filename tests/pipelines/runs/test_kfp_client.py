@@ -92,7 +92,7 @@ def test_a_redirect_is_not_followed(instance, remote, location, words):
 def test_a_redirect_to_tls_names_it(instance, remote):
     place = instance.url.replace("http:", "https:")
     instance.faults.add(".", 301, headers={"Location": f"{place}/"}, body=b"moved")
-    in_one_line(remote("runs"), f"give --endpoint with https://: {place}")
+    in_one_line(remote("runs"), f"it redirects to {place}: give --endpoint with https://")
 
 
 @pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
@@ -164,7 +164,7 @@ def test_all_tries_together_stay_below_thirty_seconds():
 def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
     monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
     instance.faults.add(".", -2)
-    in_one_line(remote(*words), "does not complete")
+    in_one_line(remote(*words), "takes too long to answer")
 
 
 def certificate(folder):
@@ -457,7 +457,7 @@ def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, u
     run_id = made.json["run_id"]
     assert (made.code, made.json["artifacts"]) == (0, {})
     assert (
-        f"no link: {instance.url} serves only the API; give the user interface with --ui"
+        f"no link: {instance.url} serves only the API; give the address of the user interface"
         in made.err
     )
     assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err

@@ -221,10 +221,10 @@ def inside(instance, monkeypatch):
     ("play", "code", "status", "message"),
     [
         (BLESSED, 1, "unknown",
-         "the run is finished, but what the registry decided cannot be read: "),
+         "the run has finished, but the decision of the registry cannot be read: "),
         (GATE_REFUSED, 3, "refused", "the gate refused the model; "),
         (UNCHANGED, 1, "unknown",
-         "the run is finished, but why the run did not train cannot be read: "),
+         "the run has finished, but the reason why it did not train cannot be read: "),
         (failed("train_model", NAN), 1, "failed",
          "train_model: its pod failed (main: Error (exit code 1)); "),
     ],
@@ -437,7 +437,7 @@ def pod(message, state="FAILED", **more):
         (
             "Unschedulable: 0/3 nodes are available: pod has unbound immediate "
             "PersistentVolumeClaims.",
-            "its claim has no volume",
+            "its persistent volume claim has no volume",
             True,
         ),
         (

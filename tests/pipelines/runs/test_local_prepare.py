@@ -139,4 +139,4 @@ def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     assert not (again.folder / "cluster").exists()
     page = (again.folder / "report.html").read_text()
     assert "unchanged" in page
-    assert "the same as in first, which has finished" in page
+    assert "the same as in the finished run first" in page

@@ -110,7 +110,7 @@ def test_now_says_what_may_be_lost(instance, remote, fire):
     run = fire()
     answer = remote("unschedule", "digits", "--now")
     assert (answer.code, instance.store.recurring) == (0, {})
-    assert f"run {run} is active: an instance before KFP 2.16 deletes it" in answer.err
+    assert f"run {run} is active: KFP before 2.16 deletes its pods with" in answer.err
     assert not instance.store.workflows[run].is_gone
     assert "running" in remote("status", run).out
     answer = remote("unschedule", "digits", "--now", "--cancel")

@@ -101,7 +101,7 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--version", "nope"), "has no version 'nope'; newest: "),
+        (("--version", "nope"), "has no version 'nope'; the newest is "),
         (("--pipeline", "flotilla-trainin"), "did you mean 'flotilla-training'?"),
     ],
 )

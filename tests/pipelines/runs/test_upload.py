@@ -22,7 +22,7 @@ from tests.kfp_instance.server import Instance
 
 MINE = "registry.example.com/flotilla:9"
 REMARK = (
-    f"flotilla: warning: no cluster can pull {IMAGE}, which names no registry: "
+    f"flotilla: warning: no cluster can pull {IMAGE}, because its name has no registry: "
     "compile or upload with --image HOST/NAME:TAG\n"
 )
 OTHER = """\
@@ -54,7 +54,7 @@ def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_
     assert answer.json["version"]["name"] == names(instance)[0]
     assert answer.json["artifacts"] == {}
     assert (
-        f"no link: {instance.url} serves only the API; give the user interface with --ui"
+        f"no link: {instance.url} serves only the API; give the address of the user interface"
         in answer.err
     )
     assert "uploaded: flotilla-training version" in answer.err

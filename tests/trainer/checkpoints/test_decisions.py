@@ -145,9 +145,9 @@ class TestSelectedCheckpoint:
             ({10: 0.3, 20: 0.1, 30: 0.2}, "best", (20, "best by validation loss")),
             ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last, as set in training.hand_on")),
             ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
-            ({10: None, 20: None}, "best", (20, "the last, because none was validated")),
+            ({10: None, 20: None}, "best", (20, "the last, because no checkpoint was validated")),
             ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
-            ({0: 0.1, 20: None}, "best", (20, "the last, because none was validated")),
+            ({0: 0.1, 20: None}, "best", (20, "the last, because no checkpoint was validated")),
             ({0: 0.1, 20: 0.2}, "best", (0, "best by validation loss")),
         ],
     )

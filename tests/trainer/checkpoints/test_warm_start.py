@@ -119,7 +119,7 @@ def test_something_else_than_a_checkpoint(run, tmp_path):
 
 
 def test_the_word_champion_is_for_the_pipeline(run):
-    with pytest.raises(ConfigError, match="only a pipeline resolves the champion"):
+    with pytest.raises(ConfigError, match="'champion' works only in a pipeline"):
         run.train(steps=20, warm_start="champion")
 
 
@@ -147,7 +147,7 @@ def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_pat
     uri = published(tmp_path, variables)
     assert refused(run, uri) == (
         f"training.warm_start: {uri} is the checkpoint of another model: {said}; give one with the "
-        "same model section, choose variables by {from, include, exclude}, or leave the key "
+        "same model section, select variables with {from, include, exclude}, or leave the key "
         "empty"
     )
 

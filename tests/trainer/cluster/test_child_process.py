@@ -55,7 +55,11 @@ def test_the_answer_is_the_last_line(called):
     [
         ("fail", child_process.ChildError, r"^model mlp: it does not fit$"),
         ("silent", child_process.ChildError, r"^exit code 3$"),
-        ("killed", child_process.ChildLostError, r"^ended by SIGKILL; is there enough memory\?$"),
+        (
+            "killed",
+            child_process.ChildLostError,
+            "^terminated by SIGKILL; check whether there is enough memory$",
+        ),
     ],
 )
 def test_an_error_is_one_line(called, how, kind, said):

@@ -59,8 +59,8 @@ def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
     ends(-9)
     fitting.require(Config())
     assert (
-        "cannot check whether model and dataset fit: the dry run of the model failed (ended by "
-        "SIGKILL; is there enough memory?" in caplog.text
+        "cannot check whether the model fits the dataset: the dry run of the model failed "
+        "(terminated by SIGKILL; check whether there is enough memory" in caplog.text
     )
 
 
@@ -69,4 +69,4 @@ def test_a_trial_that_ends_with_its_run_says_nothing(ends, caplog):
     fitting.begin(Config(), "", pytest.fail, lambda: True).join()
     assert not caplog.text
     fitting.begin(Config(), "", pytest.fail).join()
-    assert "and dataset fit: the dry run of the model failed (ended by SIGKILL" in caplog.text
+    assert "the dry run of the model failed (terminated by SIGKILL" in caplog.text

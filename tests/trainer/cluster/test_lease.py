@@ -154,14 +154,13 @@ def test_an_expired_lease_is_taken_over_with_a_warning(uri, clock, place, caplog
     refused(lambda: clock.acquire("digits-2"))
     clock.time += 1
     second = clock.acquire("digits-2")
-    assert f"the lease of {uri} is taken over from run digits-1" in caplog.text
+    assert f"taking over the lease of {uri} from run digits-1" in caplog.text
     assert "which last renewed it at" in caplog.text
     second.check()
     assert [each["run"] for each in leases(place, uri).values()] == ["digits-2"]
     assert lost(first.check) == (
-        f"{uri} was taken over by run digits-2 (process {os.getpid()} on "
-        f"{os.uname().nodename}); run digits-1 stops writing: decide which of the two runs "
-        "should continue, and stop the other"
+        f"run digits-2 (process {os.getpid()} on {os.uname().nodename}) took over {uri}; run "
+        "digits-1 stops writing: decide which of the two runs should continue, and stop the other"
     )
     lost(first.renew)
     lost(first.require)
@@ -231,7 +230,7 @@ def test_a_replaced_holder_finds_out_and_does_not_replace_in_turn(uri, clock, pl
     (name,) = leases(place, uri)
     other = {**leases(place, uri)[name], "run": "digits-2", "token": "another"}
     place.put(storage.join(uri, ".lock", name), json.dumps(other).encode())
-    assert "was taken over by run digits-2" in lost(first.renew)
+    assert lost(first.renew).startswith("run digits-2 (process ")
     assert leases(place, uri)[name]["run"] == "digits-2"
 
 
@@ -239,7 +238,9 @@ def test_a_removed_lease_is_lost(uri, clock, place):
     first = clock.acquire("digits-1")
     (name,) = leases(place, uri)
     place.remove(storage.join(uri, ".lock", name))
-    assert lost(first.check).startswith(f"the lease of {uri} was deleted; run digits-1 stops")
+    assert lost(first.check).startswith(
+        f"the lease of {uri} was deleted or replaced; run digits-1 stops"
+    )
 
 
 @pytest.mark.parametrize("damage", [b"not JSON", b'{"token": 1}'])
@@ -247,7 +248,7 @@ def test_an_unreadable_lease_blocks_nobody(uri, clock, place, damage, caplog):
     place.put(storage.join(uri, ".lock", "000004.json"), damage)
     clock.acquire("digits-2").check()
     assert list(leases(place, uri)) == ["000005.json"]
-    assert f"the lease of {uri} cannot be read and is taken over" in caplog.text
+    assert f"taking over the lease of {uri}, because it cannot be read" in caplog.text
 
 
 def test_a_damaged_own_lease_is_written_again(uri, clock, place):
@@ -477,7 +478,7 @@ def test_an_unavailable_store_loses_no_lease(here, monkeypatch, caplog):
         monkeypatch.setattr(storage, "write_bytes", away)
         assert tried.wait(60)
         mine.require()
-    assert "the lease cannot be renewed: cannot write" in caplog.text
+    assert "cannot renew the lease: cannot write" in caplog.text
 
 
 def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
@@ -490,7 +491,7 @@ def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
             for number in holders(here):
                 storage.delete(lease_uri(here, number))
         assert looked.wait(60)
-        assert "was deleted; run digits-1 stops writing" in lost(mine.require)
+        assert "was deleted or replaced; run digits-1 stops writing" in lost(mine.require)
 
 
 def test_leases_of_dead_processes_are_removed(here):

@@ -106,7 +106,7 @@ def test_names_that_come_second_are_remarked(folder, root):
     assert len(named) == 3
     assert "a run cannot import flotilla: flotilla is a module of Flotilla itself" in named[0]
     assert "a run cannot import json.py: json is a module of Python itself" in named[1]
-    assert "yaml.py has the name of an installed package" in named[2]
+    assert "yaml.py has the same name as an installed package" in named[2]
 
 
 @pytest.mark.parametrize("value", ["code", "file:///r/code/abc", "http://h/" + "a" * 64, "s3://b"])

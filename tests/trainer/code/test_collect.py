@@ -84,13 +84,13 @@ def test_a_pipe_is_not_waited_for(folder):
 
 def test_a_name_that_no_store_takes_is_refused(folder):
     (folder / "a\nb.py").touch()
-    assert "'a\\nb.py' is not a valid name in a store; rename it" in refusal(folder)
+    assert "'a\\nb.py' has characters that a store rejects; rename it" in refusal(folder)
 
 
 def test_a_folder_that_is_none_is_refused(folder, tmp_path):
     assert "No such file or directory; give a folder" in refusal(tmp_path / "absent")
     assert "it is a file; give its folder" in refusal(folder / "blocks.py")
-    assert "not the name of a folder" in refusal(tmp_path / "a\0b")
+    assert "not a valid path; give a folder" in refusal(tmp_path / "a\0b")
     (tmp_path / "empty").mkdir()
     assert "it contains no module (*.py); give the folder" in refusal(tmp_path / "empty")
 
@@ -112,8 +112,8 @@ def test_too_much_is_refused_by_its_largest_files(folder):
         with (folder / name).open("wb") as file:
             file.truncate(size)
     line = refusal(folder)
-    assert "the files have 11.5 MB, but a bundle may have at most 10.5 MB" in line
-    assert "the largest files are weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
+    assert "the files total 11.5 MB, and the limit is 10.5 MB" in line
+    assert "the largest are weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
 
 
 def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):

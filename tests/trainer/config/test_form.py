@@ -195,11 +195,11 @@ def test_a_key_is_given_in_one_place():
             tree = {part: tree}
         said = refused(**{SETTINGS: tree})
         assert said.startswith(
-            f"settings: {'.'.join(field.key)} is set by the field {field.name} of the form; set it "
+            f"settings: the field {field.name} of the form sets {'.'.join(field.key)}; set it there"
         )
         assert ("choose 'settings' there" in said) == bool(field.choices)
     said = refused(settings={"data": {"dataset": "mnist"}})
-    assert "data.dataset is set by the field source" in said
+    assert "the field source of the form sets data.dataset" in said
 
 
 def test_whole_numbers_arrive_as_doubles():
@@ -214,13 +214,16 @@ def test_whole_numbers_arrive_as_doubles():
     [
         ({"steps": -5}, "training.steps: -5 is not allowed"),
         ({"steps": 3.5}, "training.steps: 3.5 is not allowed"),
-        ({"model": "mpl"}, "model.name: 'mpl' is not allowed: no model of this name; did you"),
+        (
+            {"model": "mpl"},
+            "model.name: 'mpl' is not allowed: there is no model with this name; did you",
+        ),
         ({"label": "[a"}, "label: '[a' is not a list such as"),
         ({"settings": "gate"}, "settings: 'gate' is not a mapping of sections"),
         ({"settings": {"training": 3}}, "settings.training: 3 is not a section"),
         ({"settings": {"gates": {}}}, "gates: no such key; did you mean 'gate'?"),
         ({"settings": {"gate": {"mim": {}}}}, "gate.mim: no such key"),
-        ({"settings": {WHOLE: "{"}}, "settings.json does not contain the text of a configuration"),
+        ({"settings": {WHOLE: "{"}}, "settings.json must contain the text of a configuration"),
         ({"workers": 9}, "cluster.workers: 9 workers cannot share 8 shards"),
     ],
 )

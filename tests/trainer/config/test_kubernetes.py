@@ -43,7 +43,7 @@ from flotilla.trainer.runtime.errors import ConfigError
         ),
         (
             {"ps": {"security_context": {"readOnlyRootFilesystem": False}}},
-            "readOnlyRootFilesystem is not a field of a pod's securityContext; security sets",
+            "readOnlyRootFilesystem is not a field of a pod's securityContext; for fields of a",
         ),
         ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
         (

@@ -143,9 +143,15 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         (" =3", "--set ' =3': write it as section.key=value"),
         ("", "--set '': write it as section.key=value"),
         ("train\ning.steps=3", "train ing: no such key; did you mean 'training'?"),
-        ('training.steps="\\ud800"', "the configuration is not plain data: "),
-        ("model.args=&a {a: *a}", "the configuration is not plain data: Circular reference"),
-        (f"model.args={{a: {'[' * 300}{']' * 300}}}", "the configuration is not plain data: "),
+        ('training.steps="\\ud800"', "the configuration cannot be written as JSON: "),
+        (
+            "model.args=&a {a: *a}",
+            "the configuration cannot be written as JSON: Circular reference",
+        ),
+        (
+            f"model.args={{a: {'[' * 300}{']' * 300}}}",
+            "the configuration cannot be written as JSON: ",
+        ),
     ],
 )
 def test_a_wrong_assignment(assignment, said):
@@ -170,7 +176,7 @@ def test_several_mistakes_stand_in_one_line():
     ("text", "said"),
     [
         ("- a\n- b\n", "must contain sections with keys, not a list"),
-        ("training\n", "must contain sections with keys, not a str"),
+        ("training\n", "must contain sections with keys, not a single value"),
         ("training: [\n", "is not valid YAML at line 2, column 1: "),
         ("a: b: c\n", "is not valid YAML at line 1, column 5: mapping values are not allowed here"),
         ("\ttraining: 1\n", "is not valid YAML at line 1, column 1: "),
@@ -181,7 +187,7 @@ def test_several_mistakes_stand_in_one_line():
         ("a: 1\n---\nb: 2\n", "is not valid YAML at line 2, column 1: "),
         ("{" * 400, "is not valid YAML"),
         ("training: {steps: 1}\nname: a\ntraining: {keep: 1}\n", "line 3, column 1: the key 'tr"),
-        ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' is duplicated"),
+        ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' occurs twice"),
     ],
 )
 def test_a_broken_file_is_named_with_the_place(tmp_path, text, said):

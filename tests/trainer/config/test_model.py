@@ -24,7 +24,7 @@ CLICKS = Path(__file__).parents[3] / "examples/clicks_large/clicks_large.yaml"
         ("user.min_count=true", "user.min_count: True is not a whole number"),
         ("user.max_age=16", "user.max_age: 16 is not allowed; it must be above min_age (16)"),
         ("user.maxage=3", "user: there is no key 'maxage'; did you mean 'max_age'?"),
-        ("user=5", "user: 5 is not allowed; give it a capacity"),
+        ("user=5", "user: 5 has no capacity; write {capacity: COUNT}"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_with_the_configuration(setting, line):
@@ -89,8 +89,11 @@ def test_a_mapping_without_globs_is_a_text():
         ("gs://bucket/../a", ".."),
         ({"from": "champion", "inculde": []}, "there is no key 'inculde'; did you mean 'include'"),
         ({"from": "champion", "layers": []}, "(one of from, include, exclude)"),
-        ({"exclude": ["logits/*"]}, "give the URI of the weights: {from: URI}"),
-        ({"from": "", "exclude": ["logits/*"]}, "give the URI of the weights: {from: URI}"),
+        ({"exclude": ["logits/*"]}, "the URI of the weights is missing; write {from: URI}"),
+        (
+            {"from": "", "exclude": ["logits/*"]},
+            "the URI of the weights is missing; write {from: URI}",
+        ),
         ({"from": "champion", "exclude": "logits/*"}, 'exclude: "logits/*" is not a list'),
         ({"from": "champion", "include": [""]}, 'include: [""] is not a list of globs'),
     ],

@@ -46,8 +46,11 @@ def test_only_placeholders_are_replaced():
         ({"program": {"command": ["a"], "env": {"A": "{x}"}}}, "no placeholder {x}"),
         ({"program": {"command": [" "]}}, "the program, is empty"),
         ({"program": {"command": ["a"], "roles": {"wrker": 1}}}, "no role 'wrker'"),
-        ({"program": {"command": ["a"], "roles": {"ps": 1}}}, "a chief or a worker is required"),
-        ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "but at most one may"),
+        (
+            {"program": {"command": ["a"], "roles": {"ps": 1}}},
+            "there is no leading task; add the role chief",
+        ),
+        ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "at most one task may have it"),
         ({"program": {"command": ["a"], "env": {"TF_CONFIG": "x"}}}, "set by Flotilla"),
         (
             {"program": {"command": ["a"], "env": {"A B": "x"}}},
@@ -61,10 +64,16 @@ def test_only_placeholders_are_replaced():
         ({"program": {"env": {"A": "x"}}}, "program.env: it has no effect without program.command"),
         (
             {"program": {"command": ["a"]}, "training": {"optimizer": {"name": "sgd"}}},
-            "training.optimizer: the program of program.command trains its own model",
+            "training.optimizer: it has no effect on program.command, which trains its own",
         ),
-        ({"program": {"command": ["a"]}, "model": {"name": "cnn"}}, "model.name: the program"),
-        ({"program": {"command": ["a"]}, "data": {"disk": "1GB"}}, "data.disk: the program"),
+        (
+            {"program": {"command": ["a"]}, "model": {"name": "cnn"}},
+            "model.name: it has no effect on program.command",
+        ),
+        (
+            {"program": {"command": ["a"]}, "data": {"disk": "1GB"}},
+            "data.disk: it has no effect on program.command",
+        ),
         ({"program": {"command": ["a"]}, "data": {"partition": "dynamic"}}, "choose disjoint"),
     ],
 )

@@ -58,7 +58,10 @@ BAD = [
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
     ("cluster.gpu_memory_fraction=1.5", "cluster.gpu_memory_fraction: 1.5 is not allowed"),
-    ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
+    (
+        "model.name=mpl",
+        "model.name: 'mpl' is not allowed: there is no model with this name; did you mean",
+    ),
     (
         "model.name=transformer",
         "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, text, "
@@ -71,7 +74,7 @@ BAD = [
     ("model.args={rate: .inf}", "model.args: inf is not a finite number"),
     ("model.args={a: [{b: .nan}]}", "model.args: nan is not a finite number"),
     ("training.optimizer.args={beta_1: .inf}", "training.optimizer.args: inf is not a finite"),
-    ("training.strategy=sync", "training.strategy: 'sync' is not allowed: no strategy"),
+    ("training.strategy=sync", "training.strategy: 'sync' is not allowed: there is no strategy"),
     ("training.strategy='..:A'", "training.strategy: '..:A' is not allowed"),
     ("training.steps=0", "training.steps: 0 is not allowed"),
     ("training.steps=1.5", "training.steps: 1.5 is not allowed: input should be a valid integer"),
@@ -80,10 +83,13 @@ BAD = [
     ("training.steps=", "training.steps: None is not allowed: input should be a valid integer"),
     ("training.batch_size=0", "training.batch_size: 0 is not allowed"),
     ("training.optimizer.name=adm", "training.optimizer.name: 'adm' is not allowed"),
-    ("training.optimizer.name=zzz", "no optimizer of this name (one of adadelta, adafactor,"),
+    (
+        "training.optimizer.name=zzz",
+        "there is no optimizer with this name (one of adadelta, adafactor,",
+    ),
     ("training.optimizer.learning_rate=0", "0 is not allowed: input should be greater than 0"),
     ("training.optimizer.learning_rate=.nan", "nan is not allowed: input should be a finite"),
-    ("training.strategy=singel", "no strategy of this name; did you mean 'single'?"),
+    ("training.strategy=singel", "there is no strategy with this name; did you mean 'single'?"),
     ("training.pull_every=0", "training.pull_every: 0 is not allowed"),
     ("training.replicas_to_aggregate=-1", "training.replicas_to_aggregate: -1 is not allowed"),
     ("training.schedule.warmup_steps=-1", "training.schedule.warmup_steps: -1 is not allowed"),
@@ -114,11 +120,11 @@ BAD = [
     ),
     (
         "training.warm_start={include: [a]}",
-        "training.warm_start: give the URI of the weights: {from",
+        "training.warm_start: the URI of the weights is missing; write {from",
     ),
     (
         "training.warm_start={from: 5}",
-        "training.warm_start: give the URI of the weights: {from: URI}",
+        "training.warm_start: the URI of the weights is missing; write {from: URI}",
     ),
     ("training.warm_start={from: champ}", "training.warm_start: it must be champion, the URI of"),
     (
@@ -158,11 +164,11 @@ BAD = [
         "'onnx' is not allowed: input should be 'saved_model', 'keras', 'tflite' or 'tflite_int8'",
     ),
     ("export.formats=keras", "export.formats: 'keras' is not allowed"),
-    ("storage.root=runs", "storage.root: 'runs' is not allowed: not a URI"),
-    ("storage.root=file://runs", "storage.root: 'file://runs' is not allowed: not a URI"),
-    ("storage.root=file:///", "storage.root: 'file:///' is not allowed: not a URI"),
-    ("storage.root=gs://", "storage.root: 'gs://' is not allowed: not a URI"),
-    ("storage.root=gs:/bucket", "storage.root: 'gs:/bucket' is not allowed: not a URI"),
+    ("storage.root=runs", "storage.root: 'runs' is not allowed: it is not a URI"),
+    ("storage.root=file://runs", "storage.root: 'file://runs' is not allowed: it is not a URI"),
+    ("storage.root=file:///", "storage.root: 'file:///' is not allowed: it is not a URI"),
+    ("storage.root=gs://", "storage.root: 'gs://' is not allowed: it is not a URI"),
+    ("storage.root=gs:/bucket", "storage.root: 'gs:/bucket' is not allowed: it is not a URI"),
     ("storage.root=http://host/a", "write it as file:///path, gs://, s3:// or minio://"),
 ]
 
@@ -227,7 +233,7 @@ def test_nccl_is_refused_where_workers_have_no_gpus():
 def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggregates():
     wanted = "training.replicas_to_aggregate=3"
     assert refused("training.strategy=sync_parameter_server", wanted) == (
-        "training.replicas_to_aggregate: 2 workers cannot send 3 gradients; "
+        "training.replicas_to_aggregate: 2 workers cannot send 3 gradients for an update; "
         "set it to 2 or less (0: one from each worker)"
     )
     assert load_config(None, [wanted]).training.replicas_to_aggregate == 3
@@ -273,7 +279,7 @@ def test_what_does_not_go_with_dynamic_is_refused_by_name(other, line):
 
 @pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])
 def test_early_stopping_needs_validations(without):
-    assert "training.patience: an early stop needs" in refused("training.patience=2", without)
+    assert "training.patience: early stopping needs" in refused("training.patience=2", without)
     assert load_config(None, [without]).training.patience == 0
 
 
@@ -327,12 +333,18 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers"),
-        ("training.strategy=single", "single has no servers"),
+        (
+            "training.strategy=multi_worker_mirrored",
+            "multi_worker_mirrored has no servers; "
+            "leave it out, or choose a strategy with parameter servers",
+        ),
+        (
+            "training.strategy=single",
+            "single has no servers; leave it out, or choose a strategy with parameter servers",
+        ),
         (
             "cluster.in_process=true",
-            "cannot be combined with cluster.in_process, which starts servers; leave one of "
-            "them out",
+            "cluster.in_process, which starts servers, is also set; leave one of them out",
         ),
     ],
 )

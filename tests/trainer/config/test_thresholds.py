@@ -56,9 +56,15 @@ def test_a_margin_in_units_is_the_gates_and_no_evaluation_depends_on_it():
         ({"champion": {"confidence": 0.4}}, "gate.champion.confidence: 0.4 is not allowed"),
         ({"champion": {"confidence": 1}}, "gate.champion.confidence: 1 is not allowed"),
         ({"champion": {"better": "more"}}, "gate.champion.better: 'more' is not allowed"),
-        ({"champion": "not_worse"}, "champion: the gate now compares by a margin; write champion"),
-        ({"min_gain": 0.1}, "min_gain: the gate now compares by a margin; write champion: {mar"),
-        ({"min": {"top-3": 0.5}}, "'top-3' names no metric; write accuracy or accuracy@"),
+        (
+            {"champion": "not_worse"},
+            "champion: the gate now compares with a margin; write champion",
+        ),
+        ({"min_gain": 0.1}, "min_gain: the gate now compares with a margin; write champion: {mar"),
+        (
+            {"min": {"top-3": 0.5}},
+            "'top-3' does not begin with a metric; write accuracy or accuracy@",
+        ),
         ({"max": {"loss@": 0.5}}, "'loss@' has no slice; write loss@feature=value"),
         ({"min": {"binary_accuracy": 95}}, "binary_accuracy is a share: 95 is not between 0 and"),
         ({"max": {"price_auc@shop=a": 2}}, "price_auc is a share: 2 is not between 0 and 1"),

@@ -146,7 +146,7 @@ def test_a_cluster_without_a_chief():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "TF_CONFIG is not set; the launcher or the TFJob operator sets it"),
+        ("", "TF_CONFIG is not set; start the task with the launcher"),
         (" \n", "TF_CONFIG is not set"),
         ("{", "TF_CONFIG is not JSON: Expecting property name"),
         ("cluster: a", "TF_CONFIG is not JSON: "),
@@ -157,8 +157,14 @@ def test_a_cluster_without_a_chief():
         ("{}", "TF_CONFIG: 'cluster' must map roles to lists of host:port"),
         (config_of(cluster={}), "TF_CONFIG: 'cluster' must map roles"),
         (config_of(cluster=["a:1"]), "TF_CONFIG: 'cluster' must map roles"),
-        (config_of(cluster={"workers": []}), "TF_CONFIG: no role 'workers'; did you mean 'worker'"),
-        (config_of(cluster={"x": []}), "TF_CONFIG: no role 'x' (one of chief, ps, worker, evaluat"),
+        (
+            config_of(cluster={"workers": []}),
+            "TF_CONFIG: there is no role 'workers'; did you mean 'worker'",
+        ),
+        (
+            config_of(cluster={"x": []}),
+            "TF_CONFIG: there is no role 'x' (one of chief, ps, worker, evaluat",
+        ),
         (config_of(cluster={"worker": "a:1"}), "TF_CONFIG: the tasks of 'worker' must be a lis"),
         (config_of(cluster={"worker": ["a"]}), "TF_CONFIG: 'a' of 'worker' is not host:port"),
         (config_of(cluster={"worker": [1]}), "TF_CONFIG: 1 of 'worker' is not host:port"),
@@ -175,9 +181,12 @@ def test_a_cluster_without_a_chief():
             "TF_CONFIG: a:1 is in the cluster twice",
         ),
         (json.dumps({"cluster": CLUSTER}), "TF_CONFIG: 'task' must be an object with 'type'"),
-        (config_of(task={"type": "work"}), "TF_CONFIG: no task type 'work'; did you mean 'worker'"),
-        (config_of(task={"type": ["ps"]}), "TF_CONFIG: no task type ['ps']"),
-        (config_of(task={}), "TF_CONFIG: no task type None"),
+        (
+            config_of(task={"type": "work"}),
+            "TF_CONFIG: there is no task type 'work'; did you mean 'worker'",
+        ),
+        (config_of(task={"type": ["ps"]}), "TF_CONFIG: there is no task type ['ps']"),
+        (config_of(task={}), "TF_CONFIG: there is no task type None"),
         (config_of(task={"type": "worker", "index": 2}), "TF_CONFIG: task worker-2 is not in the"),
         (
             config_of(task={"type": "ps", "index": -1}),
@@ -222,8 +231,8 @@ def test_flags_say_the_same_as_tf_config():
     ("hosts", "role", "index", "said"),
     [
         ({}, "ps", 0, "the flags: 'cluster' must map roles"),
-        (HOSTS, "", 0, "the flags: no task type '' (one of chief, ps, worker, evaluator)"),
-        (HOSTS, "work", 0, "the flags: no task type 'work'; did you mean 'worker'?"),
+        (HOSTS, "", 0, "the flags: there is no task type '' (one of chief, ps, worker, evaluator)"),
+        (HOSTS, "work", 0, "the flags: there is no task type 'work'; did you mean 'worker'?"),
         (HOSTS, "ps", 2, "the flags: task ps-2 is not in the cluster"),
         (HOSTS, "ps", -1, "the flags: task index -1 is not a whole number of at least 0"),
         (HOSTS, "chief", 0, "the flags: task chief-0 is not in the cluster"),

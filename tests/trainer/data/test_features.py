@@ -222,7 +222,10 @@ def test_a_wrong_role_is_named_with_its_remedy(section, message, tmp_path):
             "data.label: made has no label (it has no supervised_keys); set data.label to one or "
             "several of its features (x, y)",
         ),
-        (("x", "z"), "data.label: made has no label (its supervised_keys ('x', 'z') name none); "),
+        (
+            ("x", "z"),
+            "data.label: made has no label (its supervised_keys ('x', 'z') do not name one); ",
+        ),
         (("z", "y"), "data.inputs: the supervised_keys ('z', 'y') of made name no input; set "),
         (("x", "x"), "data.inputs: 'x' of made is also its label; remove it from data.inputs, "),
     ],

@@ -207,7 +207,7 @@ def test_a_damaged_dataset_is_made_again(own_digits, digits, caplog, harm):
     assert storage.verify(found.uri).same_content(digits.manifest)
     assert again().reused
     if warnings := [record for record in caplog.records if record.name == module.__name__]:
-        assert "it is prepared again" in warnings[0].getMessage()
+        assert "preparing it again" in warnings[0].getMessage()
 
 
 def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch):
@@ -327,7 +327,7 @@ def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ({"validation": 0.0}, "data.validation: 0, and data.splits has no test"),
+        ({"validation": 0.0}, "data.validation is 0 and data.splits has no test"),
         ({"shards": 500}, "data.shards: 500 shards for"),
         ({"splits": {"test": 1e-9}}, r"data.splits: data.source: .* has no example for the test"),
     ],

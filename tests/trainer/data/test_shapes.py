@@ -86,8 +86,8 @@ def test_what_is_asked_for_is_taken(ragged):
 
 def test_what_is_set_stays_in_the_example(ragged):
     expected = (
-        r"\{sound: \[5\], words: \[64\]\} or other sizes; 'tags' is read as a set of classes; if "
-        "you set a length, it is read as one class at each position$"
+        r"\{sound: \[5\], words: \[64\]\} or other sizes; 'tags' is read as a set of classes or, "
+        "if you set a length, as one class at each position$"
     )
     with pytest.raises(ConfigError, match=expected):
         ragged(inputs=("sound", "words"), label="tags", shapes={"sound": (5,)})

@@ -384,7 +384,7 @@ def test_ids_of_another_type_are_refused():
             {"capacity": 4},
             "missing or beyond 64 bits: fill them, or read them as strings",
         ),
-        ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} is not allowed; give it a cap"),
+        ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} has no capacity; write {cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),
         ("int64", {"capacity": "many"}, "tables.user.capacity: 'many' is not a whole number"),
         ("int64", {"capacity": 4, "maxage": 3}, "there is no key 'maxage'"),

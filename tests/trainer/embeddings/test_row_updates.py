@@ -271,10 +271,10 @@ def test_an_average_moves_with_all_rows():
     [
         ({}, ""),
         ({"optimizer": {"dense_updates": True, "name": "rmsprop"}}, ""),
-        ({"optimizer": {"name": "rmsprop"}}, "RMSprop has no lazy form"),
+        ({"optimizer": {"name": "rmsprop"}}, "RMSprop cannot update single rows"),
         ({"ema": 0.9}, "training.ema averages all rows"),
-        ({"pulled": True}, "training.pull_every or jit_compile pulls them whole"),
-        ({"regularizer": "l2"}, "they have a regularizer or a constraint"),
+        ({"pulled": True}, "training.pull_every or training.jit_compile needs whole tables"),
+        ({"regularizer": "l2"}, "a table has a regularizer or a constraint"),
     ],
 )
 def test_a_line_says_what_large_tables_cost(settings, words, monkeypatch):

@@ -186,7 +186,10 @@ def test_new_rows_begin_with_what_the_optimizer_began_with(optimizer, ranks):
 @pytest.mark.parametrize(
     ("training", "words"),
     [
-        ({"strategy": "async_parameter_server", "pull_every": 5}, "training.pull_every: the table"),
+        (
+            {"strategy": "async_parameter_server", "pull_every": 5},
+            "training.pull_every: workers cannot",
+        ),
         ({"strategy": "multi_worker_mirrored"}, "training.strategy: multi_worker_mirrored has a"),
     ],
 )

@@ -121,9 +121,7 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
     text = "\n".join("1023456789")
     copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
     output, text, decision = measured(run, copy, tmp_path)
-    assert (
-        text["champion"]["incomparable"] == "its class 0 is '1', but the class of this model is '0'"
-    )
+    assert text["champion"]["incomparable"] == "its class 0 is '1', but in this model it is '0'"
     assert not decision.blessed
     assert not predictions(output, "champion_output").exists()
 
@@ -135,7 +133,7 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
         ({"city": ["0", "1"]}, "it has 2 classes of city, but this model has 3"),
         (
             {"city": ["a", "1", "2"]},
-            "its class 0 of city is 'a', but the class of this model is '0'",
+            "its class 0 of city is 'a', but in this model it is '0'",
         ),
     ],
 )

@@ -152,9 +152,9 @@ def test_other_deliveries_are_named_with_what_the_champion_reached_there(tmp_pat
     (remark,), own = said(now, champion(tmp_path, before))
     counts = [(drawn(each) == 2).sum() for each in (old, new)]
     assert remark == (
-        f"The champion was evaluated on other test examples in its own run of {own['date']} "
-        f"({counts[0]} of 2026-03-01 to 2026-03-02) than here ({counts[1]} of 2026-03-03): AUC 0.9 "
-        "there, 0.8 here"
+        f"The champion's own run of {own['date']} used other test examples "
+        f"({counts[0]} of 2026-03-01 to 2026-03-02) than this run ({counts[1]} of 2026-03-03): AUC "
+        "0.9 there, 0.8 here"
     )
 
 
@@ -163,7 +163,7 @@ def test_a_dataset_that_is_gone_cannot_be_known(tmp_path):
     now = dataset(tmp_path / "now", rows, drawn(rows))
     gone = storage.uri_of(tmp_path / "gone")
     (remark,), own = said(now, champion(tmp_path, gone))
-    assert "It is unknown whether" in remark
+    assert "cannot be read, so the champion may" in remark
     assert gone in remark
     assert own["metrics"] == {"auc": 0.9}
 

@@ -204,5 +204,7 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
 def test_a_checkpoint_of_before_with_two_logits_says_what_to_set(run, tmp_path):
     before = replace(run, root=tmp_path, config=with_task(run, name="classification"))
     checkpoint = publish_checkpoint(tmp_path / "checkpoints", before.built()[2])
-    with pytest.raises(UserError, match=r"two classes now share one logit: set task\.name"):
+    with pytest.raises(
+        UserError, match=r"set task\.name: classification, because the checkpoint has one logit"
+    ):
         run.evaluation(checkpoint)

@@ -165,7 +165,7 @@ def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
     run, blessed = own_run
     both = small_run.with_formats(run, "saved_model", "keras")
     message = small_run.refused_export(both, blessed, tmp_path)
-    assert message.startswith("export.formats: the model cannot be written as keras and read back")
+    assert message.startswith("export.formats: the model cannot be saved as keras and loaded again")
     assert message.endswith(", or leave keras out")
 
 
@@ -338,7 +338,7 @@ def test_a_model_that_lite_cannot_hold_is_named(subject, tmp_path):
     with pytest.raises(ConfigError) as error:
         prove(unable, {"tflite": "m.tflite"}, tmp_path)
     assert str(error.value) == (
-        "export.formats: the model cannot be written as tflite and read back: TensorFlow Lite has "
+        "export.formats: the model cannot be saved as tflite and loaded again: TensorFlow Lite has "
         "no AsString, StringToNumber; leave tflite out"
     )
 

@@ -251,7 +251,7 @@ def test_a_single_number_is_an_input_too():
         (
             "mlp",
             {"dropout": 1},
-            "model mlp: dropout: 1 is not allowed; it must be a number from 0 to below 1",
+            "model mlp: dropout: 1 is not allowed; it must be a number of at least 0 and below 1",
         ),
         (
             "cnn",

@@ -305,7 +305,7 @@ def test_model_for_another_input(own):
 
 def test_two_variables_of_one_name(own):
     message = _refusal(own, "same_names")
-    assert "a checkpoint finds variables by name" in message
+    assert "checkpoints identify variables by name" in message
 
 
 def listed(spec, *, shape=(3, 1)):
@@ -386,8 +386,8 @@ def test_a_layer_in_a_model_in_the_model():
         ("hidden", "'hidden' matches no variable; did you mean 'hidden/bias'?"),
         (
             "norm/moving_*",
-            "'norm/moving_*' matches only norm/moving_mean, state that is not trained by "
-            "gradients; to keep it unchanged, freeze its whole layer: 'norm/*'",
+            "'norm/moving_*' matches only norm/moving_mean, which gradients do not "
+            "train; to keep it unchanged, freeze its whole layer: 'norm/*'",
         ),
     ],
 )

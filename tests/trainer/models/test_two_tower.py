@@ -196,7 +196,7 @@ def test_its_tables_may_grow():
     [
         (
             {"rows": {"item": 5}, "tables": {"user": {"rows": 5}}},
-            "tables.user: {'rows': 5} is not allowed; give it a capacity",
+            "tables.user: {'rows': 5} has no capacity; write {capacity: COUNT}",
         ),
         (
             {"tables": {"user": {"capacity": 5}}},

@@ -252,7 +252,7 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
         (spec_of(shape=(2,)), "it needs one value of 'user', which is int64 of shape (2,)"),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
-            "it needs the inputs user, item, shown; set dat",
+            "it needs several inputs; set data.inputs: [user, item, shown]",
         ),
         (spec_of(dtype="string"), "popularity: 'shown' is string, not a number"),
     ],

@@ -240,7 +240,7 @@ def test_a_model_that_is_not_compiled_has_none():
         ),
         (
             {"optimizer": {"name": "model"}, "schedule": {"warmup_steps": 3}},
-            "training.schedule: the optimizer of the model sets it; leave it out",
+            "training.schedule: the model's own optimizer sets it; leave it out",
         ),
     ],
 )

@@ -323,8 +323,8 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("@label", "'@label' names no metric; write accuracy or accuracy@label"),
-        ("my metric", "'my metric' names no metric"),
+        ("@label", "'@label' does not begin with a metric; write accuracy or accuracy@label"),
+        ("my metric", "'my metric' does not begin with a metric"),
         ("accuracy@", "'accuracy@' has no slice; write accuracy@feature=value"),
         ("accuracy@=3", "'accuracy@=3' has no slice"),
     ],
@@ -547,7 +547,7 @@ def test_the_keys_of_an_earlier_version_say_what_to_write_instead(old: dict[str,
     with pytest.raises(ConfigError) as error:
         parse_config({"gate": old})
     text = str(error.value)
-    assert text.startswith(f"gate: {next(iter(old))}: the gate now compares by a margin; write ")
+    assert text.startswith(f"gate: {next(iter(old))}: the gate now compares with a margin; write ")
     assert "champion: {margin: 0.02, confidence: 0.95}" in text
 
 

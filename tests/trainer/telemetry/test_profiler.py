@@ -39,7 +39,10 @@ def recorded(monkeypatch):
         ("[110,100]", "not a first step and a later last step"),
         ("[0,5]", "not a first step and a later last step"),
         ("[1,2,3]", "not a first step and a later last step"),
-        ("[1490,1501]", r"step 1501 is after the end of training \(training.steps is 1500"),
+        (
+            "[1490,1501]",
+            r"step 1501 is after the end of training; use steps up to training.steps \(1500",
+        ),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_refused(profile, what):

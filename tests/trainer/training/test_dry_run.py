@@ -97,8 +97,8 @@ def configured(tree):
             "it has no trainable variables: all of its variables are frozen",
         ),
         ("without variables", {}, "it has no trainable variables: it has no variables"),
-        ("lambda", {}, "its layer half (Lambda) cannot be written in the format keras and read "),
-        ("own", {}, "its layer kept (Kept) cannot be written in the format keras and read back: "),
+        ("lambda", {}, "its layer half (Lambda) cannot be saved as .keras and loaded "),
+        ("own", {}, "its layer kept (Kept) cannot be saved as .keras and loaded again: "),
     ],
 )
 def test_a_model_that_cannot_be_trained_or_exported_is_refused(model, tree, message):
@@ -148,8 +148,8 @@ def test_a_layer_that_is_not_registered_is_refused_with_the_remedy():
     with pytest.raises(ConfigError) as error:
         require(configured({}), net(Strange(name="odd")))
     assert str(error.value) == (
-        "model some:model: its layer odd (Strange) cannot be written in the format keras and read "
-        "back: Could not locate class 'Strange'; decorate Strange with "
+        "model some:model: its layer odd (Strange) cannot be saved as .keras and loaded "
+        "again: Could not locate class 'Strange'; decorate Strange with "
         "@keras.saving.register_keras_serializable(), or leave keras out of export.formats"
     )
 
@@ -340,7 +340,7 @@ def test_a_form_that_cannot_be_written_is_refused(form, monkeypatch):
     with pytest.raises(ConfigError) as error:
         tried("mlp", **formats)
     message = str(error.value)
-    assert message.startswith(f"export.formats: the model cannot be written as {form} and read ")
+    assert message.startswith(f"export.formats: the model cannot be saved as {form} and loaded ")
     assert "ValueError: Op type not supported" in message
     assert message.endswith(f"; leave {form} out")
 
@@ -402,7 +402,7 @@ def test_a_layer_may_have_any_name(tmp_path, name):
         ("dictionary", "its output is a dict ('label'), but the task has one output; return the"),
         (
             "own_function",
-            "its layer own (Activation) cannot be written in the format keras and read back: "
+            "its layer own (Activation) cannot be saved as .keras and loaded again: "
             "Could not locate function 'swish'; decorate swish with @keras.saving.register_keras",
         ),
     ],

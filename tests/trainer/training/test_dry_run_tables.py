@@ -143,7 +143,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"model": {"name": "own_models:table"}, **SAVED_ALONE},
-            "export.formats: the model cannot be written as saved_model and read back: it uses a t",
+            "export.formats: the model cannot be saved as saved_model and loaded again: it uses",
         ),
         (
             {"model": {"name": "own_models:python", "args": {"units": 1}}, **SAVED_ALONE},

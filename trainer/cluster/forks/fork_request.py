@@ -30,7 +30,7 @@ class Request:
 
     Attributes:
         command: the whole command line, with the module as its third item.
-        loaded: the module that the server must have loaded; empty to start the process without a
+        loaded: the module that the server must have loaded, or empty to start the process without a
             fork.
         environment: the whole environment.
         descriptors: the descriptors that the process inherits, under the same numbers.
@@ -45,7 +45,7 @@ class Request:
 
 
 def send(connection: socket.socket, request: Request, output: int) -> None:
-    """Send `request`, `output` and the descriptors of the request; raises `OSError`."""
+    """Send `request`, `output` and the descriptors of the request. Raises `OSError`."""
     connection.settimeout(_SECONDS)
     text = json.dumps(asdict(request)).encode()
     own = [output, *request.descriptors]
@@ -55,7 +55,7 @@ def send(connection: socket.socket, request: Request, output: int) -> None:
 
 
 class Arriving:
-    """An incoming request; the server does not wait for a client that stops sending."""
+    """An incoming request. The server does not wait for a client that stops sending."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Read from a connection, which becomes non-blocking."""
@@ -71,7 +71,7 @@ class Arriving:
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and descriptors (closed by the caller), or None; raises `OSError`."""
+        """Return the request and descriptors (closed by the caller), or None. Raises `OSError`."""
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(
@@ -118,7 +118,7 @@ def send_number(connection: socket.socket, number: int, descriptor: int | None =
 
 
 def receive_number(connection: socket.socket) -> tuple[int, int | None]:
-    """Return the next number and its descriptor; raises `OSError`."""
+    """Return the next number and its descriptor. Raises `OSError`."""
     head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
     (number,) = _NUMBER.unpack(_whole(connection, _NUMBER.size, head))
     return number, descriptors[0] if descriptors else None

@@ -64,7 +64,7 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # At a fork, Python reseeds only `random`; without this, NumPy would draw equal numbers.
+        # At a fork, Python reseeds only `random`. Without this, NumPy would draw equal numbers.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -103,7 +103,7 @@ class Server:
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
-        """Load modules and serve requests in between; return a value only in a forked process."""
+        """Load modules and serve requests in between. Return a value only in a forked process."""
         for name in modules:
             # After an error, clients start the module without a fork, and it reports the error.
             with suppress(Exception):
@@ -115,7 +115,7 @@ class Server:
         return None
 
     def serve(self) -> _Copy:
-        """Serve requests endlessly; returns only in a forked process."""
+        """Serve requests endlessly. Returns only in a forked process."""
         while True:
             for connection, _, descriptors in self._waiting:
                 _close(connection, descriptors)
@@ -255,7 +255,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve requests; in a forked process, run its request."""
+    """Serve requests. In a forked process, run its request."""
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
@@ -322,7 +322,7 @@ class _Map(ctypes.Structure):
 
 
 def show_command_line(words: Sequence[str]) -> None:
-    """Set the command line that tools display; raises `OSError` if the kernel does not allow it."""
+    """Set the command line that tools display. Raises `OSError` if the kernel does not allow it."""
     text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
     # The kernel reads a command line only from private anonymous memory.
     memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -31,7 +31,7 @@ class Process(Protocol):
         """Return the exit code, or None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process to exit; return the exit code, which is negative for a signal."""
+        """Wait for the process to exit. Return the exit code, which is negative for a signal."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal if the process is running."""
@@ -41,7 +41,7 @@ class Process(Protocol):
 
 
 class Forked:
-    """A process forked by a fork server; the kernel ends it when the server exits."""
+    """A process forked by a fork server. The kernel ends it when the server exits."""
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
         """Watch the process `pid`, to which `descriptor` refers."""
@@ -91,13 +91,13 @@ class Forked:
 
 
 def server_address() -> str:
-    """Return the address of the fork server for this process; empty if there is none."""
+    """Return the address of the fork server for this process, or "" if there is none."""
     named = os.environ.get(VARIABLE, "")
     return "" if named == NONE else named
 
 
 def fork(address: str, wanted: Request, output: int) -> Forked | None:
-    """Return a process that the server at `address` has forked; None if that fails."""
+    """Return a process that the server at `address` has forked, or None if that fails."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")

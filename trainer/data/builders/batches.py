@@ -29,7 +29,7 @@ _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 def batches(
     name: str, source: tfds.core.DatasetBuilder, selection: Selection, part: Part
 ) -> Iterator[dict[str, Any]]:
-    """Yield the selected features of the examples of a part; raises `UserError`."""
+    """Yield the selected features of the examples of a part. Raises `UserError`."""
     split, first, end = part.origin, part.where["first"], part.where["end"]
     left = end - first
     whole = end == source.info.splits[split].num_examples
@@ -45,7 +45,7 @@ def batches(
         reason = error.message.splitlines()[0]
         raise UserError(_read_error(name, source, split, reason)) from error
     if left:
-        reason = f"{abs(left)} examples {'too few' if left > 0 else 'too many'}"
+        reason = f"{abs(left)} examples {'fewer' if left > 0 else 'more'} than expected"
         raise UserError(_read_error(name, source, split, reason))
 
 
@@ -135,7 +135,7 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     value = value if value.dtype == fit.dtype else tf.cast(value, fit.dtype)
     value = value[tuple(slice(size) for size in fit.shape)]
     after = [[0, size - tf.shape(value)[axis]] for axis, size in enumerate(fit.shape)]
-    # Give the fill value the type of the feature; a Python number would become a 32-bit tensor.
+    # Give the fill value the type of the feature. A Python number would become a 32-bit tensor.
     padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
     return tf.ensure_shape(padded, fit.shape)
 

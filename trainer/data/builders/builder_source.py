@@ -1,4 +1,4 @@
-"""A TFDS builder as a source; `splits.plan` assigns its examples to train, validation and test."""
+"""A TFDS builder as a source. `splits.plan` assigns its examples to train, validation and test."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PART_BYTES = 64 << 20
 
 
 class BuilderSource(Source):
-    """The dataset named by `data.dataset`; TFDS stores its files in `data_dir`."""
+    """The dataset named by `data.dataset`. TFDS stores its files in `data_dir`."""
 
     def __init__(self, config: DataConfig, data_dir: Path) -> None:
-        """Find the builder; raises `ConfigError`."""
+        """Find the builder. Raises `ConfigError`."""
         self._config = config
         self._data_dir = data_dir
         self.name = config.dataset
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the builder from the pickle; it is made again from the configuration when needed."""
+        """Omit the builder from the pickle. It is made again from the configuration when needed."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property
@@ -46,7 +46,7 @@ class BuilderSource(Source):
         return features.select(self._config, self._builder.info)
 
     def fetch(self) -> None:
-        """Download and prepare the dataset; raises `UserError`."""
+        """Download and prepare the dataset. Raises `UserError`."""
         quicken(self.select().connectors.values())
         if datasets.is_folder(self._builder) or datasets.is_drawn(self._builder):
             return

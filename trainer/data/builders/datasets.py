@@ -16,7 +16,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# These are class names, so that the module is imported only when a builder is used.
+# Store names instead of classes, so that the module is imported only when a builder is used.
 _HERE = "flotilla.trainer.data.builders.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}:Brackets",
@@ -30,7 +30,7 @@ EMBEDDED = {
 }
 # Datasets that are no longer embedded, with advice on what to use instead.
 _MOVED = {
-    "clicks_large": "is an example since 0.2: use clicks_large:ClicksLarge, "
+    "clicks_large": "moved to the examples in 0.2; use clicks_large:ClicksLarge "
     "with --code examples/clicks_large of the source code",
 }
 
@@ -51,8 +51,10 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     try:
         found = make(**given, **config.builder_args)
         if config.version and is_folder(found) and str(found.version) != config.version:
-            only = f"{config.dataset} has only version {found.version}"
-            raise ConfigError(f"data.version: {config.version}: {only}")
+            raise ConfigError(
+                f"data.version: there is no version {config.version!r} of {config.dataset}; set it "
+                f"to {found.version}"
+            )
         return found
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
@@ -83,7 +85,7 @@ def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of a folder builder's file names, sizes and times; {} for other builders."""
+    """Return a digest of a folder builder's file names, sizes and times, or {} for others."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

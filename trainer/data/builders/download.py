@@ -34,11 +34,11 @@ _GCS = "https://storage.googleapis.com"
 
 
 class UnreachableError(ConnectionError):
-    """The host cannot be reached or is overloaded; the message is only the reason."""
+    """The host cannot be reached or is overloaded. The message is only the reason."""
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
-    """Raise `UnreachableError` if the host of `url` cannot be reached; ignore other errors."""
+    """Raise `UnreachableError` if the host of `url` cannot be reached. Ignore other errors."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     # Use a daemon thread, because DNS lookups have no timeout.
     threading.Thread(
@@ -58,7 +58,7 @@ def _network_failure(url: str, seconds: float) -> str:
         if parts.scheme in {"http", "https", "gs"}:
             asked = _GCS if parts.scheme == "gs" else url
             status = requests.head(asked, timeout=seconds, allow_redirects=False).status_code
-            return f"it responds with status {status}" if status in UNAVAILABLE else ""
+            return f"HTTP status {status}" if status in UNAVAILABLE else ""
         if parts.scheme == "ftp":
             address = (parts.hostname or "", parts.port or _FTP_PORT)
             socket.create_connection(address, timeout=seconds).close()
@@ -91,7 +91,7 @@ _BROKEN = (
 def download(
     name: str, builder: tfds.core.DatasetBuilder, manual_dir: str, *, beam_options: Any = None
 ) -> None:
-    """Download and prepare the builder's dataset; return at once if it is already prepared.
+    """Download and prepare the builder's dataset. Return at once if it is already prepared.
 
     Downloads are stored in the builder's `data_dir`. If `manual_dir` is not empty, official files
     in that folder are used instead of downloads. A Beam builder runs with `beam_options`.
@@ -265,7 +265,7 @@ def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[
 def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
-        return "run with network access, or set TFDS_DATA_DIR to a folder with the dataset"
+        return "run with network access, or set TFDS_DATA_DIR to a folder that has the dataset"
     # The file of this URL comes first, because the others may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]

@@ -26,7 +26,7 @@ PROPERTIES = {
 }
 SEQUENCES, OF_TRAINING = 5000, 4000
 SHORTEST, LONGEST = 5, 24
-# Tokens; 0 is reserved for padding.
+# Tokens. 0 is reserved for padding.
 OPENS, CLOSES, LETTER = 1, 2, 3
 DEPTHS = ("outside", "once", "twice", "deeper")
 USERS = 1000
@@ -44,7 +44,7 @@ Loaded = tuple[Mapping[str, Any], Any, Any]
 
 
 class _Embedded(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Base class; the key of an example is its index."""
+    """Base class. The key of an example is its index."""
 
     VERSION = tfds.core.Version("1.0.0")
     FEATURES: ClassVar[Features]
@@ -197,7 +197,7 @@ class Brackets(_Embedded):
 class Clicks(_Embedded):
     """Generated clicks of 1,000 users on 500 items: 32,000 training and 8,000 test examples.
 
-    Users and items have `RANK` latent factors; a click is more likely if the factors of user and
+    Users and items have `RANK` latent factors. A click is more likely if the factors of user and
     item agree. Some items are slightly more popular, and some are shown more often. The signal is
     in the pairs: a prediction from the item alone is correct in 53 % of the cases, and a prediction
     from all factors in 83 %.

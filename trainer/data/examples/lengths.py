@@ -47,7 +47,7 @@ def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
 def fill_batches(
     spec: DatasetSpec, windows: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return windows of full batches; the rows of a batch have lengths in the same bucket.
+    """Return windows of full batches. The rows of a batch have lengths in the same bucket.
 
     The length of a row is the length of its longest input or, if no input varies in length, of its
     longest label. Batches are in the order in which they fill up. No row of an endless dataset is

@@ -5,7 +5,7 @@ leave it out. If its attribute `batched` is true, it is called with arrays of se
 returns arrays with the same number of examples. Strings are `str`, encoded images are bytes, and
 other values are numbers or NumPy arrays.
 
-The features of the result are inferred from the first examples; later examples must match.
+The features of the result are inferred from the first examples. Later examples must match.
 """
 
 from __future__ import annotations
@@ -101,14 +101,18 @@ class MappedSource(Source):
         every = (row for part in parts for _, rows in self._map(part) for row in rows)
         first = list(itertools.islice(every, FIRST))
         if not first:
-            raise UserError(f"{self.name} drops every example: it returns None for every row")
+            raise UserError(
+                f"{self.name} returns None for every row, so no example is left; return a dict for "
+                "each row to keep"
+            )
         names = list(first[0].example)
         for row in first:
             if wrong := sorted(row.example.keys() ^ set(names)):
                 self._refuse(row, f"{'no' if wrong[0] in names else 'a'} {wrong[0]!r}")
         if unknown := sorted(self._config.types.keys() - {*names, *self._given.specs}):
             raise ConfigError(
-                f"data.types: neither {self._source.name} nor {self.name} returns {unknown[0]!r}"
+                f"data.types: {unknown[0]!r} is neither in {self._source.name} nor in the results "
+                f"of {self.name}; remove it"
             )
         classes = self._classes(first)
         leaves = {name: self._leaf(name, first, classes.get(name)) for name in names}
@@ -119,7 +123,7 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the function's results; raises `UserError` if it fails or a result does not fit."""
+        """Yield the function's results. Raises `UserError` if it fails or a result does not fit."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         before = 0
         for batch, rows in self._map(part):
@@ -172,7 +176,9 @@ class MappedSource(Source):
         return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
     def _refuse(self, row: _Row, what: str) -> None:
-        error = UnsuitableError(f"returns {what}, unlike for other rows")
+        error = UnsuitableError(
+            f"must return the same names for every row, but returns {what} here"
+        )
         raise self._make_error(error, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:
@@ -241,7 +247,7 @@ def _class_label(source: str, name: str, values: set[Any]) -> Any:
         return tfds.features.ClassLabel(names=names)
     if not values or not all(isinstance(each, int) for each in values) or min(values) < 0:
         raise UserError(
-            f"{source}: the classes of {name!r} must be strings, or numbers from 0; found "
+            f"{source}: the classes of {name!r} must be strings, or whole numbers from 0; found "
             f"{min(values - texts, default=None)!r}"
         )
     return tfds.features.ClassLabel(num_classes=int(max(values)) + 1)
@@ -258,7 +264,7 @@ def _several(function: Callable[..., Any], given: Mapping[str, Any], count: int)
     columns = dict(function(dict(given)))
     for name, values in columns.items():
         if len(values) != count:
-            raise ValueError(f"{len(values)} values of {name!r} for {count} examples")
+            raise ValueError(f"it returns {len(values)} values of {name!r} for {count} examples")
     for index in range(count):
         yield {name: values[index] for name, values in columns.items()}
 
@@ -270,7 +276,7 @@ def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]
 
 
 def _decode(values: Any) -> Any:
-    """Return strings as `str`, in arrays of the same shape; invalid UTF-8 is escaped."""
+    """Return strings as `str`, in arrays of the same shape. Invalid UTF-8 is escaped."""
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
         if isinstance(value, bytes):
@@ -281,7 +287,7 @@ def _decode(values: Any) -> Any:
 
 
 def make_example(result: Any) -> Example:
-    """Return the values of an example as arrays; strings become object arrays of bytes.
+    """Return the values of an example as arrays. Strings become object arrays of bytes.
 
     Python integers become int64. Python floats and other 64-bit floats become float32. Raises
     `UnsuitableError` if the result is not a mapping, or a value cannot be stored.
@@ -294,7 +300,7 @@ def make_example(result: Any) -> Example:
 
 
 def make_value(name: str, value: Any) -> Value:
-    """Convert a value to an array; raises `UnsuitableError`."""
+    """Convert a value to an array. Raises `UnsuitableError`."""
     if hasattr(value, "numpy"):
         value = value.numpy()
     if value is None:
@@ -324,7 +330,7 @@ def _kind(value: Any) -> str:
 
 
 def convert_value(name: str, value: Value, said: str) -> Value:
-    """Convert a value to its type in `data.types`; raises `UnsuitableError`."""
+    """Convert a value to its type in `data.types`. Raises `UnsuitableError`."""
     if said == "text" and value.dtype != _TEXT:
         return make_value(name, value.astype(str))
     try:
@@ -341,7 +347,7 @@ def get_dtype(value: Value) -> str:
 
 
 def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
-    """Infer a feature from its first values; `classes` is its TFDS class feature, if it has one."""
+    """Infer a feature from its first values. `classes` is its TFDS class feature, if it has one."""
     shapes = {value.shape for value in values}
     # Skip empty lists, whose type is arbitrary.
     kinds = {value.dtype for value in [each for each in values if each.size] or values}
@@ -364,7 +370,7 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
 
 
 def image_leaf(config: ImageConfig) -> Leaf:
-    """Return the feature of an encoded image; raises `ConfigError` if the size is not set."""
+    """Return the feature of an encoded image. Raises `ConfigError` if the size is not set."""
     if not config.size:
         raise ConfigError("data.image: the function of data.map returns images; set their size")
     image = tfds.features.Image(shape=(None, None, config.channels))
@@ -372,7 +378,7 @@ def image_leaf(config: ImageConfig) -> Leaf:
 
 
 def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> Any:
-    """Convert a value to its stored shape and type; raises `UnsuitableError`."""
+    """Convert a value to its stored shape and type. Raises `UnsuitableError`."""
     if spec.stored == "image":
         return _store_image(name, value, spec)
     if value.dtype == _TEXT and spec.labels:

@@ -36,7 +36,7 @@ class ColumnScan:
 
     Attributes:
         kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
-            float, bool, time, text, tensor, image; a code is a number with leading zeros.
+            float, bool, time, text, tensor, image. A code is a number with leading zeros.
         empty: number of values that are null, NaN or an empty string.
         marks: counts of words for a missing value, such as NA; not used for text columns.
         texts: the first text values, with their piece and row number.
@@ -68,7 +68,7 @@ class ColumnScan:
     whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        """Add the values of rows; `parsed` is true if the format has only strings, such as CSV."""
+        """Add the values of rows. `parsed` is true if the format has only strings, such as CSV."""
         self.rows += len(array)
         kind = array.type
         if pa.types.is_dictionary(kind):
@@ -94,7 +94,7 @@ class ColumnScan:
             self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
-        """Add the sizes of images; images that cannot be decoded count as `missing`."""
+        """Add the sizes of images. Images that cannot be decoded count as `missing`."""
         for size in measured:
             self.rows += 1
             self._count("image", 1)
@@ -141,7 +141,7 @@ class ColumnScan:
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
-        """Extend the range by the values; strings count only if they are numbers."""
+        """Extend the range by the values. Strings count only if they are numbers."""
         if is_list_of_texts(array.type):
             return
         while is_list(array.type):
@@ -225,13 +225,13 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add times that are written as strings, as in JSON; return a mask of the other strings."""
+        """Add times that are written as strings, as in JSON. Return a mask of the other strings."""
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))
         return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
-        """Add strings if all are plain numbers; this fast path is enough for most columns."""
+        """Add strings if all are plain numbers. This fast path is enough for most columns."""
         plain = text_values.parse_plain(known)
         if plain is None:
             return False
@@ -247,7 +247,7 @@ class ColumnScan:
         return True
 
     def _add_parsed(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the numbers, bools, times and lists among strings; return a mask of the rest."""
+        """Add the numbers, bools, times and lists among strings, and return a mask of the rest."""
         left, numbers = np.ones(len(known), np.bool_), np.zeros(len(known), np.bool_)
         for kind, pattern in _PATTERNS.items():
             found = left & _mask(text_values.matches(known, pattern))
@@ -331,7 +331,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def get_kind(kind: pa.DataType) -> str:
-    """Return the kind of values of an Arrow type; empty if the type is not supported."""
+    """Return the kind of values of an Arrow type, or "" if the type is not supported."""
     if pa.types.is_dictionary(kind):
         return get_kind(kind.value_type)
     for test, name in _ARROW:

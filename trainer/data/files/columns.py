@@ -27,14 +27,14 @@ class Column:
     """A column of files, and how it is read.
 
     Attributes:
-        type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`; `why` is the reason.
-        shape: shape of a value; empty for a scalar; a first size of None is a variable length.
+        type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`. `why` is the reason.
+        shape: shape of a value, or empty for a scalar. A first size of None is a variable length.
         pads: whether lists are cropped or padded to that shape.
         dtype: type of a tensor or an image; float64 for numbers that would lose digits as float32.
         stored: stored form of an image.
         missing: counts of the words for a missing value.
-        hint: a remark, for example that the column is constant; may be empty.
-        note: a note to the user, with the key that changes the decision; may be empty.
+        hint: a remark, for example that the column is constant, or empty.
+        note: a note to the user, with the key that changes the decision, or empty.
     """
 
     name: str
@@ -63,13 +63,13 @@ def decide(  # noqa: PLR0913
     required: bool = False,
     exact: bool = False,
 ) -> Column:
-    """Return the type of a column; `said` is the configured type, empty if it is inferred.
+    """Return the type of a column. `said` is the configured type, empty if it is inferred.
 
     If the column is `required`, a row without a value is broken. An `exact` column keeps all
     digits, which is needed if splits depend on it. Raises `UserError` if the values have no common
     type or shape, or there are too many classes.
     """
-    # Some formats store a single value as a list of one; an empty list is then a missing value.
+    # In some formats, a single value is a list of one, and a missing value is an empty list.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):
@@ -161,7 +161,7 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
 def _int_or_id(
     name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
 ) -> tuple[str, str, str]:
-    """Return type, reason and note of whole numbers; the type is text if no number type fits."""
+    """Return type, reason and note of whole numbers. The type is text if no number type fits."""
     found = ""
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"
@@ -188,8 +188,8 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
     if given is not None:
         if len(given) not in ranks:
             raise ConfigError(
-                f"data.shapes: {name}: {list(given)} does not match its lists, such as "
-                f"{list(shapes[-1])}"
+                f"data.shapes: {name}: {list(given)} does not match its lists, which have shapes "
+                f"such as {list(shapes[-1])}"
             )
         if 0 in given[1:]:
             raise ConfigError(f"data.shapes: {name}: only the first size may be 0")
@@ -282,8 +282,8 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
     if odd and kind not in ("text", "class"):
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])
         yield (
-            f"the column {name!r} has {marks} (read as missing); set data.types: {{{name}: text}} "
-            "if it is an ordinary value"
+            f"the column {name!r} has values that are read as missing: {marks}; set data.types: "
+            f"{{{name}: text}} if they are ordinary values"
         )
     if kind != "text" or said or not scan.writing:
         return

@@ -1,4 +1,4 @@
-"""Convert columns of files to arrays of features; a row with an unsuitable value is broken."""
+"""Convert columns of files to arrays of features. A row with an unsuitable value is broken."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def make_spec(column: FileColumn) -> FeatureSpec:
 
 
 def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
-    """Convert the values of some rows; a missing value that is `required` makes a row broken."""
+    """Convert the values of some rows. A missing value that is `required` makes a row broken."""
     if pa.types.is_dictionary(array.type):
         array = pc.cast(array, array.type.value_type)
     if column.type == "tensor":
@@ -95,7 +95,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times or numbers by which examples are ordered, in full precision.
 
-    Missing and invalid values are left out. `said` is the configured kind; if it is empty, strings
+    Missing and invalid values are left out. `said` is the configured kind. If it is empty, strings
     are read as the kind that most of them have.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
@@ -156,7 +156,7 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
 
 
 def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
-    """Convert floats to a kind; NaN is missing, and numbers of another kind are invalid."""
+    """Convert floats to a kind. NaN is missing, and numbers of another kind are invalid."""
     missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
     if kind == "bool":
@@ -239,7 +239,7 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
 
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
-    """Convert all lists at once; return None if any might need padding or conversion."""
+    """Convert all lists at once, or return None if any might need padding or conversion."""
     fixed, of_texts = None not in column.shape, column.dtype == "string"
     is_nested = is_list(array.type.value_type)
     # Inner lists may differ in shape, so each row must be converted separately.
@@ -264,7 +264,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
 
 
 def _plain_values(dtype: str, flat: pa.Array) -> Any:
-    """Return the elements of lists in stored form; None if one needs conversion."""
+    """Return the elements of lists in stored form, or None if one needs conversion."""
     if dtype == "string":
         return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text(flat.type) else None
     tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -277,7 +277,7 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
 
 
 def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
-    """Convert a list to the shape of its column, padded if configured; None if it does not fit."""
+    """Convert a list to its column's shape, padded if configured, or None if it does not fit."""
     varies = None in column.shape
     # Treat a missing list as empty if lists may have any length.
     given = [] if varies and row in (None, "") else row
@@ -310,7 +310,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return a list of strings as bytes, empty if missing; None for other values."""
+    """Return a list of strings as bytes, empty if missing, or None for other values."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None
@@ -328,7 +328,7 @@ def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
 
 
 def _only_values(array: pa.Array) -> pa.Array:
-    """Unpack lists of one value; other lists become null."""
+    """Unpack lists of one value. Other lists become null."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)

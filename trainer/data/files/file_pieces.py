@@ -1,6 +1,6 @@
 """Divide files into pieces, which can be read independently, and group the pieces into parts.
 
-Local files are read in place; remote files are downloaded, and deleted after use.
+Local files are read in place. Remote files are downloaded, and deleted after use.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 @dataclass(frozen=True, kw_only=True)
 class FilePieces:
-    """Files of one format; remote files are copied to `scratch` while they are read."""
+    """Files of one format. Remote files are copied to `scratch` while they are read."""
 
     files: Sequence[Any]
     reader: Reader
@@ -84,12 +84,12 @@ class FilePieces:
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the base folder of the paths in a file, as a URI; empty for a listing."""
+        """Return the base folder of the paths in a file, as a URI, or "" for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     @property
     def first(self) -> int:
-        """The index of the first training file; the columns of other files are compared with it."""
+        """The index of the first training file. The columns of other files are compared with it."""
         numbered = enumerate(self.files)
         return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
 
@@ -105,7 +105,7 @@ class FilePieces:
             return self.columns(self.first, path), said
 
     def roles(self, config: DataConfig, names: Sequence[str], said: Sequence[str]) -> ColumnRoles:
-        """Choose the roles of columns; raises `ConfigError`."""
+        """Choose the roles of columns. Raises `ConfigError`."""
         where = config.source
         if len(self.files) > 1 and not self.is_listing:
             where = f"{where} ({self.files[self.first].path})"
@@ -114,7 +114,7 @@ class FilePieces:
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records of a piece, with its partition columns; see `Reader.rows`."""
+        """Yield the records of a piece, with its partition columns. See `Reader.rows`."""
         added = self._partition(piece.file)
         if not added:
             yield from self.reader.rows(path, piece, columns, broken)
@@ -160,7 +160,7 @@ class FilePieces:
             yield from (Piece(number, *range_) for range_ in ranges)
 
     def groups(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yield the origin and the pieces of each part; small files share a part."""
+        """Yield the origin and the pieces of each part. Small files share a part."""
         held: list[list[int]] = []
         size, origin = 0, ""
         for piece in self.pieces():
@@ -190,7 +190,7 @@ def choose_reader(
     scratch: Path,
     hidden: Mapping[str, int] | None = None,
 ) -> FilePieces:
-    """Choose the files of one format, and their reader; raises `ConfigError` or `UserError`.
+    """Choose the files of one format, and their reader. Raises `ConfigError` or `UserError`.
 
     `hidden` has the number of hidden files by suffix.
     """
@@ -210,7 +210,7 @@ def choose_reader(
 
 
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
-    """Return the files to train on, with the splits that their names indicate; raises `UserError`.
+    """Return the files to train on, with the splits that their names indicate. Raises `UserError`.
 
     A file whose name indicates that it is for prediction is left out if it has no label. A file
     whose name indicates answers is also left out if it lacks other columns.
@@ -261,7 +261,7 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing, and the files that have it; raises `UserError`."""
+    """Return the format of a listing, and the files that have it. Raises `UserError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
@@ -284,7 +284,9 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
         if not first and ending in (".zip", ".tar", ".tgz", ".7z", ".rar"):
             raise UserError(f"data.source: {files[0].path} is an archive; extract it")
         several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
-        found = several or f"names such as {files[0].path!r}"
+        found = (
+            f"files of several formats, {several}" if first else f"names such as {files[0].path!r}"
+        )
         raise ConfigError(
             f"data.format: {config.source} has {found}; set data.format to one of "
             f"{', '.join(FORMATS)}"
@@ -299,26 +301,26 @@ def _infer_format(path: str) -> str:
 
 
 def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
-    """Return a note on files that are not read; `hidden` counts the hidden files by suffix."""
+    """Return a note on files that are not read. `hidden` counts the hidden files by suffix."""
     taken = {id(file) for file in kept}
     others = [file.path for file in files if id(file) not in taken]
-    suffixes = Counter(Path(path).suffix.lower() or "without an ending" for path in others)
+    suffixes = Counter(Path(path).suffix.lower() or "without an extension" for path in others)
     known = {Path(file.path).suffix.lower() for file in kept}
     unseen = sum(count for suffix, count in hidden.items() if suffix in known)
     said = [f"{count} {suffix}" for suffix, count in suffixes.most_common()]
-    said += [f"{unseen} hidden (the name starts with a dot or an underscore)"] if unseen else []
+    said += [f"{unseen} with a name that starts with a dot or an underscore"] if unseen else []
     such = f", such as {others[0]}" if others else ""
     if not said:
         return []
     return [
-        f"data.source: {len(others) + unseen} of {len(files) + unseen} files are ignored{such}: "
-        f"{', '.join(said)}"
+        f"data.source: {len(others) + unseen} of {len(files) + unseen} files are ignored "
+        f"({', '.join(said)}){such}"
     ]
 
 
 @contextmanager
 def local(file: Any, scratch: Path) -> Iterator[Path]:
-    """Provide a file of a listing as a local path; raises `UserError`."""
+    """Provide a file of a listing as a local path. Raises `UserError`."""
     path = local_path(file.uri)
     if path:
         with _name_file(file, path):
@@ -355,8 +357,8 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(
-                f"data.source: {named} no longer exists, although it was listed; run again with "
-                "the remaining files"
+                f"data.source: {named} was removed after it was listed; run again to use the "
+                "remaining files"
             ) from error
         if str(path) == named:
             raise

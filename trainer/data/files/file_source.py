@@ -46,7 +46,7 @@ class FileSource(Source):
     """A source of the files in a listing that have one format."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
-        """Choose the files to read; remote files are copied to `scratch` while they are read."""
+        """Choose the files to read. Remote files are copied to `scratch` while they are read."""
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
@@ -61,7 +61,7 @@ class FileSource(Source):
         self._selection: Selection | None = None
 
     def select(self) -> Selection:
-        """Return the types and roles of the columns; scans the files unless a scan is cached."""
+        """Return the types and roles of the columns. Scan the files unless a scan is cached."""
         if self._selection:
             return self._selection
         scan = self._scan = self._scan or self._scan_files()
@@ -125,7 +125,7 @@ class FileSource(Source):
 
     def parts(self) -> Sequence[Part]:
         """Return parts of about 64 MB in random order, because files are often sorted."""
-        with Work("looking for positions at which to split the files"):
+        with Work("finding where to split the files"):
             groups = list(self._files.groups())
         order = np.random.RandomState(self._config.seed).permutation(len(groups))
         return [
@@ -279,8 +279,8 @@ class FileSource(Source):
                 f"{kind} in {self._files.place(piece, row)}" for piece, row, kind in found[:2]
             )
             raise UserError(
-                f"data.types: the column {name!r} contains {places}; use one type, or set "
-                f"data.types: {{{name}: text}}"
+                f"data.types: the column {name!r} has different types ({places}); use one type, or "
+                f"set data.types: {{{name}: text}}"
             )
 
     def _pictures(self, piece: Piece) -> Pictures:

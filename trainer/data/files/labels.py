@@ -18,7 +18,7 @@ from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookali
 from flotilla.trainer.runtime.errors import UserError
 
 #: Maximum number of distinct whole numbers in a label that is read as classes, unless the file
-#: format has them as strings.
+#: format stores them as strings.
 FEW_VALUES = 20
 _TWO = 2
 _NAMED = 3
@@ -26,7 +26,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Label:
-    """The type of a label and its reason, its classes if it has any, and notes."""
+    """The type of a label, the reason for it, its classes if it has any, and notes."""
 
     type: str
     why: str
@@ -35,12 +35,12 @@ class Label:
 
 
 def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
-    """Return the sorted classes of a column; `as_written` keeps different spellings separate."""
+    """Return the sorted classes of a column. `as_written` keeps different spellings separate."""
     return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Choose the type of a single-valued label; it is empty to read the label like other columns.
+    """Choose the type of a single-valued label, or "" to read the label like other columns.
 
     `said` is its type in `data.types`, or empty. Strings are `parsed` if they may be numbers, as in
     CSV. Raises `UserError` if the label has no value, or formatted numbers.
@@ -81,7 +81,7 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
 
 
 def rows_without_class(scan: ColumnScan) -> int:
-    """Count values that are not a class; among strings, a word such as `unknown` is a class."""
+    """Count values that are not a class. Among strings, a word such as `unknown` is a class."""
     return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
 
 
@@ -173,7 +173,7 @@ def _index(classes: tuple[str, ...]) -> ClassIndex:
 
 
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
-    """Return the class indices of strings; -1 for an unknown class."""
+    """Return the class indices of strings, or -1 for an unknown class."""
     index = _index(tuple(classes))
     coded = pc.dictionary_encode(texts)
     known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)

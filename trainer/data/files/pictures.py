@@ -31,7 +31,7 @@ _GREY = ("1", "L", "LA")
 _TURNED = (5, 6, 7, 8)
 # Maximum size of an image file in bytes, enough for an uncompressed photo with the most pixels.
 _MOST_BYTES = 256 << 20
-# Errors that concern a single object; all others concern the store, and therefore every row.
+# Errors that concern a single object. All others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "its path leads outside the folder of the table; write paths below that folder"
@@ -42,7 +42,7 @@ class Pictures:
     """Finds and decodes the images that are named in the rows of one file.
 
     Cells are untrusted: they may only name files below the folder of their table, and never a host,
-    a scheme or another folder. `folder` is the URI of that folder; it is empty for a listing, whose
+    a scheme or another folder. `folder` is the URI of that folder. It is empty for a listing, whose
     files are `listed` by URI.
     """
 
@@ -52,12 +52,12 @@ class Pictures:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """The configured height, width and channels; raises `ValueError` if no size is set."""
+        """The configured height, width and channels. Raises `ValueError` if no size is set."""
         height, width = self.config.size
         return height, width, self.config.channels
 
     def data(self, value: Any) -> bytes:
-        """Return the bytes of an image; raises `UndecodableError` if they cannot be read."""
+        """Return the bytes of an image. Raises `UndecodableError` if they cannot be read."""
         if isinstance(value, bytes):
             return value
         if not value:
@@ -81,7 +81,7 @@ class Pictures:
         return data
 
     def measure(self, value: Any) -> tuple[int, int, int]:
-        """Return height, width and channels of an image; raises `UndecodableError`."""
+        """Return height, width and channels of an image. Raises `UndecodableError`."""
         with images.open_image(self.data(value)) as image:
             width, height = image.size
             if image.getexif().get(images.ORIENTATION) in _TURNED:
@@ -132,7 +132,7 @@ def _require_below(root: Path, path: Path) -> None:
 
 
 def _reason(uri: str, error: OSError) -> str:
-    """Explain why a file cannot be read; raises `UserError` if the store is the cause."""
+    """Explain why a file cannot be read. Raises `UserError` if the store is the cause."""
     if isinstance(error, NotAFileError):
         return "it is a folder" if error.errno == errno.EISDIR else "it is not a file"
     trouble = getattr(error, "trouble", "")

@@ -26,7 +26,7 @@ from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
 
-# Maximum number of distinct times for splits; above it, neighbouring times are merged.
+# Maximum number of distinct times for splits. Above it, neighboring times are merged.
 _MOST_TIMES = 1 << 21
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
@@ -152,7 +152,7 @@ class Scan:
             self.times = _thin(self.times)
 
     def close(self) -> None:
-        """Count rows without a column as empty; called after the last piece."""
+        """Count rows without a column as empty. Call this after the last piece."""
         for column in self.columns.values():
             column.lack(self.broken.rows - self.broken.count)
         self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
@@ -164,10 +164,10 @@ class Wanted:
 
     Attributes:
         names: all columns of the first file.
-        columns: columns to read; all of them if empty.
+        columns: columns to read, or empty for all of them.
         gathered: columns whose values may be classes.
         images: columns that name images.
-        time: column of the times by which splits are made, or empty; `time_type` is its type.
+        time: column of the times by which splits are made, or empty. `time_type` is its type.
         whole: whether to reject a file with columns that the first file lacks.
         measures: whether the sizes of images are needed.
     """
@@ -184,7 +184,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceScan:
-    """Scans one piece; `pictures` finds the images of its rows, and `work` counts the rows."""
+    """Scans one piece. `pictures` finds the images of its rows, and `work` counts the rows."""
 
     files: FilePieces
     path: Path
@@ -195,7 +195,7 @@ class PieceScan:
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
-        """Return the statistics; raises `UserError`."""
+        """Return the statistics. Raises `UserError`."""
         wanted, found = self.wanted, self.found
         for name in wanted.columns:
             self._column(name)

@@ -65,7 +65,7 @@ _NO_NUMBER = re.compile("nan|None|null")
 class Counted(NamedTuple):
     """Trimmed strings of some rows, "" for null, and the number of rows with each string.
 
-    `places` has the index in `values` for each row; it is None if each row has its own entry.
+    `places` has the index in `values` for each row. It is None if each row has its own entry.
     """
 
     values: pa.Array
@@ -91,7 +91,7 @@ def trim_texts(array: pa.Array) -> pa.Array:
 
 
 def format_float(value: Any) -> str:
-    """Format a float as text; whole numbers are formatted like ints."""
+    """Format a float as text. Whole numbers are formatted like ints."""
     wide = float(value)
     return str(int(wide)) if abs(wide) < _WHOLE and wide == int(wide) else str(value)
 
@@ -112,7 +112,7 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
 
 
 def parse_plain(array: pa.Array) -> pa.Array | None:
-    """Parse strings as int64 or float64; return None unless all are numbers.
+    """Parse strings as int64 or float64, or return None unless all are numbers.
 
     This is the fast path for most columns. A few strings are tried first, because Arrow takes long
     to report strings that are not numbers.
@@ -148,7 +148,7 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def _cast_floats(array: pa.Array) -> pa.Array | None:
-    """Parse strings, which may be null; return None if one is not a number or may be a code."""
+    """Parse strings, which may be null, or return None if one is not a number or may be a code."""
     try:
         found = pc.cast(array, pa.float64())
     except pa.ArrowInvalid:
@@ -176,7 +176,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed strings as seconds since 1970, NaN if missing; also return the invalid ones."""
+    """Parse trimmed strings as seconds since 1970, NaN if missing, and return the invalid ones."""
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
     known = pc.if_else(right, array, pa.scalar(None, array.type))
@@ -216,7 +216,7 @@ DOUBTFUL = {
 
 
 def parse_numbers(value: Any) -> NDArray[Any] | None:
-    """Return the numbers of a list or of its text; None if it is not a list.
+    """Return the numbers of a list or of its text, or None if it is not a list.
 
     Nested lists of equal length become one array. Missing values are NaN.
     """

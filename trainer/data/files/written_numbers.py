@@ -69,7 +69,7 @@ _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed strings, NaN if invalid or in another unit; also return a mask of the NaNs."""
+    """Parse trimmed strings, NaN if invalid or in another unit, and return a mask of the NaNs."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -84,10 +84,10 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 
 
 def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> Counter[str]:
-    """Count the strings of each notation; a unit such as kg is counted as `unit kg`.
+    """Count the strings of each notation. A unit such as kg is counted as `unit kg`.
 
     Strings without a unit are counted too, except 0, which is the same in all units. `counts` has
-    the number of times that each string occurs; None means once.
+    the number of times that each string occurs. None means once.
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts

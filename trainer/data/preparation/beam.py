@@ -94,7 +94,7 @@ def _watch(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
 
 
 class PartMapper:
-    """Maps a part and publishes it; runs in a worker."""
+    """Maps a part and publishes it, in a worker."""
 
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
         """Store a pickled source, and the URI of the user's code."""
@@ -156,7 +156,7 @@ _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDire
 
 
 def pipeline_options(runner: RunnerConfig) -> Any:
-    """Return Beam's `PipelineOptions` for `data.runner`; raises `ConfigError`."""
+    """Return Beam's `PipelineOptions` for `data.runner`. Raises `ConfigError`."""
     beam = _beam()
     given = _parse(beam, runner.options)
     name = given["runner"] or ""
@@ -192,7 +192,9 @@ def require_reachable(config: DataConfig, root: str) -> None:
         return
     workers = f"data.runner: the workers of {name} cannot reach"
     if storage.local_path(root):
-        raise ConfigError(f"{workers} {root}; set storage.root to a bucket, or leave --runner out")
+        raise ConfigError(
+            f"{workers} {root}; set storage.root to a URI of a bucket, or leave --runner out"
+        )
     named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]
     for place in filter(None, [config.source, *named]):
         if "://" not in place or place.startswith("file:"):
@@ -209,7 +211,7 @@ def _beam() -> Any:
         return importlib.import_module("apache_beam.options.pipeline_options")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"data.runner: beam needs {error.name}: pip install 'kfp-flotilla[beam]'"
+            f"data.runner: beam needs {error.name}; run pip install 'kfp-flotilla[beam]'"
         ) from None
 
 

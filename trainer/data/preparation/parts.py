@@ -36,7 +36,7 @@ class Sums:
     """Statistics of the examples of one or more parts."""
 
     def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
-        """Create empty statistics; the number of the part seeds the samples."""
+        """Create empty statistics. The number of the part seeds the samples."""
         self.examples = dict.fromkeys(SPLITS, 0)
         self.bytes = dict.fromkeys(SPLITS, 0)
         self.largest = 0

@@ -132,7 +132,7 @@ def _take_answer(
     left: list[Part],
     took: Callable[[Part | int], None],
 ) -> bool:
-    """Handle a message, which is None at the end of a part; return whether more will follow."""
+    """Handle a message, which is None at the end of a part, and return whether more will follow."""
     try:
         answer = reader.recv()
     except EOFError:
@@ -141,8 +141,8 @@ def _take_answer(
             cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise UserError(
                 f"a process that prepared part {left[0].number} ended unexpectedly ({cause}); "
-                "finished parts are kept: run it again, with fewer data.runner.processes if it "
-                "ran out of memory"
+                "finished parts are kept; run the command again, with fewer "
+                "data.runner.processes if memory ran out"
             ) from None
         return False
     if isinstance(answer, Exception):
@@ -153,7 +153,7 @@ def _take_answer(
 
 def run(descriptor: int) -> None:
     """Map the parts in the request on standard input, and write the answers to a descriptor."""
-    # Ctrl-C reaches the whole process group; the parent ends this process.
+    # Ctrl-C reaches the whole process group. The parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The modules of the mapping can be imported only with the parent's path.
     sys.path = pickle.load(sys.stdin.buffer)

@@ -32,14 +32,14 @@ from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import Statistics
 from flotilla.trainer.runtime.errors import UserError
 
-# Number of blocks to encode together; more would need more memory and not be faster.
+# Number of blocks to encode together. More would need more memory and not be faster.
 _BLOCKS = 64
 #: Approximate size of the rows that are permuted in memory, in bytes.
 BUCKET_BYTES = 64 << 20
 
 
 class ShardWriter:
-    """Writes the rows of a split to its shards, in order; `examples` is the size of each shard."""
+    """Writes the rows of a split to its shards, in order. `examples` is the size of each shard."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -63,7 +63,7 @@ class ShardWriter:
         self._pending: list[pa.RecordBatch] = []
 
     def add(self, table: pa.RecordBatch) -> None:
-        """Add the next rows; rows of an incomplete block wait until it is full."""
+        """Add the next rows. Rows of an incomplete block wait until it is full."""
         rows = pa.concat_batches([*self._pending, table])
         while rows.num_rows:
             size = min(rows.num_rows, self._left)
@@ -105,7 +105,7 @@ def write_shards(  # noqa: PLR0913
     count: int = 1,
     rows: int = BLOCK_ROWS,
 ) -> tuple[int, ...]:
-    """Write examples to shards, in order; return the number of examples of each shard."""
+    """Write examples to shards, in order, and return the number of examples of each shard."""
     table = make_table(features, make_columns(features, columns))
     writer = ShardWriter(folder, split, features, examples=table.num_rows, count=count, rows=rows)
     writer.add(table)
@@ -114,7 +114,7 @@ def write_shards(  # noqa: PLR0913
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The number of examples of each shard by split, and of rows of a block, and the statistics."""
+    """The numbers of examples in each shard by split and of rows in a block, and the statistics."""
 
     examples: Mapping[str, list[int]]
     block_rows: int
@@ -130,7 +130,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     """
     selection = source.select()
     sums = Sums(selection, vocabulary=config.vocabulary)
-    with Work("adding up the statistics", "parts", len(parts)) as work:
+    with Work("merging the statistics", "parts", len(parts)) as work:
         for part in parts:
             sums.merge(read_sums(part, selection, vocabulary=config.vocabulary))
             work.add(1)
@@ -172,7 +172,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
 def shuffle_rows(
     chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of chunks with `size` bytes in total; every order is equally likely."""
+    """Yield the rows of chunks with `size` bytes in total. Every order is equally likely."""
     random = np.random.RandomState(seed)
     count = -(-size // BUCKET_BYTES) or 1
     shares = [random.multinomial(chunk.rows, [1 / count] * count) for chunk in chunks]

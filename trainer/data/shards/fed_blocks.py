@@ -68,7 +68,7 @@ def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextmanager
 def allow_tensor_seed() -> Iterator[None]:
-    """Clear the graph's seed in this block; if it were 0, a tensor seed would raise an error."""
+    """Clear the graph's seed in this block. If it were 0, a tensor seed would raise an error."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:
@@ -88,7 +88,7 @@ def _names(
         key = tf.strings.join(parts, separator=" ")
         gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
         asked = _send(tf.strings.join(["next ", key, " ", seed, "\n"]))
-        # The gate has no records; opening it blocks until the feed opens it for writing.
+        # The gate has no records. Opening it blocks until the feed opens it for writing.
         passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
         answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
         answers = tf.data.Dataset.counter().flat_map(

@@ -47,7 +47,7 @@ class ShardFeed:
     """Serves shards of a `ShardStore` to the graphs of this process, in a thread."""
 
     def __init__(self, uri: str, workdir: Path, *, limit: int, orders: Mapping[str, Order]) -> None:
-        """Start serving the readers that are keys of `orders`; raises `UserError`."""
+        """Start serving the readers that are keys of `orders`. Raises `UserError`."""
         self.error: Exception | None = None
         self._ended = threading.Event()
         self._workdir, self._folder, self._orders = workdir.absolute(), workdir / FOLDER, orders
@@ -74,7 +74,7 @@ class ShardFeed:
         threading.Thread(target=self._serve, name="shard-feed", daemon=True).start()
 
     def wait(self) -> None:
-        """Block until a fetch fails, and raise its error; return when the feed is closed."""
+        """Block until a fetch fails, and raise its error. Return when the feed is closed."""
         self._ended.wait()
         if self.error and not self._closing:
             raise self.error
@@ -92,7 +92,7 @@ class ShardFeed:
             self.close()
 
     def close(self) -> None:
-        """Tell all readers that no more shards will come, and unblock them."""
+        """Notify all readers that no more shards will come, and unblock them."""
         self._closing = True
         self.store.close()
         self._wake()

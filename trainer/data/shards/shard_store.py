@@ -34,7 +34,7 @@ FOLDER = "feed"
 SHARDS = "held"
 ASK = f"{FOLDER}/ask"
 FAILED = "failed"
-# Maximum number of shards that training reads in turn, if the disk has room for them.
+# Maximum number of shards that training interleaves, if the disk has room for them.
 AT_ONCE = 8
 # Maximum number of announced shards of a reader that the store considers.
 LOOKAHEAD = 1024
@@ -44,7 +44,7 @@ LOOKAHEAD = 1024
 class Streaming:
     """Parameters of streaming shards, of which at most `limit` bytes are on a worker's disk.
 
-    Training reads `at_once` shards in turn. `attempt` identifies the graphs of this attempt.
+    Training interleaves `at_once` shards. `attempt` identifies the graphs of this attempt.
     """
 
     limit: int
@@ -63,7 +63,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the streaming parameters, or None if all shards fit; raises `ConfigError`."""
+    """Return the streaming parameters, or None if all shards fit. Raises `ConfigError`."""
     if not config.data.disk:
         return None
     spec, sizes = DatasetSpec.from_manifest(manifest), {e.path: e.bytes for e in manifest.files}
@@ -102,7 +102,7 @@ def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
 
 
 def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> PartRange:
-    """Return the range of examples of a part of a split; a part is a whole number of batches.
+    """Return the range of examples of a part of a split. A part is a whole number of batches.
 
     `shards` has the number of examples of each shard. Parts differ by at most one batch.
     """
@@ -118,12 +118,12 @@ def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> Pa
 
 
 class ShardStore:
-    """Fetches and verifies shards of a dataset; all methods are thread-safe."""
+    """Fetches and verifies shards of a dataset. All methods are thread-safe."""
 
     def __init__(
         self, uri: str, folder: Path, *, limit: int, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Start with an empty folder, deleting files of an earlier attempt; raises `UserError`.
+        """Start with an empty folder, deleting files of an earlier attempt. Raises `UserError`.
 
         `limit` is the maximum size in bytes, which must cover the held shards and the largest other
         one. `changed` is called by the thread after each fetch, whether it succeeded or not.
@@ -148,13 +148,13 @@ class ShardStore:
         self._thread.start()
 
     def will_use(self, reader: str, names: Sequence[str]) -> None:
-        """Announce the next shards of a reader, in order; this replaces earlier announcements."""
+        """Announce the next shards of a reader, in order. This replaces earlier announcements."""
         with self._lock:
             self._upcoming[reader] = names
             self._lock.notify_all()
 
     def try_hold(self, reader: str, name: str) -> bool:
-        """Hold a shard if it is on disk, otherwise fetch it next; raises a failed fetch's error."""
+        """Hold a shard if it is on disk, otherwise fetch it next. Raises a failed fetch's error."""
         with self._lock:
             if self.error:
                 raise self.error
@@ -169,7 +169,7 @@ class ShardStore:
             return False
 
     def release(self, reader: str, name: str = "") -> None:
-        """Release one or all shards of a reader; they stay on disk until room is needed."""
+        """Release one or all shards of a reader. They stay on disk until room is needed."""
         with self._lock:
             for each in [name] if name else [*self._held]:
                 self._held.get(each, set()).discard(reader)
@@ -180,7 +180,7 @@ class ShardStore:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Start no more fetches; a running one continues."""
+        """Start no more fetches. A running one continues."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -203,7 +203,7 @@ class ShardStore:
             self.changed()
 
     def _next(self) -> str:
-        """Wait until a shard can be fetched, make room for it, and return it; "" if closed."""
+        """Wait until a shard can be fetched, make room for it, and return it, or "" if closed."""
         with self._lock:
             while not self._closed:
                 order = [*self._demanded.values(), *self._merge_announced()]

@@ -40,7 +40,7 @@ class Callee:
 
     Attributes:
         layout: `saved_model` or `keras`.
-        takes: its arguments by name; None if the model does not declare them.
+        takes: its arguments by name, or None if the model does not declare them.
         call: calls the model with tensors or symbolic tensors by argument, or by feature if it
             declares no arguments. The result has the outputs by name.
     """
@@ -73,7 +73,7 @@ def find_model(paths: Sequence[str]) -> tuple[str, str]:
 
 
 def read_model(path: Path, layout: str) -> Callee:
-    """Load the model at a path; raises `UserError`."""
+    """Load the model at a path. Raises `UserError`."""
     return _read_saved_model(path) if layout == SAVED_MODEL else _read_keras(path)
 
 
@@ -108,7 +108,7 @@ def _read_saved_model(folder: Path) -> Callee:
             _, takes = function.structured_input_signature
     except UserError:
         raise
-    # Another program's SavedModel may raise anything.
+    # Another program's SavedModel may raise any exception.
     except Exception as error:
         raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
     arguments = {
@@ -134,9 +134,9 @@ def _choose_signature(names: Iterable[str]) -> str:
 
 
 def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Load a TensorFlow 1 model with its variables as constants; return a function that calls it.
+    """Load a TensorFlow 1 model with its variables as constants. Return a function that calls it.
 
-    TensorFlow 2 can call such a model with variables, but cannot save it again.
+    TensorFlow 2 can call this model with variables, but cannot save it again.
     """
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph, v1.Session() as session:
@@ -190,7 +190,7 @@ def _read_keras(path: Path) -> Callee:
         ) from None
     try:
         model = keras_file.read(path)
-    # A user's classes may raise anything.
+    # A user's classes may raise any exception.
     except Exception as error:
         raise UserError(
             f"Keras {keras.__version__} cannot read {path.name} of Keras {version}: "

@@ -1,7 +1,7 @@
 """Passes the features of a dataset to the arguments of a program's model.
 
 An argument receives the feature with the same name, or with the name that Flotilla's own signatures
-use for it. A single argument receives a single feature whatever its name is. Values are converted
+use for it. A single argument receives a single feature regardless of its name. Values are converted
 if their type or shape differs, but their meaning does not change.
 """
 
@@ -26,7 +26,7 @@ _TEXT = "string"
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An argument of a model. The shape includes the batch axis; None means any shape."""
+    """An argument of a model. The shape includes the batch axis. None means any shape."""
 
     name: str
     shape: tuple[Size, ...] | None
@@ -44,7 +44,7 @@ def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
 
 
 def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[str, str]:
-    """Return the feature for each argument; raises `UserError` if one has none."""
+    """Return the feature for each argument. Raises `UserError` if one has none."""
     if len(takes) == len(spec.inputs) == 1:
         found = dict(zip(takes, spec.inputs, strict=True))
     else:
@@ -60,7 +60,9 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
                 )
         found = {name: known[name] for name in takes}
     if not found:
-        raise UserError("its signature has no arguments; let it accept the features of the dataset")
+        raise UserError(
+            "its signature has no arguments; add an argument for each feature that it uses"
+        )
     for name, feature in found.items():
         _require_fit(takes[name], feature, spec)
     return found
@@ -111,7 +113,7 @@ def _is_narrow(wanted: str, given: str, least: float, most: float) -> bool:
 
 
 def _reshaped(feature: FeatureSpec, argument: Argument) -> tuple[Size, ...] | None:
-    """Return the shape of an example that fits the argument; None if there is none."""
+    """Return the shape of an example that fits the argument, or None if there is none."""
     given, wanted = tuple(feature.shape), argument.shape
     if wanted is None or _fits(given, wanted[1:]):
         return given

@@ -123,7 +123,7 @@ def _answer(ask: Any, examples: Mapping[str, Any]) -> dict[str, Any]:
     try:
         given = {name: tf.convert_to_tensor(values) for name, values in examples.items()}
         answers = {name: outputs.to_array(each) for name, each in ask(given).items()}
-    # A user's model may raise anything.
+    # A user's model may raise any exception.
     except Exception as error:
         raise UserError(
             f"it does not accept {rows} examples of the dataset: {user_code.short_message(error)}"

@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Task
 
 AUTO, PROBABILITIES, LOGITS, NUMBERS = "auto", "probabilities", "logits", "numbers"
-# How to interpret the values of an output with this name; empty to infer this from the values.
+# How to interpret the values of an output with this name, or empty to infer this from the values.
 _NAMED = {
     "logits": LOGITS,
     "logit": LOGITS,
@@ -79,7 +79,7 @@ class Output:
 def match_outputs(
     task: Task, answers: Mapping[str, Array], said: str, swapped: frozenset[str]
 ) -> dict[str, Output]:
-    """Return the output for each part of a task; raises `UserError`.
+    """Return the output for each part of a task. Raises `UserError`.
 
     `answers` are the outputs for real examples, by name, and `said` is the value of
     `program.outputs`. `swapped` are the targets whose two classes have the opposite order in the
@@ -204,7 +204,7 @@ def name_outputs(answers: Any, names: Any = ()) -> dict[str, Any]:
 
 
 def to_array(value: Any) -> Array:
-    """Convert a tensor to an array; bfloat16 becomes float32."""
+    """Convert a tensor to an array, and bfloat16 to float32."""
     if getattr(value, "dtype", None) == tf.bfloat16:
         value = tf.cast(value, tf.float32)
     return np.asarray(value)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from operator import itemgetter
 
-# Seconds in a minute and minutes in an hour, the seconds from which tenths are dropped, and the
-# hours from which days are used.
+# Seconds per minute and minutes per hour, the limit of seconds with tenths, and the limit of hours
+# without days.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 

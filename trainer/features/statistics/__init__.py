@@ -1,1 +1,1 @@
-"""One-pass statistics of examples: means, quantiles and vocabularies. Free of TensorFlow."""
+"""One-pass statistics of examples, without TensorFlow: means, quantiles and vocabularies."""

@@ -75,7 +75,7 @@ class Accumulator:
             inputs: the features by which examples are compared.
             targets: the features whose association with the others is measured.
             vocabulary: the maximum number of values to keep of a string or class.
-            seed: the seed of the sample; it must differ between parts that are merged.
+            seed: the seed of the sample. It must differ between parts that are merged.
         """
         self.examples = 0
         self._features = features
@@ -338,7 +338,7 @@ def _is_vector(feature: FeatureSpec) -> bool:
 
 
 def _encode_texts(values: Any) -> pa.Array:
-    """Dictionary-encode strings; lists of strings are unchanged."""
+    """Dictionary-encode strings. Lists of strings are unchanged."""
     array = to_arrow(values)
     is_coded = pa.types.is_dictionary(array.type) or pa.types.is_large_list(array.type)
     return array if is_coded else array.dictionary_encode()
@@ -355,7 +355,7 @@ def _count_bytes(images: Any) -> NDArray[np.float64]:
 
 
 def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the mean and the standard deviation of each list; NaN for an empty list."""
+    """Return the mean and the standard deviation of each list, or NaN for an empty list."""
     numbers = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     lengths = np.diff(lists.offsets.to_numpy())
     means, stds = np.full((2, len(lists)), np.nan)
@@ -370,5 +370,5 @@ def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 @lru_cache(maxsize=16)
 def _signs(size: int) -> NDArray[np.float64]:
-    """Return fixed vectors of random signs [size, projections]; rows are projected onto them."""
+    """Return fixed vectors of random signs [size, projections]. Rows are projected onto them."""
     return np.random.RandomState(0).choice([-1.0, 1.0], (size, _PROJECTIONS))

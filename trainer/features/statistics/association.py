@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Maximum number of separate classes; all rarer values together form one more class.
+# Maximum number of separate classes. All rarer values together form one more class.
 MOST_VALUES = 100
 _FEWEST = 10
 Values = NDArray[np.float64]
@@ -20,7 +20,7 @@ Values = NDArray[np.float64]
 def measure_association(
     first: Values, second: Values, *, first_is_class: bool, second_is_class: bool
 ) -> float:
-    """Return the association of two columns of the same examples; NaN is a missing value."""
+    """Return the association of two columns of the same examples. NaN is a missing value."""
     present = np.isfinite(first) & np.isfinite(second)
     first, second = first[present], second[present]
     if len(first) < _FEWEST:
@@ -42,7 +42,7 @@ def _ranks(values: Values) -> Values:
 
 
 def _encode(values: Values) -> NDArray[np.int64]:
-    """Encode values as small integers, the most frequent first; rare values share one integer."""
+    """Encode values as small integers, the most frequent first. Rare values share one integer."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(len(counts))

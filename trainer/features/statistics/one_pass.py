@@ -4,7 +4,7 @@ Mean and variance are merged part by part (Chan, Golub, LeVeque, "Updating formu
 the difference of two sums of squares would lose the digits of numbers with a large mean.
 
 The counts of strings are exact up to a limit of distinct strings. Above it, the rarest are dropped
-("Lossy counting", Manku and Motwani 2002); a dropped text that occurs again is counted from 0.
+("Lossy counting", Manku and Motwani 2002). A dropped text that occurs again is counted from 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PART = 1 << 16
 
 @dataclass
 class Moments:
-    """Mergeable moments and range of numbers; for vectors, arrays with one value per element."""
+    """Mergeable moments and range of numbers, with one value per element for vectors."""
 
     count: Any = 0
     mean: Any = 0.0
@@ -42,7 +42,7 @@ class Moments:
     most: Any = -np.inf
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add numbers, or the rows of an array; values that are not finite are skipped."""
+        """Add numbers, or the rows of an array. Values that are not finite are skipped."""
         rows = max(1, _PART * len(values) // max(1, values.size))
         for start in range(0, len(values) if values.size else 0, rows):
             self.merge(_measure(values[start : start + rows]))
@@ -60,7 +60,7 @@ class Moments:
 
     @property
     def std(self) -> Any:
-        """The standard deviation; exactly 0 for a constant, despite rounding."""
+        """The standard deviation, which is exactly 0 for a constant, despite rounding."""
         found = np.sqrt(self.squares / np.maximum(self.count, 1))
         return np.where(self.most > self.least, found, 0.0)[()]
 
@@ -92,14 +92,14 @@ def _measure(values: NDArray[Any]) -> Moments:
 
 
 class BoundedCounter:
-    """Counts strings; if there are too many distinct strings, the rarest are dropped.
+    """Counts strings. If there are too many distinct strings, the rarest are dropped.
 
     Attributes:
         is_whole: whether no text has been dropped.
     """
 
     def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
-        """Create an empty counter; `counts` returns up to `most` strings.
+        """Create an empty counter. `counts` returns up to `most` strings.
 
         `on_counted` is called with each batch of distinct strings before any of them are dropped.
         """
@@ -136,7 +136,7 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """The number of kept strings; if `is_whole` is set, the number of all distinct strings."""
+        """The number of kept strings, which are all distinct strings if `is_whole` is set."""
         self.settle()
         return len(self._texts)
 

@@ -2,7 +2,7 @@
 
 Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that the
 sketches of parts can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples,
-the rank of a quantile has a standard error below 0.4 %; up to this number of examples, quantiles
+the rank of a quantile has a standard error below 0.4 %. Up to this number of examples, quantiles
 are exact. The keys of `Hashes` are hashes of the inputs, so equal examples have equal keys, even in
 other splits and datasets.
 """
@@ -26,7 +26,7 @@ class Sample:
     """A uniform random sample of examples, stored by column."""
 
     def __init__(self, columns: list[str], seed: int | tuple[int, ...]) -> None:
-        """Create an empty sample; each part needs a different seed."""
+        """Create an empty sample. Each part needs a different seed."""
         self._random = np.random.RandomState(seed)
         self._most = max(256, min(MOST_EXAMPLES, _MOST_NUMBERS // max(1, len(columns))))
         self._keys: list[NDArray[np.float64]] = []
@@ -34,7 +34,7 @@ class Sample:
         self._held, self._bound = 0, np.inf
 
     def choose(self, examples: int) -> NDArray[np.intp]:
-        """Draw a key for each new example; return the indices of the examples to pass to `keep`."""
+        """Draw a key for each new example. Return the indices of the examples to pass to `keep`."""
         keys = self._random.random_sample(examples)
         chosen = np.flatnonzero(keys < self._bound)
         self._keys.append(keys[chosen])
@@ -89,12 +89,12 @@ class Hashes:
     """The smallest hashes, with the number of examples of each.
 
     They also give the number of distinct hashes, exactly up to `most`. Above that, it is estimated
-    from the largest of the k kept hashes, because hashes are uniform; the relative standard error
+    from the largest of the k kept hashes, because hashes are uniform. The relative standard error
     is 1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
     """
 
     def __init__(self, most: int = 0) -> None:
-        """Create an empty sketch that keeps `most` hashes; 0 means `MOST_HASHES`."""
+        """Create an empty sketch that keeps `most` hashes. 0 means `MOST_HASHES`."""
         self._most = most or MOST_HASHES
         self._found = np.empty(0, np.uint64)
         self._copies = np.empty(0, np.int64)
@@ -126,7 +126,7 @@ class Hashes:
         return bool(self._bound == np.uint64(2**64 - 1))
 
     def distinct(self, of: int | None = None) -> int:
-        """Return the number of distinct hashes; `of` is the number of added hashes, if known."""
+        """Return the number of distinct hashes. `of` is the number of added hashes, if known."""
         if self.is_whole:
             return len(self._found)
         # If hashes occur about equally often, dividing `of` by their mean count is more accurate

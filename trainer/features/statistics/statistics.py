@@ -1,6 +1,6 @@
 """The statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
 
-`statistics.json` has statistics for people and models; models read it only when needed (`Learnt`).
+`statistics.json` has statistics for people and models. Models read it only when needed (`Learnt`).
 `examples.npz` has the sketches of each split, by which datasets are compared: hashes of examples,
 and a sample of their values.
 """
@@ -51,11 +51,11 @@ class FeatureStatistics:
         missing: number of examples without a value, such as NaN or an empty string.
         mean: mean of the numbers, or of all elements of a tensor. Like `std`, `least` and `most`,
             it is None if there are no numbers.
-        means: mean of each element of an input vector; `stds` has the standard deviations.
+        means: mean of each element of an input vector. `stds` has the standard deviations.
         quantiles: equally spaced quantiles of a sample of the examples, including minimum and
             maximum. For a tensor, they are quantiles of the examples' means.
-        counts: number of examples by value, the most frequent first; classes are given by name.
-        distinct: number of distinct values of a number, a text or a class; estimated if large.
+        counts: number of examples by value, the most frequent first. Classes are given by name.
+        distinct: number of distinct values of a number, a text or a class, estimated if large.
         words: for input texts, number of examples by word, in lower case and without punctuation.
             In scripts without spaces, each letter is a word.
         pairs: for input texts, number of examples by pair of consecutive words, which are separated
@@ -120,7 +120,7 @@ def to_bytes(statistics: Statistics) -> bytes:
 
 
 def from_bytes(data: bytes, uri: str) -> Statistics:
-    """Parse `statistics.json`; raises `UserError` if another version wrote it."""
+    """Parse `statistics.json`. Raises `UserError` if another version wrote it."""
     try:
         found = parse_record(Statistics, parse(data))
     except ValueError:
@@ -133,7 +133,7 @@ def from_bytes(data: bytes, uri: str) -> Statistics:
 
 
 def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
-    """Return the content of `examples.npz`; equal sketches give equal bytes."""
+    """Return the content of `examples.npz`. Equal sketches give equal bytes."""
     arrays: dict[str, Any] = {}
     for split, each in sketches.items():
         arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
@@ -150,7 +150,7 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
 
 
 def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
-    """Parse `examples.npz`; return the sketches by split. Raises `UserError` if it is corrupted."""
+    """Parse `examples.npz` into sketches by split. Raises `UserError` if it is corrupted."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -174,9 +174,9 @@ class Learnt:
     """Statistics of the training split, for a model."""
 
     def __init__(self, read: Read) -> None:
-        """Create the statistics; `read` is called at the first access."""
+        """Create the statistics. `read` is called at the first access."""
         self._read = read
-        #: Content of `statistics.json`, which checkpoints store; empty before the first access.
+        #: Content of `statistics.json`, which checkpoints store, or empty before the first access.
         self.data = b""
 
     @cached_property

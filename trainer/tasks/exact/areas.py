@@ -31,7 +31,7 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """Both areas; NaN if all examples are true or all are false."""
+    """Both areas, or NaN if all examples are true or all are false."""
 
     auc: float
     average_precision: float
@@ -135,7 +135,7 @@ class Ranked(NamedTuple):
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas for examples [n]; examples of weight 0 are ignored."""
+    """Return both areas for examples [n]. Examples of weight 0 are ignored."""
     return rank_scores(labels, scores, weights).areas()
 
 
@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with their sums; `order` is the descending order, if known."""
+    """Return the distinct scores with their sums. `order` is the descending order, if known."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -212,7 +212,7 @@ class Scores:
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
-        """Create an empty accumulator; `scored` converts the stored values to scores."""
+        """Create an empty accumulator. `scored` converts the stored values to scores."""
         self._columns, self._scored = columns, scored
         self._held: list[tuple[Any, Floats, Floats]] = []
         self._ranked: list[Ranked] = []
@@ -256,7 +256,7 @@ class Scores:
         columns = np.array(found)
         defined = columns[~np.isnan(columns[:, 0])]
         squares = (defined[:, 2:4] ** 2).sum(axis=0)
-        # After `condense`, the influences of examples are unknown; assume fully dependent columns.
+        # After `condense`, the influences of examples are unknown. Assume fully dependent columns.
         whole = defined[:, 2:4].sum(axis=0) ** 2
         if self._columns > 1 and not self._ranked:
             whole = (together**2).sum(axis=1)
@@ -272,7 +272,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true; [] if the column has no area, to avoid sorting."""
+        """Return which examples are true, or [] if the column has no area, to avoid sorting."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())
@@ -304,7 +304,7 @@ class ColumnAreas(NamedTuple):
 
     @property
     def each(self) -> list[dict[str, float | None]]:
-        """The areas of each column; None if the column has only one kind of examples."""
+        """The areas of each column, or None if the column has only one kind of examples."""
         return [
             {name: None if np.isnan(value) else float(value) for name, value in pairs}
             for pairs in (zip(Areas._fields, row, strict=False) for row in self.columns)

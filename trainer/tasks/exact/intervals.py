@@ -59,7 +59,7 @@ def share_interval(share: float, count: float) -> Interval:
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric in [0, 1]; `unseen` has its values for unseen examples."""
+    """Return the interval of a metric in [0, 1]. `unseen` has its values for unseen examples."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -79,7 +79,7 @@ def above_zero(value: float, error: float, count: float, unseen: float = 0.0) ->
     """
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
-    # Limit the exponent, because `exp` would overflow; such a large factor means no upper bound.
+    # Limit the exponent, because `exp` would overflow. A factor this large means no upper bound.
     margin = min(_t(count) * error / value, 300.0) if value > 0 else 0.0
     share = NORMAL**2 / (count + NORMAL**2)
     high = max(value * math.exp(margin), value + share * (unseen - value))

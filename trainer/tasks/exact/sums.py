@@ -62,7 +62,7 @@ class Moments:
 
 
 class Groups:
-    """Sums over groups of examples, to which the examples are assigned in turn."""
+    """Sums over groups of examples, to which the examples are assigned round-robin."""
 
     def __init__(self, size: int) -> None:
         """Create empty sums for examples of `size` numbers, of which the first is the weight."""

@@ -27,7 +27,7 @@ class BinaryTally(Tally):
     """Metrics of binary labels with one logit."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
-        """Create an empty accumulator; `decided` returns which outputs are predicted positive."""
+        """Create an empty accumulator. `decided` returns which outputs are predicted positive."""
         self._decided = decided
         # Sums of weights and of squared weights, by label and prediction.
         self._cells = np.zeros((_TWO, _TWO, _TWO))
@@ -111,7 +111,7 @@ class ClassTally(Tally):
     """Metrics of one class per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Create an empty accumulator; `labels` are the class names."""
+        """Create an empty accumulator. `labels` are the class names."""
         self._labels, count = labels, len(labels)
         # Sums of weights and of squared weights, for hits, labels and predictions, by class.
         self._counts = np.zeros((2, 3, count))
@@ -211,7 +211,7 @@ class MultilabelTally(Tally):
     """Metrics of any number of classes per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Create an empty accumulator; `labels` are the class names."""
+        """Create an empty accumulator. `labels` are the class names."""
         self._labels, self._scores, self._calibration = labels, Scores(len(labels)), Calibration()
         self._groups = Groups(3 + 3 * len(labels))
         self._weight = np.zeros(2)
@@ -288,10 +288,10 @@ def _divide(part: Any, whole: Any) -> Any:
 
 
 class PositionTally(Tally):
-    """Metrics of positions, with one logit per class; positions with labels below 0 are ignored."""
+    """Metrics of positions, with one logit per class. Positions with labels below 0 are ignored."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Create an empty accumulator; `labels` are the class names."""
+        """Create an empty accumulator. `labels` are the class names."""
         self._labels, classes = labels, len(labels)
         self._groups, self._weight = Groups(2 + 3 * classes), np.zeros(2)
         self._matrix = np.zeros((classes, classes))
@@ -356,10 +356,10 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class RegressionTally(Tally):
-    """Metrics of one or several numbers; `scale` converts label units to the units of the loss."""
+    """Metrics of one or several numbers. `scale` converts label units to the units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
-        """Create an empty accumulator; `predicted` converts outputs to the label's units."""
+        """Create an empty accumulator. `predicted` converts outputs to the label's units."""
         self._predicted, self._scale, self._near = predicted, scale, np.zeros(0)
         self._means, self._groups = Moments(), Groups(1 + 3 * numbers)
 

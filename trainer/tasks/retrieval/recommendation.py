@@ -52,7 +52,7 @@ class LogitLoss(keras.losses.BinaryCrossentropy):
 
 
 class Recommendation(Ranking):
-    """A ranking task with user and item vectors; see the module."""
+    """A ranking task with user and item vectors. See the module docstring."""
 
     name = "recommendation"
     output_shape: ClassVar[Shape] = (-1,)
@@ -65,7 +65,7 @@ class Recommendation(Ranking):
         item: str = "item",
         k: Sequence[int] = NUMBERS,
     ) -> None:
-        """Require a binary target and a group; `k` lists the cutoffs of `recall_at_<k>`."""
+        """Require a binary target and a group. `k` lists the cutoffs of `recall_at_<k>`."""
         super().__init__(target, group=group)
         if not group:
             raise ConfigError("it needs the feature that identifies the user: set data.group")
@@ -175,7 +175,7 @@ class Recommendation(Ranking):
         return _SearchTally(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
-        """Add the examples of a part to a search; examples of weight 0 are ignored."""
+        """Add the examples of a part to a search. Examples of weight 0 are ignored."""
         size, weights = _size(part.outputs), example_weights(part)
         if not weights.all():
             part, weights = select_rows(part, weights > 0), weights[weights > 0]

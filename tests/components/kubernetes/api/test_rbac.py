@@ -19,7 +19,7 @@ def test_without_patch_no_job_is_launched_and_the_line_names_verb_account_and_re
     message = Attempt(job_of(settings())).failure()
     assert message.startswith(
         f"{ACCOUNT} lacks permissions in the namespace {NAMESPACE}: patch tfjobs.kubeflow.org, get "
-        "pods/log; no job is launched. Grant them: kubectl apply "
+        "pods/log; to grant them, run: kubectl apply "
     )
     assert "--kustomize deploy/base && kubectl create rolebinding" in message
     assert f"--serviceaccount {NAMESPACE}:pipeline-runner" in message
@@ -42,7 +42,7 @@ def test_where_permissions_are_not_reviewed_the_first_heartbeat_says_what_is_for
         f'User "{USER}" cannot patch resource "leases" in API group "coordination.k8s.io"'
         in message
     )
-    assert "deploy/ contains the permissions" in message
+    assert "the permissions in deploy/" in message
     assert len(created(kube)) == 1
     kube.wait_until_deleted()
 
@@ -56,7 +56,7 @@ def test_an_api_that_drops_the_heartbeat_is_refused(kube, monkeypatch):
         return patch(kind, namespace, name, body, *more, **named)
 
     monkeypatch.setattr(kube.store, "patch", without)
-    assert "was changed by the cluster after" in Attempt(job_of(settings())).failure()
+    assert "the cluster changed the lease " in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 

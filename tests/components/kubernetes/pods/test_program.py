@@ -159,13 +159,13 @@ def test_without_python_the_program_is_the_command_itself(engine):
     [
         (
             {"program": {"command": ["a", "{checkpoints}"], "python": ""}},
-            "program.command: {checkpoints} is replaced by Flotilla's agent, which needs Python "
-            "in the image: set program.python, or leave the placeholder out",
+            "program.command: Flotilla's agent replaces {checkpoints}, and it needs Python in the "
+            "image: set program.python, or leave the placeholder out",
         ),
         (
             {"program": {"command": ["a"], "python": "", "after_training": "evaluate"}},
-            "program.after_training: evaluate needs a model, which Flotilla's agent publishes, "
-            "using Python in the image: set program.python, or program.after_training=stop",
+            "program.after_training: evaluate needs a model, and Flotilla's agent needs Python in "
+            "the image to publish one: set program.python, or set program.after_training=stop",
         ),
         (
             {
@@ -195,7 +195,9 @@ def test_an_older_cluster_is_refused_in_one_line():
             return {"gitVersion": "v1.28.9-gke.1"}
 
     config = parse_config({"program": {"command": ["a"]}})
-    line = "program.command: Kubernetes 1.28 has no native sidecars, .* update it to 1.29 or later"
+    line = (
+        "native sidecars, which Kubernetes 1.28 does not have: update Kubernetes to 1.29 or later"
+    )
     with pytest.raises(ConfigError, match=line):
         require_sidecars(Old(), config)
     require_sidecars(Old(), parse_config({"program": {"command": ["a"], "python": ""}}))

@@ -129,8 +129,8 @@ def test_of_a_traceback_the_frames_of_others_are_counted():
     trace = [head, *library, *library, *own, *library, last]
     lines = [of_text(each, "chief-0") for each in trace]
     assert [text for _, text in written(*lines)] == [
-        head, "  ... 2 frames of others (--verbose)", *own,
-        "  ... 1 frame of others (--verbose)", last,
+        head, "  ... 2 frames outside your code (--verbose shows them)", *own,
+        "  ... 1 frame outside your code (--verbose shows them)", last,
     ]  # fmt: skip
     assert [text for _, text in written(*lines, verbose=True)] == trace
     # The traceback of a bug in Flotilla has no user frames, so it is shown in full.
@@ -213,5 +213,5 @@ def test_the_logs_of_two_pods_in_turn_keep_their_stages():
 def test_a_run_that_begins_again_and_one_that_is_asked_to_end():
     lines = [of_event(events.RunBegin(run_id="r", number=2)), of_event(events.Interrupted())]
     assert [text for _, text in written(*lines)] == [
-        "run r begins again, for the 2th time", "the run is being cancelled",
+        "run r begins again (start 2)", "the run is being cancelled",
     ]  # fmt: skip

@@ -311,7 +311,7 @@ def test_any_answer_will_do(answering, status):
 @pytest.mark.parametrize("status", module.UNAVAILABLE)
 def test_a_host_that_is_out_of_service(answering, status):
     url, _ = answering(status)
-    with pytest.raises(UnreachableError, match=f"^it responds with status {status}$"):
+    with pytest.raises(UnreachableError, match=f"^HTTP status {status}$"):
         reach(url)
 
 

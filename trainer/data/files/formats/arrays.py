@@ -75,7 +75,7 @@ class NpzReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the rows of a piece; no row is ever broken."""
+        """Yield the rows of a piece. No row is ever broken."""
         with _open(path) as arrays:
             stop = _count(arrays) if piece.stop == END else piece.stop
             chosen = {name: arrays[name] for name in columns or arrays}
@@ -161,7 +161,7 @@ def _count_rows(arrays: Iterable[_Array], size: int) -> int:
 
 
 def _blocks(array: _Array, start: int, stop: int, step: int) -> Iterator[NDArray[Any]]:
-    """Yield the rows from `start` to `stop`; an array in Fortran order is read as a whole."""
+    """Yield the rows from `start` to `stop`. An array in Fortran order is read as a whole."""
     whole = None
     if array.is_transposed:
         flat = _read(array, math.prod(array.shape), ())

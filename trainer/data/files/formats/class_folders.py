@@ -60,7 +60,7 @@ class ImageFilesReader(Reader):
 
 
 def find_class(path: str) -> str:
-    """Return an image's class, the name of its folder; raises `UserError` if there is none."""
+    """Return an image's class, the name of its folder. Raises `UserError` if there is none."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(

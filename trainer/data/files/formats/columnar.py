@@ -32,7 +32,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96
 
 
 class ParquetReader(Reader):
-    """Reads Parquet; nested structs become columns named `outer/inner`."""
+    """Reads Parquet. Nested structs become columns named `outer/inner`."""
 
     at_once = _BATCH
 
@@ -75,9 +75,9 @@ class ParquetReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the rows of a range of row groups; a row of Parquet is never broken."""
+        """Yield the rows of a range of row groups. A row of Parquet is never broken."""
         with _file(path) as file:
-            # Arrow selects whole structs by name; their fields are selected below.
+            # Arrow selects whole structs by name. Their fields are selected below.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             stop = file.metadata.num_row_groups if piece.stop == END else piece.stop
             groups = list(range(piece.start, stop))
@@ -90,7 +90,7 @@ class ParquetReader(Reader):
                 start += len(table)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the number of a row in the file, from 1."""
+        """Return the number of a row in the file, starting at 1."""
         with _file(path) as file:
             before = sum(file.metadata.row_group(each).num_rows for each in range(piece.start))
         return int(before) + number + 1

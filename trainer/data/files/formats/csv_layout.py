@@ -1,8 +1,8 @@
 """The layout of a CSV file: delimiter, quotes, header, and the lines around the table.
 
-The first rows determine everything except the quotes: a quote that opens in the text of one row and
-closes many rows later swallows the rows in between, so a file with quotes is scanned to its end
-once. This takes one fast pass if all quotes are correct.
+The first rows determine everything except the quotes. A quote that opens in one row and closes many
+rows later swallows the rows in between. Therefore, a file with quotes is scanned to its end, in one
+fast pass if all quotes are correct.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class CsvLayout:
     """The layout of a CSV file.
 
     Attributes:
-        names: names of the columns; an empty name marks a column that is left out.
+        names: names of the columns. An empty name marks a column that is left out.
         empty: indices of columns without a name, which must be empty in each row.
-        quote: the quote character; empty if quotes are ordinary characters.
-        escape: the character that escapes a quote within a value; empty if quotes are doubled.
+        quote: the quote character, or empty if quotes are ordinary characters.
+        escape: the character that escapes a quote within a value, or empty if quotes are doubled.
         start: offset of the first row, in bytes.
         has_lines: whether each row is one line, because no value contains a newline.
     """
@@ -80,7 +80,7 @@ class _Record(NamedTuple):
 
 
 def detect_layout(path: Path) -> CsvLayout:
-    """Return the layout of a file; raises `UserError`."""
+    """Return the layout of a file. Raises `UserError`."""
     status = path.stat()
     return _infer_layout(path, status.st_size, status.st_mtime_ns)
 
@@ -108,7 +108,7 @@ def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
 
 
 def _records(head: bytes) -> list[_Record]:
-    """Return the first records as strings; bytes that are not UTF-8 are escaped."""
+    """Return the first records as strings. Bytes that are not UTF-8 are escaped."""
     found: list[_Record] = []
     start = 0
     while start < len(head) and len(found) < _SAMPLE:
@@ -263,7 +263,7 @@ class _Head:
         if share < _NEARLY_ALL and len(rows) > 1:
             return cells, ()
         row = next(at for at, each in enumerate(self._rows) if at > place and each is rows[0])
-        cause = "is a name missing, or is there a title above the header?"
+        cause = "add the missing names, or remove a title above the header"
         if more > 0 and any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
             cause = "quote numbers that have a comma, or write them without commas"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
@@ -448,7 +448,7 @@ class _Quotes:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Locate the first value that swallows rows; also return whether any value is malformed."""
+        """Locate the first value that swallows rows, and return whether any value is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)
@@ -468,7 +468,7 @@ class _Quotes:
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _find_stray_escape(self) -> int | None:
-        """Return the first row with a backslash outside quotes, or 0; None if none is an escape."""
+        """Return the first row with a stray backslash or 0, or None if no backslash escapes."""
         quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
         stray = 0
         for row, lines, wrong in self._records(escapechar=_ESCAPE):
@@ -480,7 +480,7 @@ class _Quotes:
         return stray
 
     def _is_literal(self) -> bool:
-        """Return whether rows have equal lengths without quotes, and no value is quoted."""
+        """Return whether no value is quoted, and rows have equal lengths if quotes are ignored."""
         text = r"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)"
         quoted = re.compile(self._pattern(text))
         widths = set()
@@ -493,7 +493,7 @@ class _Quotes:
 
 
 def _typical(values: Sequence[str]) -> frozenset[str] | str:
-    """Return a column's distinct values or the pattern of its numbers; empty for free text."""
+    """Return a column's distinct values or the pattern of its numbers, or "" for free text."""
     if all(re.match(NUMBER, value.strip()) for value in values if value.strip()):
         return NUMBER
     few = frozenset(values)

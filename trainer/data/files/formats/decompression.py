@@ -1,4 +1,4 @@
-"""Open files as streams of bytes; compression and UTF-16 are detected by content, not by name.
+"""Open files as streams of bytes. Compression and UTF-16 are detected by content, not by name.
 
 A file that exceeds the expansion limit, or is not text, is rejected.
 """
@@ -24,7 +24,7 @@ import pyarrow as pa
 from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-#: Maximum expansion ratio. DEFLATE reaches at most 1,032; tables of text stay below 100.
+#: Maximum expansion ratio. DEFLATE reaches at most 1,032. Tables of text stay below 100.
 MOST_RATIO = 200
 FREE_BYTES = 256 << 20
 _SAMPLE = 512
@@ -79,7 +79,7 @@ def is_compressed(path: Path) -> bool:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed; raises `UserError`."""
+    """Open a file for reading, decompressed. Raises `UserError`."""
     compression = _kind(_COMPRESSED, _head(path))
     try:
         with path.open("rb") as stored:
@@ -98,7 +98,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[bytes]]:
-    """Open a text file, decompressed and converted from UTF-16 to UTF-8; raises `UserError`."""
+    """Open a text file, decompressed and converted from UTF-16 to UTF-8. Raises `UserError`."""
     with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
         for pattern, what in _FOREIGN.items():
@@ -127,7 +127,7 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
 
 
 def position(file: Any) -> int:
-    """Return the number of stored bytes read from a file of `open_file`; 0 if it is closed."""
+    """Return the number of stored bytes read from a file of `open_file`, or 0 if it is closed."""
     try:
         return int(getattr(getattr(file, "raw", None), "position", file.tell)())
     except ValueError:

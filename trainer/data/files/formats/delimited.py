@@ -51,7 +51,7 @@ class CsvReader(Reader):
         return detect_layout(path).notes
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Divide a file at unambiguous record ends; a file with ambiguous quotes stays whole."""
+        """Divide a file at unambiguous record ends. A file with ambiguous quotes stays whole."""
         if path.stat().st_size < 2 * size or is_whole(path):
             return [(0, END)]
         layout = detect_layout(path)
@@ -68,7 +68,7 @@ class CsvReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records; one with too few or too many values is broken."""
+        """Yield the records. One with too few or too many values is broken."""
         layout = detect_layout(path)
         skipped: list[int] = []
 
@@ -96,7 +96,7 @@ class CsvReader(Reader):
                         raise _describe_read_error(path, layout, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line where a record begins; a record may span several lines."""
+        """Return the line where a record begins. A record may span several lines."""
         layout = detect_layout(path)
         start = max(piece.start, layout.start)
         with open_text(path) as file:
@@ -174,7 +174,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
 
 
 def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:
-    """Yield the records from number `done` on, with their numbers; empty blocks are skipped."""
+    """Yield the records from number `done` on, with their numbers. Empty blocks are skipped."""
     start = 0
     for batch in batches:
         # Pyarrow calls the handler for all invalid records of a block before it returns the block.
@@ -262,7 +262,7 @@ def _newlines(file: IO[bytes], count: int) -> int:
 
 def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
-    # Arrow's message has "Expected" if a row of a wrong length is not UTF-8.
+    # Arrow's message contains "Expected" if a row that is not UTF-8 has the wrong length.
     if "UTF8" in reason or "UTF-8" in reason or "Expected" in reason:
         return UserError(
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"

@@ -20,13 +20,13 @@ _FIRST = 100
 
 
 class ExampleReader(RecordReader):
-    """Reads records with Python's protobuf; a single value is read as a list of one."""
+    """Reads records with Python's protobuf. A single value is read as a list of one."""
 
     at_once = 2048
     lists = True
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the features of the first records; later ones may have more."""
+        """Return the features of the first records. Later ones may have more."""
         found: dict[str, None] = {}
         for example in islice(self.records(path, Piece(0), lambda _file: None), _FIRST):
             if isinstance(example, dict):

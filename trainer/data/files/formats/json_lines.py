@@ -1,6 +1,6 @@
 """JSON: one object per line, a list of objects, or consecutive objects.
 
-Nested keys become `outer/inner`; records may have different keys.
+Nested keys become `outer/inner`. Records may have different keys.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class JsonReader(RecordReader):
     at_once = 8192
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the keys of the first records; later ones may have more."""
+        """Return the keys of the first records. Later ones may have more."""
         found: Counter[str] = Counter()
         records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
         flat = [_flat(each) if isinstance(each, dict) else each for each in records]
@@ -87,7 +87,7 @@ class JsonReader(RecordReader):
             yield _flat(record) if isinstance(record, dict) else record
 
     def array(self, _path: Path, _name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to an array; values of several types become strings."""
+        """Convert values to an array. Values of several types become strings."""
         try:
             return pa.array(values), False
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
@@ -154,7 +154,7 @@ def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
 
 
 def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
-    """Yield the objects of a list, or consecutive objects; read the file in chunks."""
+    """Yield the objects of a list, or consecutive objects. Read the file in chunks."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, at, count, more = "", 0, 0, True
     with open_text(path) as file:
@@ -204,7 +204,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
 
 
 def _explain(record: Mapping[str, Any]) -> str:
-    """Explain why a file's only object is a table, not a row; return an empty string otherwise."""
+    """Explain why a file's only object is a table, not a row, or return "" otherwise."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"

@@ -20,7 +20,7 @@ Broken = Callable[[int, str], None]
 END = -1
 #: Maximum number of columns. Reading a table with this many takes a minute.
 MOST_COLUMNS = 10_000
-# With more than `_SOME` columns, at least the share `_FILLED` of a block's cells must be filled.
+# With more than `_SOME` columns, at least the share `_FILLED` of the cells must have values.
 _SOME, _FILLED = 1000, 0.02
 #: Maximum size of the decompressed data of a file in memory, in bytes.
 BLOCK_BYTES = 64 << 20
@@ -72,7 +72,7 @@ class Reader(ABC):
         parsed: whether a file has only strings, in which numbers have to be parsed.
         varies: whether records may have different columns.
         lists: whether a single value is stored as a list of one.
-        at_once: approximate number of records per block; 0 if blocks are limited only by bytes.
+        at_once: approximate number of records per block, or 0 if blocks are limited only by bytes.
     """
 
     parsed = False
@@ -100,7 +100,7 @@ class Reader(ABC):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records of a piece; raises `UserError`."""
+        """Yield the records of a piece. Raises `UserError`."""
 
     def row(self, _path: Path, piece: Piece, number: int) -> int:
         """Return the row number of a record, counted from 1 as in an editor."""
@@ -114,11 +114,11 @@ class RecordReader(Reader):
 
     @abstractmethod
     def records(self, path: Path, piece: Piece, on_open: OnOpen) -> Iterator[Record]:
-        """Yield the records of a piece; `on_open` is called with the open file."""
+        """Yield the records of a piece. `on_open` is called with the open file."""
 
     @abstractmethod
     def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to an array; tell whether values of several types became strings."""
+        """Convert values to an array, and tell whether values of several types became strings."""
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
