@@ -282,6 +282,12 @@ class MetricsUnserved(Event):
     reason: str
 
 
+class LauncherUnwatched(Event):
+    """The leading task cannot watch the launcher, so the job continues if the launcher dies."""
+
+    reason: str
+
+
 class LeaseTakenOver(Event):
     """The lease of a checkpoint folder was taken over from a dead holder."""
 

@@ -44,6 +44,11 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.OpenPorts: lambda event: f"warning: {event.warning}",
     events.MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
+    events.LauncherUnwatched: lambda event: (
+        "warning: the job continues if its launcher dies, because the leading task cannot watch "
+        f"it: {event.reason}; give cluster.kubernetes.pod.service_account the role "
+        "flotilla-trainer of deploy/"
+    ),
     events.NewestVersion: lambda event: f"the newest version of {event.dataset} is {event.version}",
     events.DataNote: lambda event: f"{'warning' if event.is_warning else 'note'}: {event.text}",
     events.WarmStart: lambda event: (

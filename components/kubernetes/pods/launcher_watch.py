@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.names import Tree
+from flotilla.trainer import events
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
@@ -89,7 +90,7 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
     try:
         api = Api(connect(), watched["namespace"])
     except UserError as error:
-        log.warning("cannot watch the launcher: %s", error)
+        events.emit(events.LauncherUnwatched(reason=str(error)))
         return
     _watch_for_stop(guard, api, watched["job"])
     limit = float(watched["seconds"])
@@ -148,7 +149,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
             return False
     except RefusedError as error:
         if error.code == HTTPStatus.FORBIDDEN:
-            log.warning("cannot watch the launcher: %s", error)
+            events.emit(events.LauncherUnwatched(reason=str(error)))
             return False
         age.unreadable()
     except UnreachableError:

@@ -376,8 +376,9 @@ def test_without_permission_the_launcher_is_not_watched_and_training_continues(
     kube.faults.add("GET .*leases", 403)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         for line in process.stdout:
-            if "cannot watch the launcher" in line:
+            if event := events.parse(line):
                 break
+        assert isinstance(event, events.LauncherUnwatched)
         process.send_signal(signal.SIGTERM)
         assert exit_code_of(process) == 130
 
