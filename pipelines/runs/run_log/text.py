@@ -17,8 +17,11 @@ _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 # The start of a line from a logger that is not configured.
 _PLAIN_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:")
-# The prefix with which the launcher relays a training task's lines into the log of its step.
-_TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
+# The prefix with which the launcher relays a training task's lines into the log of its step. In a
+# pod, the step adds a timestamp before it.
+_TASK = re.compile(
+    r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} )?\[((?:chief|worker|ps|evaluator)-\d+)\] ?"
+)
 _REDRAWN = re.compile(r"\r|\\u000d")
 # absl's timestamp without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")

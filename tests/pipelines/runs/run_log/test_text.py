@@ -45,8 +45,8 @@ I0102 03:04:05.123456      17 launcher_v2.go:90] input ComponentSpec:{
 }
 [KFP Executor 2026-01-02 03:04:05,500 INFO]: Loading KFP component "train_model" from x
 [KFP Executor 2026-01-02 03:04:06,000 INFO]: jobset made
-[chief-0] 2026-01-02 03:04:07,250 ERROR Traceback (most recent call last):
-[chief-0]   File "x.py", line 3, in build
+2026-01-02 03:04:07,300 [chief-0] 2026-01-02 03:04:07,250 ERROR Traceback (most recent call last):
+2026-01-02 03:04:07,301 [chief-0]   File "x.py", line 3, in build
 [worker-1] 1/10: 50%\r2/10: 60%
 """
 
