@@ -172,7 +172,7 @@ def _publish_code(submission: Submission, folder: Path | None) -> Submission:
 
 
 def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
-    from flotilla.pipelines.cli.display import Terminal, show_result
+    from flotilla.pipelines.cli.display import Terminal, show_result, show_verdict
     from flotilla.pipelines.cli.live import Steps
     from flotilla.pipelines.runs.kfp_client import connect
     from flotilla.pipelines.runs.kfp_outcome import judge_run
@@ -205,8 +205,10 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         result = judge_run(client, last)
     with output():
         show_result(Terminal(), result)
-    if result.message:
+    is_said = bool(result.message) and result.status != "refused"
+    if is_said:
         say(f"flotilla: {result.status}: {result.message}")
+    show_verdict(Terminal(stderr=True), result, is_said=is_said)
     answer = make_answer(result)
     return replace(answer, more={**answer.more, **used})
 
