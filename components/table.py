@@ -132,11 +132,12 @@ STEPS = (
 )
 #: Steps that replace training and the exit step in a sweep; see `pipelines/sweeps/pipeline.py`.
 SWEEP_STEPS = tuple(
-    StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
-    for name, seconds, light in (
-        ("run_trial", 28 * _DAY, False),
-        ("choose_trial", _HOUR, True),
-        ("finish_sweep", _HOUR, True),
+    StepSpec(name=name, stages=(stage,), deadline_seconds=seconds, is_light=light)
+    for name, stage, seconds, light in (
+        ("run_trial", StageSpec(name="run_trial"), 28 * _DAY, False),
+        ("choose_trial", StageSpec(name="choose_trial"), _HOUR, True),
+        # The exit step of a sweep writes the record and the report of the usual exit step.
+        ("finish_sweep", StageSpec(name="finish", output="report"), _HOUR, True),
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)

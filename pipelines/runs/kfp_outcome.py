@@ -159,7 +159,8 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
     found: list[StepRecord] = []
     if not client.page(""):
         return found
-    for name in (each.name for row in (*STEPS, *SWEEP_STEPS) for each in row.stages):
+    stages = (each.name for row in (*STEPS, *SWEEP_STEPS) for each in row.stages)
+    for name in dict.fromkeys(stages):
         try:
             data = read_object(client, record_uri(at, FOLDER, name))
         except InstanceError as error:

@@ -1,11 +1,12 @@
 """Tests the states of the stages of a run on a KFP instance."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from flotilla.components.records import step_record
-from flotilla.pipelines.runs import control
+from flotilla.pipelines.runs import control, kfp_outcome
 from tests.pipelines.runs.test_kfp_outcome import PULL, begin, over
 
 
@@ -216,3 +217,11 @@ def test_what_became_of_a_run_of_nine_steps(workflow, ended, stages, word):
     found = ended(stages, word)
     assert (found.status, found.message) == (word, "why")
     assert [each.step for each in found.steps] == [*stages, "finish"]
+
+
+def test_the_exit_step_of_a_sweep_shows_the_record_and_the_report_of_finish():
+    record = step_record.StepRecord(step="finish", status="done", began=1.0, ended=2.0, uri="r")
+    step = SimpleNamespace(name="finish_sweep", state="SUCCEEDED", began=None, ended=None)
+    published = kfp_outcome._Published(records={"finish": record})
+    run = SimpleNamespace(steps=[step])
+    assert kfp_outcome._rows(run, published) == {"finish_sweep": [record]}
