@@ -206,7 +206,7 @@ def steps_table(run: RemoteRun) -> Table:
 
 
 def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
-    """Return the table of the runs on a KFP instance."""
+    """Return the table of the runs on a KFP instance, with the states that KFP reports."""
     rows: list[Row] = []
     for run in runs:
         ended = run.finished if run.created else None
@@ -215,7 +215,7 @@ def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
             {
                 "run": run.run_id,
                 "name": run.name,
-                "verdict": word(run.state),
+                "state": word(run.state),
                 "began UTC": stamp(run.created),
                 "duration": "" if seconds is None else duration(seconds),
             }
