@@ -30,7 +30,7 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
     """Return the engine of the run's job, the first served engine, or `local` without a cluster."""
     if not is_on_a_cluster():
         log.info(
-            "cluster.launcher auto selects local, because this process is not in a pod and "
+            "cluster.launcher: 'auto' selects 'local', because this process is not in a pod and "
             "KUBECONFIG is not set"
         )
         return "local"

@@ -119,7 +119,7 @@ def test_a_model_registry_that_is_away_is_one_warning_and_the_promotion_holds(
     assert (code, answer(out)["version"]) == (0, 3)
     assert registry.champion_number(storage.uri_of(workdir), "digits") == 3
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert "the model registry was not informed that version 3 of digits was promoted" in line
+    assert "cannot tell the model registry that version 3 of digits was promoted" in line
     assert "; the promotion is valid, and the next run" in line
 
 

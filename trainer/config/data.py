@@ -241,7 +241,7 @@ class DataConfig(Section):
     shards: int = key(8, "number of shards of the training split", ge=1, le=100_000)
     validation: float = key(
         0.1,
-        "training examples to use for validation: a share below 1, or a count from 1 on; 0: none",
+        "training examples to use for validation: a share below 1, or a count; 0: none",
         ge=0,
     )
     partition: Literal["disjoint", "dynamic", "reshuffle"] = key(

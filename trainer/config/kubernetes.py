@@ -146,7 +146,7 @@ class PodConfig(Section):
     labels: dict[Key, LabelText] = key({}, "labels of the pods")
     annotations: dict[Key, str] = key({}, "annotations of the pods")
     service_account: Name = key(
-        "", "service account of the pods; empty: the account of the step, in its namespace"
+        "", "service account of the pods; empty: the step's, or the default of another namespace"
     )
     volumes: tuple[VolumeConfig, ...] = key((), "additional volumes")
     shared_memory: Size = key("", "size of /dev/shm; empty: the default of the container runtime")

@@ -163,9 +163,7 @@ def _roles(
     if not targets:
         targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
     if not targets:
-        what = (
-            f"its supervised_keys {keys} do not name one" if keys else "it has no supervised_keys"
-        )
+        what = f"none in supervised_keys {keys}" if keys else "it has no supervised_keys"
         raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
     weight = weight or by_keys.weight
     inputs = find("inputs", config.inputs, [*leaves, *of_lengths], name)

@@ -22,11 +22,11 @@ class Roles:
     group: str = ""
 
 
-def format_names(features: Iterable[str]) -> str:
-    """Format the names of features for a message. A long list is truncated."""
-    every = list(features)
-    more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
-    return ", ".join(every[:MOST_NAMED]) + more
+def format_names(names: Iterable[str], most: int = MOST_NAMED) -> str:
+    """Format up to `most` names for a message, followed by the number of omitted names."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def find(

@@ -6,13 +6,14 @@ without reading an example.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.data.columns import Column
+from flotilla.trainer.data.roles import format_names
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 
@@ -99,24 +100,19 @@ class Target:
         counts = self.counts()
         total = dict(zip(names, np.sum([*counts.values()], axis=0), strict=True))
         trained = dict(zip(names, counts["train"], strict=True))
-        lacking = [name for name in names if total[name] and not trained[name]]
-        single = [name for name in names if total[name] == 1 and trained[name]]
+        lacking = [repr(name) for name in names if total[name] and not trained[name]]
+        single = [repr(name) for name in names if total[name] == 1 and trained[name]]
         if lacking:
             yield (
-                f"the label {self.name!r} has {_few(lacking)} only in validation or test, but a "
-                "model cannot learn classes that are not in train: add examples there, or remove "
-                "these rows"
+                f"the label {self.name!r} has {format_names(lacking, _NAMED)} only in validation "
+                "or test, but a model cannot learn classes that are not in train: add examples "
+                "there, or remove these rows"
             )
         if single:
             yield (
-                f"the label {self.name!r} has only one example of {_few(single)}: correct the "
-                "spelling, merge classes, or add examples"
+                f"the label {self.name!r} has only one example of {format_names(single, _NAMED)}: "
+                "correct the spelling, merge classes, or add examples"
             )
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more classes" if len(names) > _NAMED else ""
-    return ", ".join(map(repr, names[:_NAMED])) + more
 
 
 def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> None:

@@ -142,6 +142,6 @@ def advise_dropping(name: str) -> str:
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Format the first names, and the number of those left out."""
+    """Format up to `most` names, followed by the number of omitted names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more

@@ -24,7 +24,10 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One attempt of a pipeline step in a `start` of the run. `end` is None until it has ended."""
+    """One attempt at a step. `start` is the start of the run that it belongs to.
+
+    `end` is None while the attempt is running.
+    """
 
     step: str
     began: float

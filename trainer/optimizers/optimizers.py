@@ -29,7 +29,7 @@ NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 # same effect under every strategy.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
-    "name": "it has no effect",
+    "name": "leave it out, because it has no effect",
     "loss_scale_factor": "set training.mixed_precision: float16, which scales the loss",
     "gradient_accumulation_steps": "set training.accumulate",
     "use_ema": "set training.ema",
@@ -172,10 +172,11 @@ def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
 def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: object) -> None:
     key = f"training.optimizer.args.{argument}"
     if argument in REFUSED:
-        raise ConfigError(f"{key} cannot be set: {REFUSED[argument]}")
+        raise ConfigError(f"{key}: this argument is not supported; {REFUSED[argument]}")
     if argument not in defaults:
         hint = nearest(argument, defaults)
-        raise ConfigError(f"{key}: {optimizer} takes {', '.join(defaults)}{hint}")
+        known = ", ".join(defaults)
+        raise ConfigError(f"{key}: {optimizer} has no such argument (it takes {known}){hint}")
     default = defaults[argument]
     if value is None and default is None:
         return

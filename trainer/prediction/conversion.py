@@ -114,7 +114,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
         if values is None or not _fits(spec, values.shape):
             sizes = ", ".join("any" if size is None else str(size) for size in spec.shape)
             what = f"is not {spec.dtype} of shape ({sizes})"
-            why.append(what if values is None else f"{what}: it has {list(values.shape)}")
+            why.append(what if values is None else f"{what}: its shape is {list(values.shape)}")
             values = empty
         else:
             why.append("")

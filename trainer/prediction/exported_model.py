@@ -80,12 +80,14 @@ def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is a {manifest.kind}, not a {KIND}: give a model")
+        raise UserError(
+            f"{uri} is of kind {manifest.kind!r}, not {KIND!r}; pass the URI of an exported model"
+        )
     fields = manifest.fields
     if "reads" not in fields:
         raise UserError(
-            f"{uri} was exported by an earlier version and does not record how its inputs are "
-            "read: export it again"
+            f"{uri} was exported by an earlier version, which did not record how to read the "
+            "inputs; export it again"
         )
     place = str(fields["saved_model"])
     few = {LABELS, "config.json"}

@@ -145,14 +145,17 @@ class FileExamples(Examples):
         read = [name for name in needed if name in there]
         ignored = [name for name in there if name not in read and name not in copied]
         if first and ignored and not self._files.is_listing:
-            say(f"not read, because the model does not use them: {_few(ignored)}")
+            say(f"ignoring columns that the model does not use: {_few(ignored)}")
         return list(dict.fromkeys([*read, *copied]))
 
     def _choose_columns(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
         wanted = self._request.columns
         if self._files.is_listing:
             if wanted:
-                raise ConfigError("--columns: images have no columns; their paths are in the rows")
+                raise ConfigError(
+                    "--columns: images have no columns; leave the option out (every prediction "
+                    "contains the path of its image)"
+                )
             self._choose_copied = (PATH,)
         elif self._choose_copied is None:
             self._choose_copied = tuple(there) if ALL in wanted else tuple(dict.fromkeys(wanted))
@@ -219,10 +222,9 @@ class FileExamples(Examples):
             raise UserError(f"no row of {named} can be read; first error: {first[0]}")
         if broken > self._allowed * total:
             raise UserError(
-                f"{broken} of {total} rows of {named} are broken, more than the data.bad_rows "
-                f"({self._allowed:g}) of the model allows; first error: {first[0]}; correct them, "
-                "or "
-                "skip them with --skip-bad"
+                f"{broken} of {total} rows of {named} are broken, but the model allows only a "
+                f"share of {self._allowed:g} (data.bad_rows); correct them, or skip them with "
+                f"--skip-bad; first error: {first[0]}"
             )
         say(f"{broken} rows were skipped, because they cannot be read: {'; '.join(first)}")
 
@@ -292,16 +294,21 @@ class SplitExamples(Examples):
             raise UserError(
                 f"the dataset {self._uri} "
                 f"{'' if request.inputs else 'that the model was trained on '}"
-                "does not exist: give another one"
+                "does not exist; pass the URI of another dataset"
             ) from None
         if manifest.kind != KIND:
-            raise UserError(f"{self._uri} is a {manifest.kind}, not a {KIND}: leave --split out")
+            raise UserError(
+                f"--split: {self._uri} is of kind {manifest.kind!r}, not {KIND!r}; pass the URI of "
+                "a dataset"
+            )
         self._spec = DatasetSpec.from_manifest(manifest)
         self._check()
         self._spec.files(request.split)
         self.total = self._spec.examples(request.split)
         if not self.total:
-            raise UserError(f"the split {request.split!r} of {self._uri} has no example")
+            raise UserError(
+                f"the split {request.split!r} of {self._uri} has no examples; choose another split"
+            )
 
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all examples, in the order of the shards."""
@@ -340,8 +347,8 @@ class SplitExamples(Examples):
                 )
             if there.labels != each.spec.labels:
                 raise UserError(
-                    f"{each.feature!r} of the dataset {self._uri} has classes that differ "
-                    "from those of the training data"
+                    f"the classes of {each.feature!r} in the dataset {self._uri} differ from those "
+                    "of the training data; pass a dataset with the same classes"
                 )
 
     def _choose_copied(self) -> list[str]:
@@ -351,9 +358,13 @@ class SplitExamples(Examples):
             return able
         for name in self._request.columns:
             if name not in able:
-                what = "is not a single value" if name in features else "is not a feature"
-                hint = nearest(name, able) or f" (one of {', '.join(able)})"
-                raise ConfigError(f"--columns: {name!r} {what} of the dataset{hint}")
+                what = (
+                    f"{name!r} has more than one value in each example"
+                    if name in features
+                    else f"the dataset has no feature {name!r}"
+                )
+                hint = nearest(name, able) or f" (choose from {', '.join(able)})"
+                raise ConfigError(f"--columns: {what}{hint}")
         return list(dict.fromkeys(self._request.columns))
 
 

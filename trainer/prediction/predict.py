@@ -49,7 +49,7 @@ def answer(request: Path, workdir: Path) -> None:
     """
     wanted = read_record(Request, request.read_bytes())
     if wanted is None:
-        raise UserError(f"{request} is not a request of this version")
+        raise UserError(f"{request} does not contain a request of this version of Flotilla")
     try:
         found = tree_of(predict(wanted))
     except BrokenPipeError:
@@ -110,9 +110,9 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
         return SplitExamples(model, request, scratch)
     if function := model.config.data.map:
         raise UserError(
-            f"{model.uri} expects the output of data.map ({function}), but the rows of files are "
-            "its input: run `flotilla prepare` on the files with the same data.map, and predict a "
-            "split of that dataset with --split and its URI"
+            f"{model.uri} needs the output of data.map ({function}), but these files contain its "
+            "input; run `flotilla prepare` on the files with the same data.map, then pass the URI "
+            "of the dataset and --split"
         )
     return FileExamples(model, request, scratch)
 

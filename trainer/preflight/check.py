@@ -73,7 +73,7 @@ def check(
     try:
         found = fitting.try_fit(config, dataset, seconds=seconds, elsewhere=is_remote)
     except fitting.NotKnownError as error:
-        return Checked(notes=(f"it is unknown whether model and dataset fit: {error}",))
+        return Checked(notes=(f"cannot check whether the model fits the dataset: {error}",))
     return Checked(found=found, notes=tuple(found.get("notes", ())))
 
 
@@ -111,7 +111,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
         elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
         if elsewhere or isinstance(error, TransientError):
-            return (f"the source is not checked: {error}",)
+            return (f"data.source was not checked: {error}",)
         raise ConfigError(str(error)) from error
     return ()
 
@@ -121,8 +121,8 @@ def remark_on_path(data: DataConfig) -> str:
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (
-        f"data.source: {data.source} is on this machine, where the steps of the instance cannot "
-        "read it; put the files into gs://, s3:// or minio://BUCKET/FOLDER"
+        f"data.source: the steps of the pipeline cannot read {data.source}, because it is on this "
+        "machine; copy the files to gs://, s3:// or minio://BUCKET/FOLDER"
     )
 
 

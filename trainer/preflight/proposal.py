@@ -42,7 +42,7 @@ _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
 # Names of columns that are labels by default. See `flotilla.trainer.data.roles`.
 _BY_NAME = ("label", "target")
-_OTHERS = "async_parameter_server: a cluster"
+_OTHERS = "async_parameter_server trains on a cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
         is_far = not patterns.is_local(config.data.source)
         missing = isinstance(error.__cause__, FileNotFoundError)
         if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
-            return _make_proposal(config, given, None, f"the source is not examined: {error}")
+            return _make_proposal(config, given, None, f"data.source was not examined: {error}")
         raise ConfigError(str(error)) from error
     return _make_proposal(config, given, rows)
 
@@ -308,14 +308,18 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     named = _named_things(data, rows, left, labels) if rows else {}
     if types := {**written, **named}:
         why = ["formatted numbers, such as 1.234,50 or 61 %"] * bool(written)
-        why += ["ids that repeat: the number is only a name"] * bool(named)
+        why += ["repeated ids: the number only identifies something"] * bool(named)
         yield "data.types", types, "; ".join(why)
     if rows and not rows.has_splits and data.splits == SplitsConfig():
         share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
         yield "data.validation", share, "share of the rows that are used to select the best weights"
         yield "data.splits", {"test": share}, "share of the rows that the model is evaluated on"
     if rows and rows.is_whole and rows.count < _VERY_FEW:
-        yield "data.shards", _SHARDS, f"files of the training split, for only {rows.count} rows"
+        yield (
+            "data.shards",
+            _SHARDS,
+            f"number of training files; {_SHARDS} are enough for {rows.count} rows",
+        )
     yield "task.name", "auto", _task(config, rows, labels)
     kinds = {name: _kind(rows, name) for name in inputs if name not in ids} if rows else {}
     kinds |= dict.fromkeys(named, choice.CATEGORY)
@@ -330,7 +334,11 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         yield "training.strategy", "single", f"one process, because there is little data; {_OTHERS}"
     else:
         yield "training.strategy", config.training.strategy, "how training is distributed"
-    yield "training.steps", "auto", "until validation stops improving; or a number, or epochs: N"
+    yield (
+        "training.steps",
+        "auto",
+        "train until validation stops improving; or set a number, or epochs: N",
+    )
 
 
 def _columns(rows: Rows | None) -> list[str]:

@@ -76,7 +76,7 @@ def _sample_builder(config: DataConfig, scratch: Path) -> Sample:
     source = _FirstExamples(source_config(config), scratch / "tfds")
     if not source.is_here:
         return Sample(
-            notes=(f"data.map: it is checked only after {config.dataset} has been downloaded",)
+            notes=(f"data.map is checked only after {config.dataset} has been downloaded",)
         )
     return _publish(config, MappedSource(source, config), scratch, lambda: False)
 

@@ -241,7 +241,7 @@ class Agent:
             return dict(ready["ended"]) if ready.get("ended") else None
         attempt = self._prepare(link)
         if self._refuses:
-            raise RunInterruptedError("interrupted before the program was started")
+            raise RunInterruptedError("interrupted before the program started")
         where = self._program.working_dir
         folder = os.path.join(user_code.folder(), where) if self._is_local else where
         self._output_at = time.monotonic()
@@ -256,12 +256,12 @@ class Agent:
                 self._is_ready = True
                 return message
             if message["is"] == "gone" and self._is_local:
-                raise ClusterLostError("the guard of the program ended before the program started")
+                raise ClusterLostError("the guard process exited before it started the program")
 
     def _wait(self, link: Link, seconds: float) -> None:
         message = self._receive(link, seconds)
         if message and message["is"] == "gone" and self._is_local:
-            raise ClusterLostError("the guard of the program ended before the program started")
+            raise ClusterLostError("the guard process exited before it started the program")
 
     def _receive(self, link: Link, seconds: float | None) -> Message | None:
         message = link.receive(seconds)
@@ -349,7 +349,7 @@ class Agent:
         elif kind == "signal":
             self._on_signal(int(message["number"]))
         elif kind == "gone" and self._is_local:
-            raise ClusterLostError("the guard of the program was killed, and the program with it")
+            raise ClusterLostError("the guard process was killed, and the program with it")
         if kind in ("line", "active"):
             self._output_at = time.monotonic()
         return self._read_end(message)
@@ -460,11 +460,11 @@ class Agent:
         if isinstance(uri, UserError):
             where = self._folders.checkpoints
             return (
-                f"{begun}interrupted; the last checkpoint is not published, but is in {where}: "
-                f"{uri}"
+                f"{begun}interrupted; the last checkpoint was not published and exists only in "
+                f"{where}: {uri}"
             )
         if not uri:
-            return f"{begun}interrupted before a checkpoint of the program was complete"
+            return f"{begun}interrupted before the program completed a checkpoint"
         return f"{begun}interrupted at global step {self._publisher.step}; checkpoint {uri}"
 
     def _put_published(self, published: queue.SimpleQueue[str | UserError]) -> None:

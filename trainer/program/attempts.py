@@ -84,12 +84,12 @@ class Attempts:
         if self._this in self.current.tickets:
             found = self._read()
             if found and found.number != self.current.number:
-                raise ClusterLostError("a new attempt starts: this worker restarts with it")
+                raise ClusterLostError("a new attempt has begun; this worker restarts to join it")
             return
         there = self._read_tickets(set())
         for name, ticket in self.current.tickets.items():
             if there.get(name, ticket) != ticket:
-                raise ClusterLostError(f"{name} was restarted: all workers restart")
+                raise ClusterLostError(f"{name} was restarted, so all workers restart")
 
     def _read(self) -> Attempt | None:
         try:

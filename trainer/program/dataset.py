@@ -54,7 +54,7 @@ def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder
     if names and of > len(names):
         raise ConfigError(
             f"data.shards: {of} tasks cannot share the {len(names)} shards of 'train'; set it to "
-            f"{of} or more, or data.partition to reshuffle"
+            f"{of} or more, or set data.partition to reshuffle"
         )
     _fetch(uri, names[part::of], folder / "train")
     _fetch(

@@ -64,7 +64,10 @@ def adopt_orphans() -> None:
 
 
 def reach(path: str) -> str:
-    """Return a short path to a socket. The folder of a long path stays open until exit."""
+    """Return a path to a socket that is short enough to bind; see unix(7).
+
+    For a longer path, this opens its folder, which stays open until the process exits.
+    """
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)

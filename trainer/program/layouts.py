@@ -100,8 +100,8 @@ def require_readable(folder: Path) -> None:
         is_folder = here.is_dir() and not here.is_symlink()
         if here.exists() and not os.access(here, os.R_OK | (os.X_OK if is_folder else 0)):
             raise UserError(
-                f"cannot read {here}: Permission denied; let the program write files that others "
-                "may read, or give both containers of its pod the same user with "
+                f"cannot read {here}: Permission denied; make the program write files that other "
+                "users can read, or run both containers of its pod as the same user with "
                 "cluster.kubernetes.pod.security_context: {runAsUser: N}"
             )
         waiting += here.iterdir() if is_folder else ()

@@ -154,8 +154,8 @@ class Link:
             self._is_free.set()
             if self._dropped:
                 log.warning(
-                    "%d lines with metrics were skipped, because the program wrote them faster "
-                    "than they were read",
+                    "skipped %d lines of metrics, because the program wrote them faster than "
+                    "Flotilla could read them",
                     self._dropped,
                 )
             self._messages.put({"is": "gone"})

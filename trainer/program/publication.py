@@ -265,8 +265,8 @@ class Publisher:
         self._known = self._read_known()
         if is_last:
             raise UserError(
-                f"{self._folders.checkpoints} changed after the end of the program: another "
-                "process writes there; let the program wait for its own processes"
+                f"{self._folders.checkpoints} changed after the program ended, so another "
+                "process still writes there; make the program wait for its child processes"
             )
 
     def _stage(self, found: Stored | None, model: Path | None, staged: Path) -> bool:

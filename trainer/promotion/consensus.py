@@ -68,7 +68,7 @@ def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
     except ValueError:
         # Raise an error, because this proposal may have been decided already.
         raise storage.Corrupt(
-            f"{place} is damaged: it does not contain a proposal; restore it"
+            f"{place} is damaged: it does not contain a proposal; restore it from a backup"
         ) from None
 
 

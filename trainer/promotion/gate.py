@@ -174,7 +174,7 @@ def _decide(
 def _read_measured(uri: str) -> dict[str, Any]:
     kind = storage.read_manifest(uri).kind
     if kind != "evaluation":
-        raise UserError(f"{uri} is a {kind}, not an evaluation: pass the result of the evaluation")
+        raise UserError(f"{uri} is of kind {kind!r}; pass the URI of an evaluation")
     tree = storage.read_json(uri, "metrics.json")
     if not isinstance(tree.get("metrics"), dict):
         raise UserError(f"{uri}: metrics.json contains no metrics: evaluate the checkpoint again")
@@ -287,13 +287,16 @@ def _margin(
     best = (constant.get("metrics") or {}).get(metric)
     if best is None:
         why = (
-            f"the {metric} of a constant prediction is unknown, so a margin of {rule.margin} of "
-            "the gain is 0"
+            f"the {metric} of a constant prediction is unknown, so {rule.margin} of the champion's "
+            "gain counts as 0"
         )
         return 0.0, why
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:
-        return 0.0, f"the champion is not better than a constant, so {rule.margin} of its gain is 0"
+        return (
+            0.0,
+            f"the champion is not better than a constant, so {rule.margin} of its gain counts as 0",
+        )
     return rule.compute_margin(gain), ""
 
 

@@ -193,8 +193,8 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
             )
         if not are_same([was], [now_positive]):
             return (
-                f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
-                f"{was!r}, or give this model another name"
+                f"the positive class of {champion.uri} is {was!r}, but that of this model is "
+                f"{now_positive!r}; set {key}.positive: {was!r}, or give this model another name"
             )
     # A champion of an earlier version may lack these fields. Its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
@@ -273,7 +273,7 @@ def _publish(
 
 def _read(uri: str) -> Registration:
     if (kind := storage.read_manifest(uri).kind) != KIND:
-        raise UserError(f"{uri} is a {kind}, not a {KIND}: delete it")
+        raise UserError(f"{uri} is of kind {kind!r}, not {KIND!r}; delete it")
     tree = storage.read_json(uri, "registration.json")
     facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
     # A result of an earlier version has no headline.

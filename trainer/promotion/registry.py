@@ -250,7 +250,9 @@ def _restore_decided(root: str, name: str, number: int) -> bool:
         return False
     found = parse_record(_PromotionFields, decided)
     if found is None or found.number != number:
-        raise storage.Corrupt(f"{claim} does not contain promotion {number} of {name}; restore it")
+        raise storage.Corrupt(
+            f"{claim} does not contain promotion {number} of {name}; restore it from a backup"
+        )
     _publish_promotion(root, name, number, decided)
     return True
 
@@ -416,8 +418,10 @@ def newest(root: str, name: str) -> int:
 
 def _lost(root: str, name: str, after: int) -> str:
     other = next((each for each in promotions(root, name) if each.number == after + 1), None)
-    who = f"by {other.by} (version {other.version})" if other else "by another process"
-    return f"{name}: promotion {after + 1} was made {who} in the meantime; nothing was promoted"
+    what = (
+        f"{other.by} promoted version {other.version}" if other else "another version was promoted"
+    )
+    return f"{name}: {what} in the meantime, so this promotion had no effect"
 
 
 def champion_checkpoint(root: str, name: str) -> str:
@@ -427,9 +431,12 @@ def champion_checkpoint(root: str, name: str) -> str:
         return ""
     uri = str(found.manifest.fields.get("lineage", {}).get("checkpoint", ""))
     if not uri or not storage.is_published(uri):
+        its = f"champion of {name} (version {found.number})"
+        what = (
+            f"checkpoint {uri} of the {its} no longer exists" if uri else f"{its} has no checkpoint"
+        )
         raise UserError(
-            f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, no "
-            f"longer exists ({uri or 'none is recorded'}); give another checkpoint, or leave it "
+            f"training.warm_start: the {what}; set the URI of another checkpoint, or leave the key "
             "empty"
         )
     return uri

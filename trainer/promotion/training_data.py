@@ -148,7 +148,7 @@ def _read(uri: str) -> dict[str, str]:
     except storage.Missing:
         return {}
     except ValueError:
-        raise storage.Corrupt(f"{uri} is damaged: delete it, and the run trains again") from None
+        raise storage.Corrupt(f"{uri} is damaged; delete it, and start the run again") from None
 
 
 def _purpose(root: str, run_id: str) -> str:

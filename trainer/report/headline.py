@@ -275,4 +275,6 @@ def _name_unjudged(champion: Facts) -> list[str]:
     ]
     names = ", ".join(first)
     more = f" and {count - len(first):.0f} more" if count > len(first) else ""
-    return [f"Too few test examples to say whether the model has lost a class: {names}{more}."]
+    return [
+        f"Too few test examples to tell whether recall is lower for these classes: {names}{more}."
+    ]

@@ -105,7 +105,7 @@ def because(rule: Facts) -> str:
 def _name(metric: str) -> str:
     if metric.startswith(EXPORTED):
         form = metric.removeprefix(EXPORTED)
-        return f"the largest difference of the exported {form} from the checkpoint"
+        return f"the largest difference between the exported {form} model and the checkpoint"
     return _NAMES.get(metric, spell_metric(metric))
 
 

@@ -103,7 +103,7 @@ def _remedy(name: str, error: BaseException) -> str:
     where = "the folder of --code" if bundle() else folder()
     # A missing module other than the named one is probably a package, not a user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
-    return f"; {hidden(lacking) or f'{install}it must be in {where} or on PYTHONPATH'}"
+    return f"; {hidden(lacking) or f'{install}put it in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
@@ -111,7 +111,8 @@ def hidden(name: str) -> str:
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         return ""
-    return f"{top} is a module of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
+    owner = "Flotilla" if top in _OWN else "Python"
+    return f"{owner} has a module with the name {top}; rename your module"
 
 
 def format_error(error: BaseException) -> str:
@@ -258,7 +259,7 @@ def find_function(what: str, name: str) -> Callable[..., Any]:
     found = find_named(what, name, "function")
     if not callable(found):
         raise ConfigError(
-            f"{what}: {attribute} has the type {type(found).__name__}, so it is not a function"
+            f"{what}: {attribute} is of type {type(found).__name__}; give the name of a function"
         )
     return cast("Callable[..., Any]", found)
 

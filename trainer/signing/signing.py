@@ -189,7 +189,7 @@ def check() -> list[str]:
         key = _key(variable)
         if key is not None:
             _usable(variable, key)
-            found.append(f"{variable} names a key")
+            found.append(f"{variable} names a valid key")
     return found
 
 

@@ -148,7 +148,10 @@ class FileStore:
         """Rename the draft, which must contain only the files in `manifest`."""
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
-                raise UserError(f"cannot publish {uri}: {entry.path} differs from the added file")
+                raise UserError(
+                    f"cannot publish {uri}: {entry.path} changed after it was added; try again "
+                    "when nothing else writes there"
+                )
         return _publish_stage(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
@@ -279,7 +282,8 @@ def _commit(stage: Path, target: Path) -> bool:
                 # URI is probably wrong, and replacing it would delete them all.
                 if inside := next(target.rglob(MANIFEST), None):
                     raise UserError(
-                        f"cannot publish at {target}: {inside.parent} is published below it"
+                        f"cannot publish to {target}: {inside.parent}, which is below it, is "
+                        "already published; use another location"
                     )
                 os.rename(target, bin_ / str(number))
     sync(target.parent)

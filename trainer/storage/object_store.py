@@ -184,7 +184,10 @@ class ObjectStore:
         inside = next((path for path in there if path.endswith(f"/{MANIFEST}")), None)
         if inside:
             below = join(uri, inside.removesuffix(f"/{MANIFEST}"))
-            raise UserError(f"cannot publish at {uri}: {below} is published below it")
+            raise UserError(
+                f"cannot publish to {uri}: {below}, which is below it, is already published; use "
+                "another location"
+            )
         created: list[str] = []
 
         def place_file(entry: FileEntry) -> FileEntry:
@@ -346,7 +349,7 @@ class ObjectStore:
         except OSError as error:
             # Only log the error, because the published directory is complete anyway.
             _log.warning(
-                "some objects below %s could not be deleted; run `flotilla gc` later: %s",
+                "some objects below %s could not be deleted (%s); delete them with `flotilla gc`",
                 uri,
                 error,
             )

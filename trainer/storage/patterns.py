@@ -128,10 +128,7 @@ def _path(key: str, text: str) -> str:
 
 def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
     if pattern.count(SPAN) + pattern.count(DATE) > 1:
-        raise ConfigError(
-            f"{key}: {text!r} contains {SPAN} or {DATE} more than once; write only one of them, "
-            "once"
-        )
+        raise ConfigError(f"{key}: {text!r} contains more than one {SPAN} or {DATE}; keep only one")
     try:
         return re.compile(_to_expression(pattern) + "(?P<below>/.*)?", re.DOTALL)
     except (re.error, UserError) as error:

@@ -70,7 +70,7 @@ class Probe:
                     self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
-                    said = f"{self.uri} does not contain what was written to it"
+                    said = f"the content read from {self.uri} differs from the content written"
                     self._failed.append(Unfit(ALTERED, ("read",), said))
                 names = self._do("list", lambda: store.children(self._root))
                 if names is not None and name_of(self.uri) not in names:

@@ -337,7 +337,7 @@ def append_line(uri: str, line: bytes) -> None:
     """Append a line to the file at `uri`, which must be in a file system. See `storage.local`."""
     path = local_path(uri)
     if path is None:
-        raise ValueError(f"nothing can be appended to the object {uri}")
+        raise ValueError(f"cannot append to {uri}, because it is not in a file system")
     with report_errors(f"write {uri}"):
         local.append_line(path, line)
 

@@ -84,9 +84,8 @@ class Retry:
             if not transient(error):
                 raise
             raise StoreUnavailable(
-                f"{where} has not been available for {self._seconds:g} s ({describe(error)}); try "
-                f"again when the store responds, and check its endpoint; {VARIABLE} sets this time "
-                "limit"
+                f"{where} has not been available for {self._seconds:g} s ({describe(error)}); "
+                f"check its endpoint, or try again when it responds (time limit: {VARIABLE})"
             ) from error
         self._succeeded_at = time.monotonic()
         return result

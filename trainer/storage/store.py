@@ -224,7 +224,7 @@ class TooLargeError(ValueError):
 
     def __init__(self, most: int) -> None:
         """Build the message with the limit."""
-        super().__init__(f"it has more than {most >> 20} MiB, the maximum that is read")
+        super().__init__(f"it is larger than the limit of {most >> 20} MiB")
 
 
 class ChangedError(Exception):

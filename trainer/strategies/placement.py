@@ -86,8 +86,8 @@ def choose_places(
     seen = {id(variable) for variable in made}
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
-            f"model: {escaped[0]} cannot be placed on a parameter server; the "
-            "model function must create its layers at each call, without clear_session"
+            f"model: {escaped[0]} cannot be placed on a parameter server; create all layers at "
+            "each call of the model function, and do not call clear_session in it"
         )
     groups = {id(v): f"{n}" for n, group in enumerate(list_groups(sketch)) for v in group}
     sizes = [
@@ -163,7 +163,7 @@ def build_placed_model(
         model = build_model()
     if more or left:
         differ = f"{more} more" if more else f"{len(left)} fewer"
-        raise ValueError(f"the model has {differ} variables than there are placements for it")
+        raise ValueError(f"the model has {differ} variables than placements")
     return model
 
 

@@ -313,7 +313,7 @@ def build_own_step(
         counter.assign(before + 1)
         if "loss" not in logs:
             found = ", ".join(logs) or "an empty dictionary"
-            raise ConfigError(f"its train_step returns no loss, but {found}")
+            raise ConfigError(f"its train_step must return a loss, but it returns {found}")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
     # As in `fit`, AutoGraph does not convert the user's code.
@@ -389,13 +389,15 @@ def find_class(config: Config) -> type[Strategy]:
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:
         raise ConfigError(
-            f"training.strategy: {name!r} sets {former[0]}; instead, set capabilities = "
-            f"Capabilities({former[0]}=True) of flotilla.trainer.config.topology"
+            f"training.strategy: {name!r} sets {former[0]}, which is no longer supported; set "
+            f"capabilities = Capabilities({former[0]}=True), from flotilla.trainer.config.topology"
         )
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     if not issubclass(strategy, KerasStrategy):
-        _refuse_updates(config, f"{name!r} makes its own updates; derive it from KerasStrategy")
+        _refuse_updates(
+            config, f"{name!r} is not derived from KerasStrategy, which applies this key"
+        )
     return strategy
 
 

@@ -249,8 +249,8 @@ def _require_searchable(key: str, assignment: str) -> None:
     section = key.partition(".")[0]
     if section in _SAME and key not in _SEARCHED_OF_DATA:
         raise ConfigError(
-            f"--set {assignment!r}: {key} must be the same for all trials: {_SAME[section]} (write "
-            "a list that is a single value in brackets)"
+            f"--set {assignment!r}: {key} must be the same for all trials: {_SAME[section]} (to "
+            "set a list as one value, write it in brackets)"
         )
 
 

@@ -214,8 +214,8 @@ def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
     path = folder / FILE
     if (folder / OLD_FILE).exists() and not path.exists():
         raise ConfigError(
-            f"sweep {folder.name} was started by an earlier version of Flotilla, whose "
-            f"{OLD_FILE} cannot be resumed: start a new sweep; the runs of the old trials are kept"
+            f"sweep {folder.name} cannot be resumed, because an earlier version of Flotilla "
+            "started it; start a new sweep (the runs of the old trials are kept)"
         )
     if not path.is_file():
         raise ConfigError(f"no sweep {folder.name!r} below {folder.parent}")

@@ -222,12 +222,11 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
     """
     training = config.training
     if not config.data.validation and not config.data.source:
-        raise ConfigError(
-            "a sweep compares trials by validation: set data.validation (only the best trial is "
-            "tested)"
-        )
+        raise ConfigError("a sweep compares trials on a validation split; set data.validation")
     if not training.validate_every and not config.cluster.evaluator:
-        raise ConfigError("a sweep compares trials by validation: set training.validate_every")
+        raise ConfigError(
+            "a sweep compares trials by their validations; set training.validate_every"
+        )
     if not metric:
         if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
             raise ConfigError(

@@ -192,7 +192,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
     if model.steps_per_execution != 1:
         raise ConfigError(
             f"it is compiled with steps_per_execution={model.steps_per_execution}, but the "
-            "strategy decides how many steps run at once; leave it out"
+            "strategy decides how many steps run at once; remove steps_per_execution"
         )
     if model.run_eagerly:
         raise ConfigError(

@@ -181,7 +181,7 @@ class MultiOutput(Task):
             try:
                 part.check_labels(labels[name])
             except SplitError as error:
-                raise SplitError(f"for the output {name!r} {error}") from None
+                raise SplitError(f"{error} (output {name!r})") from None
 
     def check_output(self, output: Any, last: Any) -> None:
         """Require a mapping by target name whose values fit the tasks."""

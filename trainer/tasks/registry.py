@@ -103,7 +103,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
         names = get_class_names(target)
         if said.positive and not task.positive_by:
             raise ConfigError(
-                f"{key}.positive: {kind} of {target.name!r} has no positive class: leave the key "
+                f"{key}.positive: {kind} of {target.name!r} has no positive class; leave the key "
                 f"empty{_KEPT}"
             )
         # The task itself refuses a target that does not have two classes.
@@ -116,7 +116,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 # If the key is empty and the model has a champion, the first pipeline step sets the key.
 _KEPT = (
-    "; if the key is empty, the positive class is the champion's, and a model with other classes "
+    "; if you did not set the key, it comes from the champion, and a model with other classes "
     "needs another name"
 )
 
@@ -142,14 +142,14 @@ def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
         task, target = _class(output.kind), find_target(dataset, label)
         if task.positive_by and len(target.labels) == TWO:
             of = f" of {label!r}" if name == MULTI_OUTPUT else ""
-            because = _why_positive(task, target, output.said.positive)
+            because = _why_positive(task, target, output.said.positive, output.key)
             said.append(f"the positive class{of} is {target.labels[1]!r}, {because}")
     return "; ".join([f"the task is {name}, because {why}", *said])
 
 
-def _why_positive(task: type[Task], target: Target, said: str) -> str:
+def _why_positive(task: type[Task], target: Target, said: str, key: str) -> str:
     if said:
-        return "as set in task.positive"
+        return f"as set in {key}.positive"
     counts = target.counts.get("train", ())
     if task.positive_by == "order":
         return "the second one"
@@ -225,7 +225,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         why = f"the label {target} names a class"
         if target.num_classes == TWO:
             why += (
-                ", of which preparation counted two; if there are only two, set task.name to "
+                ", and the data has two classes; if there are no other classes, set task.name to "
                 "binary_classification"
             )
         return Choice("classification", why)

@@ -259,4 +259,4 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
             metrics.set_checkpoint(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
         # Only log the error, because the next published checkpoint sets this value anyway.
-        log.warning("the age of the newest checkpoint is unknown: %s", error)
+        log.warning("cannot find the age of the newest checkpoint: %s", error)

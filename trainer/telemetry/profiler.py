@@ -55,12 +55,14 @@ class Profiler:
         if not self._is_tracing:
             return
         self._is_tracing = False
-        self._try("written", tf.profiler.experimental.stop)
+        self._try("write the profile", tf.profiler.experimental.stop)
         if self._others:
             self._others.join(FILES_SECONDS)
 
     def _begin(self, folder: Path, step: int, steps_per_second: float) -> None:
-        self._is_tracing = self._try("begun", lambda: tf.profiler.experimental.start(str(folder)))
+        self._is_tracing = self._try(
+            "begin the profile", lambda: tf.profiler.experimental.start(str(folder))
+        )
         if not self._is_tracing:
             self._folder = None
         elif self._servers:
@@ -73,7 +75,7 @@ class Profiler:
 
     def _trace_others(self, folder: Path, milliseconds: int) -> None:
         self._try(
-            "taken on the other tasks",
+            "profile the other tasks",
             lambda: tf.profiler.experimental.client.trace(
                 ",".join(self._servers), str(folder), milliseconds, num_tracing_attempts=1
             ),
@@ -83,7 +85,7 @@ class Profiler:
         try:
             act()
         except (tf.errors.OpError, RuntimeError, OSError) as error:
-            log.warning("the profile is not %s: %s", what, str(error).splitlines()[0])
+            log.warning("cannot %s: %s", what, str(error).splitlines()[0])
             return False
         return True
 

@@ -129,7 +129,7 @@ class TensorBoardLog:
             yield
         except (OSError, tf.errors.OpError) as error:
             text = str(error).partition("\n")[0]
-            log.warning("metrics for TensorBoard are no longer written: %s", text)
+            log.warning("no longer writing metrics for TensorBoard: %s", text)
             self._is_broken = True
             self._files.clear()
             self._of_callbacks = None

@@ -119,7 +119,10 @@ class TaskWatch:
             try:
                 self.look()
             except Exception as error:
-                log.warning("the tasks of the cluster cannot be counted: %s", error)
+                log.warning(
+                    "cannot count the tasks of the cluster any more: %s",
+                    error,
+                )
                 return
             self._over.wait(pause)
 

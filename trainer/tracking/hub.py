@@ -90,9 +90,9 @@ class Hub:
         found = self._ensure(f"model_versions/{version}/artifacts", artifact)
         if found.get("uri") != model.uri:
             raise UserError(
-                f"the registry at {mask(self._home)} has another {model.name}, version "
-                f"{model.version}, at {mask(str(found.get('uri')))}: it was not changed; "
-                "rename this model"
+                f"the model registry at {mask(self._home)} already has version {model.version} of "
+                f"{model.name}, with the URI {mask(str(found.get('uri')))}; give this model "
+                "another name"
             )
         return version
 
@@ -103,7 +103,7 @@ class Hub:
         # Another run may have created the entry in the meantime.
         found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
-            raise self._strange(f"no id for {wanted['name']}")
+            raise self._strange(f"its response has no id for {wanted['name']}")
         return found
 
     def _find(self, place: str, name: str) -> dict[str, Any] | None:
@@ -116,7 +116,7 @@ class Hub:
             page = self._ask("GET", place, query=query) or {}
             items = page.get("items", [])
             if not isinstance(items, list):
-                raise self._strange(f"an invalid list of {place}")
+                raise self._strange(f"its list of {place} is invalid")
             yield from (each for each in items if isinstance(each, dict))
             token = page.get("nextPageToken")
             # A repeated page token would cause an endless loop.
@@ -153,7 +153,7 @@ class Hub:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise self._strange("a response that is not a JSON object")
+            raise self._strange("its response is not a JSON object")
         return tree
 
     def _strange(self, words: str) -> UserError:

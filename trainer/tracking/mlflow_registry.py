@@ -99,8 +99,8 @@ def _create(client: Any, model: PromotedModel) -> str:
         client.delete_model_version(model.name, made.version)
     if int(made.version) != model.version:
         log.warning(
-            "version %d of %s is version %s in MLflow, which has other versions with this name: "
-            "load it by its alias, or find it by the tag flotilla.version",
+            "version %d of %s is version %s in MLflow, because MLflow has other versions with this "
+            "name; load it by its alias, or find it by the tag flotilla.version",
             model.version,
             model.name,
             made.version,

@@ -329,7 +329,10 @@ def health() -> str:
     import requests
 
     if find_spec("mlflow") is None:
-        raise UserError("MLFLOW_TRACKING_URI is set, but the extra mlflow is not installed")
+        raise UserError(
+            "MLFLOW_TRACKING_URI is set, but the extra mlflow is not installed; run "
+            "pip install 'kfp-flotilla[mlflow]'"
+        )
     address = os.environ[addresses.URI]
     if not address.startswith(("http://", "https://")):
         return f"MLflow writes to {mask(address)}"

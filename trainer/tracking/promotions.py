@@ -48,8 +48,8 @@ def announce(
             words = f"no response within {seconds:g} s"
         if words:
             log.warning(
-                "%s was not informed that version %d of %s was promoted: %s; the promotion is "
-                "valid, and the next run or promotion of this model reports it again",
+                "cannot tell %s that version %d of %s was promoted: %s; the promotion is valid, "
+                "and the next run or promotion of this model tries again",
                 name,
                 model.version,
                 model.name,

@@ -126,7 +126,7 @@ def _scalars(wanted: Mapping[str, Any], column: Any) -> Any:
         places = {label: place for place, label in enumerate(labels)}
         found: Any = np.array([places.get(_text(value), -1) for value in column])
         if (found < 0).any():
-            raise _refuse(wanted, list(column)[found.argmin()], "is none of the classes")
+            raise _refuse(wanted, list(column)[found.argmin()], "is not one of the classes")
         return found.astype(dtype)
     if array.dtype.kind in "iufb":
         found = array

@@ -213,7 +213,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     direction, better = known.get(compared), config.gate.champion.better
     if better and direction and better != direction:
         raise ConfigError(
-            f"gate.champion.better: {compared} is better when {direction}; leave it out"
+            f"gate.champion.better: {compared} is better when {direction}; leave the key out"
         )
     if main and not known[main]:
         raise ConfigError(

@@ -195,7 +195,7 @@ def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
         if table["evicted"]:
             why = "all of its rows were evicted by age: raise max_age"
         elif away := table["turned_away"]:
-            why = f"training turned ids away {away} times: lower min_count, or train longer"
+            why = f"{away} lookups found no row for their id: lower min_count, or train longer"
         else:
             why = "it was frozen, or training never looked up an id in it"
         events.emit(events.TableEmpty(table=name, why=why))

@@ -168,7 +168,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
         strategy.begin_visits(open_stream(problem, found))
         strategy.build(problem)
     if strategy.barrier(start, -start) != (start, -start):
-        raise ClusterLostError("the workers found different checkpoints: all of them must restart")
+        raise ClusterLostError("the workers found different checkpoints, so all of them restart")
     kept = recovery.restore(found)
     begun = read_origin(found)
     if warm:

@@ -95,10 +95,12 @@ class Recovery:
             )
             > self._checkpoints.newest_step(),
             "no running server has the global step": reached < 0,
-            "the newest checkpoint is newer": reached < found.global_step,
+            "the newest checkpoint is newer than the variables on the servers": reached
+            < found.global_step,
             # The lost server's variables would end with fewer updates than they had before.
-            "cluster.recovery is auto, and fewer steps remain than the lost variables would go "
-            "back": (auto_loses and left < back),
+            "cluster.recovery is auto, and too few steps remain to repeat the lost updates": (
+                auto_loses and left < back
+            ),
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 

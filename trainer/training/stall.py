@@ -48,7 +48,7 @@ class StallWatch:
         """Start the thread, which runs until the process ends."""
         threading.Thread(target=self._wait, name="stall", daemon=True).start()
         pause = self._seconds / _READS
-        Loop(self._read_counter, pause, name="steps", failing="steps are not counted").start()
+        Loop(self._read_counter, pause, name="steps", failing="cannot read the global step").start()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -167,7 +167,7 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
         _require(
             np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
             f"its {'loss' if name == LOSS else f'metric {name!r}'} of {EXAMPLES} examples is "
-            f"{value:g}, but {other:g} if the states of two parts of them are added; a state must "
+            f"{value:g}, but adding the states of two parts of them gives {other:g}; a state must "
             "be a sum over the examples, and a loss must be their mean",
         )
 
@@ -184,7 +184,7 @@ def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> Non
 def _require_answers(task: Task, outputs: Array) -> None:
     answers = call_user_code("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
     is_named = isinstance(answers, Mapping) and answers
-    _require(is_named, "answers() must return tensors by column name")
+    _require(is_named, "answers() must return a mapping from column names to tensors")
     for name, each in answers.items():
         _require(
             isinstance(each, tf.Tensor) and each.shape[:1] == [EXAMPLES],
@@ -198,8 +198,8 @@ def _require_answers(task: Task, outputs: Array) -> None:
     )
     _require(
         before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
-        "outputs_of(answers(outputs)) does not give the same predictions as the outputs, so a "
-        "champion, of which only the answers are known, would be evaluated as another model",
+        "outputs_of(answers(outputs)) must give the same predictions as the outputs, because a "
+        "champion is evaluated from its answers",
     )
 
 
@@ -207,12 +207,12 @@ def _require_displayed(task: Task, examples: _MadeUp) -> None:
     whole = examples.whole
     cells = call_user_code("described()", task.described, whole.labels[0], whole.outputs[0])
     lacking = {"label", "predicted"}.difference(cells)
-    _require(not lacking, f"described() has no {' and no '.join(sorted(lacking))}")
+    _require(not lacking, f"the result of described() lacks {' and '.join(sorted(lacking))}")
     details = call_user_code("details()", task.details, examples)
     for kind, keys in _DISPLAYED.items():
         for each in details.get(kind, ()):
             lacking = keys.difference(each)
-            _require(not lacking, f"details(): one of {kind} has no {' and no '.join(lacking)}")
+            _require(not lacking, f"details(): an entry of {kind} lacks {' and '.join(lacking)}")
 
     def run_tally() -> dict[str, Any]:
         tally = task.tally()

@@ -83,7 +83,7 @@ def test_an_address_with_a_password_is_left_out_and_said(monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"https://me:{SECRET}@mlflow.example.com")
     assert addresses.list_pod_variables() == ({}, {})
     (line,) = caplog.messages
-    assert "MLFLOW_TRACKING_URI is not passed to the pods" in line
+    assert "not passing MLFLOW_TRACKING_URI to the pods" in line
     assert SECRET not in line
 
 

@@ -114,15 +114,15 @@ def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
     with pytest.raises(UserError) as caught:
         warm("champion", root)
     assert str(caught.value) == (
-        "training.warm_start: the checkpoint of digits's champion, version 1, no longer exists "
-        f"({checkpoint}); give another checkpoint, or leave it empty"
+        f"training.warm_start: the checkpoint {checkpoint} of the champion of digits (version 1) "
+        "no longer exists; set the URI of another checkpoint, or leave the key empty"
     )
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_champion_that_names_no_checkpoint_is_one_line(root, tmp_path):
     crowned(root, tmp_path / "made", "one", checkpoint="")
-    with pytest.raises(UserError, match=r"no longer exists \(none is recorded\)"):
+    with pytest.raises(UserError, match=r"champion of digits \(version \d+\) has no checkpoint"):
         warm("champion", root)
 
 

@@ -109,8 +109,8 @@ def test_a_compiled_source_of_this_machine_is_remarked_on(flotilla):
     code, _, err = flotilla(*words)
     assert (code, err.splitlines()[-1]) == (
         0,
-        "flotilla: warning: data.source: left.csv is on this machine, where the steps of the "
-        "instance cannot read it; put the files into gs://, s3:// or minio://BUCKET/FOLDER",
+        "flotilla: warning: data.source: the steps of the pipeline cannot read left.csv, because "
+        "it is on this machine; copy the files to gs://, s3:// or minio://BUCKET/FOLDER",
     )
 
 

@@ -32,8 +32,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
     found = fits(parse_config({}), seconds=0.05)
     assert found.state == "warn"
     assert found.message == (
-        "it is unknown whether model and dataset fit: the dry run of the model failed (no response "
-        "after 0.05 s)"
+        "cannot check whether the model fits the dataset: the dry run of the model failed (no "
+        "response after 0.05 s)"
     )
     assert content(home) == {"tmp"}
 
@@ -58,8 +58,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"data": {"dataset": "digitz"}},
             "fail",
-            "data.dataset: there is no dataset 'digitz' in TFDS; did you mean 'digits'?; "
-            "name your own builder as package.module:Builder",
+            "data.dataset: TFDS has no dataset 'digitz'; did you mean 'digits'?; "
+            "for your own builder, set data.dataset to package.module:Builder",
         ),
         (
             {"model": {"name": "blocks:table"}},

@@ -104,8 +104,8 @@ def test_names_that_come_second_are_remarked(folder, root):
         "!NAME to"
     )
     assert len(named) == 3
-    assert "a run cannot import flotilla: flotilla is a module of Flotilla itself" in named[0]
-    assert "a run cannot import json.py: json is a module of Python itself" in named[1]
+    assert "a run cannot import flotilla: Flotilla has a module with the name flotilla" in named[0]
+    assert "a run cannot import json.py: Python has a module with the name json" in named[1]
     assert "yaml.py has the same name as an installed package" in named[2]
 
 
@@ -261,5 +261,5 @@ def test_a_folder_that_others_may_write_to_is_not_used(made, scratch):
 
 def test_a_module_that_is_not_in_it_is_not_sought_elsewhere(made):
     bundle.enter(made)
-    with pytest.raises(ConfigError, match=r"it must be in the folder of --code or on PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"put it in the folder of --code or on PYTHONPATH"):
         user_code.import_named("model.name", "unheard_of")

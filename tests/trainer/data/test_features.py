@@ -224,7 +224,7 @@ def test_a_wrong_role_is_named_with_its_remedy(section, message, tmp_path):
         ),
         (
             ("x", "z"),
-            "data.label: made has no label (its supervised_keys ('x', 'z') do not name one); ",
+            "data.label: made has no label (none in supervised_keys ('x', 'z')); ",
         ),
         (("z", "y"), "data.inputs: the supervised_keys ('z', 'y') of made name no input; set "),
         (("x", "x"), "data.inputs: 'x' of made is also its label; remove it from data.inputs, "),

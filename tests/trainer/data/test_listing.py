@@ -183,7 +183,7 @@ def test_two_spellings_of_a_span_are_one_line(folder):
 @pytest.mark.parametrize("pattern", ["{SPAN}/{SPAN}.csv", "{SPAN}-{DATE}.csv"])
 def test_a_span_is_written_once(folder, pattern):
     with pytest.raises(
-        ConfigError, match=r"data\.source: .* contains \{SPAN\} or \{DATE\} more than once"
+        ConfigError, match=r"data\.source: .* contains more than one \{SPAN\} or \{DATE\}"
     ):
         listed(folder("a.csv") / pattern)
 

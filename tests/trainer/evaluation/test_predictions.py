@@ -191,8 +191,7 @@ def both():
 def test_of_several_outputs_the_one_with_the_label_is_named(tmp_path):
     labels = {"kind": np.array([0, 1]), "size": np.array([0.0, np.inf])}
     assert refusal(BOTH, both(), tmp_path, labels) == (
-        "for the output 'size' the label inf, which is not a finite number; correct the dataset "
-        "builder"
+        "the label inf, which is not a finite number; correct the dataset builder (output 'size')"
     )
 
 

@@ -198,7 +198,7 @@ def test_unknown_module():
         registry.build(ModelConfig(name="no_such_package:model"), SPEC, 0)
     assert str(caught.value) == (
         "model no_such_package:model: cannot import no_such_package: ModuleNotFoundError: "
-        f"No module named 'no_such_package'; it must be in {os.getcwd()} or on PYTHONPATH"
+        f"No module named 'no_such_package'; put it in {os.getcwd()} or on PYTHONPATH"
     )
 
 
@@ -221,7 +221,9 @@ def test_module_that_ends_the_process_while_it_is_imported(tmp_path, monkeypatch
 
 
 def test_module_that_one_of_pythons_own_hides():
-    with pytest.raises(ConfigError, match="json is a module of Python itself; rename yours"):
+    with pytest.raises(
+        ConfigError, match="Python has a module with the name json; rename your module"
+    ):
         registry.build(ModelConfig(name="json:model"), SPEC, 0)
 
 
@@ -239,7 +241,7 @@ def test_unknown_function_names_the_nearest(own):
 
 
 def test_something_that_cannot_be_called(own):
-    assert "NOT_A_FUNCTION has the type int, so it is not a function" in _refusal(
+    assert "NOT_A_FUNCTION is of type int; give the name of a function" in _refusal(
         own, "NOT_A_FUNCTION"
     )
 

@@ -83,7 +83,7 @@ def test_arguments_are_passed_on():
 
 def test_unknown_argument_names_the_nearest():
     message = _refusal("sgd", momentm=0.9)
-    assert message.startswith("training.optimizer.args.momentm: sgd takes momentum, nesterov, ")
+    assert message.startswith("training.optimizer.args.momentm: sgd has no such argument (")
     assert message.endswith("; did you mean 'momentum'?")
 
 
@@ -91,12 +91,15 @@ def test_arguments_without_effect_are_refused():
     assert set(optimizers.REFUSED) <= {*keras.optimizers.Adam().get_config(), "name"}
     for argument in optimizers.REFUSED:
         message = _refusal("adam", **{argument: 1})
-        assert message.startswith(f"training.optimizer.args.{argument} cannot be set: ")
+        assert message.startswith(
+            f"training.optimizer.args.{argument}: this argument is not supported; "
+        )
 
 
 def test_the_learning_rate_has_a_key_of_its_own():
     assert _refusal("adam", learning_rate=0.1) == (
-        "training.optimizer.args.learning_rate cannot be set: set training.optimizer.learning_rate"
+        "training.optimizer.args.learning_rate: this argument is not supported; "
+        "set training.optimizer.learning_rate"
     )
 
 

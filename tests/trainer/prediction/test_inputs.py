@@ -146,11 +146,11 @@ def test_what_is_wrong_with_a_split_is_one_line(digits, tmp_path):
     output = tmp_path / "out.jsonl"
     with pytest.raises(UserError, match="no split 'tests'; did you mean 'test'"):
         of_split(model, output, split="tests")
-    with pytest.raises(ConfigError, match="--columns: 'image' is not a single value"):
+    with pytest.raises(ConfigError, match="--columns: 'image' has more than one value"):
         of_split(model, output, columns=("image",))
-    with pytest.raises(UserError, match="is a model, not a dataset"):
+    with pytest.raises(UserError, match="is of kind 'model', not 'dataset'"):
         of_split(model, output, model)
-    with pytest.raises(UserError, match="does not exist: give another"):
+    with pytest.raises(UserError, match="does not exist; pass the URI"):
         of_split(model, output, storage.uri_of(tmp_path / "absent"))
     other = made_model.sums(tmp_path / "m")
     with pytest.raises(UserError, match="has no feature 'age'"):

@@ -109,7 +109,7 @@ def test_each_form_becomes_each_form(model, tmp_path, name, write, output):
 def test_columns_that_the_model_does_not_take_are_named_once(model, tmp_path):
     paths = [write_csv(tmp_path / "a.csv"), write_csv(tmp_path / "b.csv")]
     _, notes = asked(model, paths, tmp_path / "out.jsonl")
-    assert notes == ["not read, because the model does not use them: id"]
+    assert notes == ["ignoring columns that the model does not use: id"]
     found = read(tmp_path / "out.jsonl")
     assert [(row["file"], row["row"]) for row in found] == [
         (name, row) for name in ("a.csv", "b.csv") for row in (1, 2, 3, 4)
@@ -254,7 +254,7 @@ def test_a_damaged_model_is_refused_before_it_is_asked(tmp_path):
         asked(model, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
     other = storage.uri_of(tmp_path / "other")
     storage.publish(tmp_path / "m-source", other, kind="checkpoint")
-    with pytest.raises(UserError, match="is a checkpoint, not a model"):
+    with pytest.raises(UserError, match="is of kind 'checkpoint', not 'model'"):
         asked(other, [tmp_path / "in.csv"], tmp_path / "out.csv")
 
 
@@ -263,7 +263,7 @@ def test_a_model_that_does_not_say_how_it_is_read_is_refused(tmp_path):
     del fields["reads"]
     old = storage.uri_of(tmp_path / "old")
     storage.publish(tmp_path / "m-source", old, kind="model", fields=fields)
-    with pytest.raises(UserError, match=r"exported by an earlier version .*: export it again$"):
+    with pytest.raises(UserError, match=r"exported by an earlier version.*; export it again$"):
         asked(old, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
 
 

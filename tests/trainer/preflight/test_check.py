@@ -65,7 +65,7 @@ def test_a_source_that_does_not_answer_is_a_note(tmp_path, tried, monkeypatch):
 
     monkeypatch.setattr(listing, "list_source", fail)
     config = configured(tmp_path)
-    assert check(config).notes == ("the source is not checked: no answer",)
+    assert check(config).notes == ("data.source was not checked: no answer",)
     assert not tried
 
 
@@ -76,7 +76,7 @@ def test_a_source_of_other_machines_may_be_out_of_reach(monkeypatch):
     monkeypatch.setattr(listing, "list_source", fail)
     data = DataConfig(source="s3://bucket/t.csv")
     assert require_source(data, is_remote=True) == (
-        "the source is not checked: no keys for s3://bucket",
+        "data.source was not checked: no keys for s3://bucket",
     )
     with pytest.raises(ConfigError, match="no keys"):
         require_source(data)
@@ -88,7 +88,7 @@ def test_what_is_not_known_of_a_model_is_a_note(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fitting, "try_fit", fail)
     assert check(configured(tmp_path)).notes == (
-        "it is unknown whether model and dataset fit: no answer after 90 s",
+        "cannot check whether the model fits the dataset: no answer after 90 s",
     )
 
 

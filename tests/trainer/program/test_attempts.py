@@ -60,7 +60,7 @@ def test_a_worker_that_starts_again_ends_the_attempt(job):
     second = Attempts(job, LEADER, [OTHER]).lead("b", wait)
     assert second.number == first.number + 1
     assert rejoin(late).checkpoint == "b"
-    with pytest.raises(ClusterLostError, match="a new attempt starts"):
+    with pytest.raises(ClusterLostError, match="a new attempt has begun"):
         worker.check()
 
 

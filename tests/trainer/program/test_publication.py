@@ -184,7 +184,7 @@ def test_one_that_changes_meanwhile_is_dropped(job, folders, monkeypatch):
         return found
 
     monkeypatch.setattr(storage, "publish", slow)
-    with pytest.raises(UserError, match="another process writes there"):
+    with pytest.raises(UserError, match="another process still writes there"):
         finish(publisher)
     assert published_steps(job) == []
     monkeypatch.undo()

@@ -77,6 +77,6 @@ def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, store):
     assert child.wait(30) == INTERRUPTED
     thread.join(30)
     said = end.read_text()
-    assert "asked; interrupted; the last checkpoint is not published, but is in " in said
+    assert "asked; interrupted; the last checkpoint was not published and exists only in " in said
     assert "the object store does not respond" in said
     assert json.dumps(said).count("\\n") == 1

@@ -202,7 +202,7 @@ def test_no_evaluation_there(tmp_path: Path) -> None:
 
 def test_something_else_than_an_evaluation(tmp_path: Path) -> None:
     uri = evaluated(tmp_path, MEASURED, kind="dataset")
-    with pytest.raises(UserError, match="is a dataset, not an evaluation"):
+    with pytest.raises(UserError, match="is of kind 'dataset'; pass the URI of an evaluation"):
         gate.check(Config(), uri, "file:///x")
 
 
@@ -476,7 +476,7 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
     [
         (
             {"metrics": {"accuracy": None}},
-            "The accuracy of a constant prediction is unknown, so a margin of 5%",
+            "The accuracy of a constant prediction is unknown, so 5% of the champion's",
         ),
         ({"metrics": {"accuracy": 0.96}}, "The champion is not better than a constant, so 5%"),
     ],

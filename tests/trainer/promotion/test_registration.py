@@ -267,7 +267,7 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Ru
         ({"labels": None}, "labels.txt has 0 lines, but there are 10 labels"),
         (
             {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
-            "difference of the exported keras from the checkpoint is 1; it must be at most 0.5",
+            "exported keras model and the checkpoint is 1; it must be at most 0.5",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
     worse = {**PARITY["formats"]["tflite_int8"], "lost": 0.065}
     parity = {**PARITY, "formats": {"tflite_int8": worse}}
     reason = refused(run.register(run.exported(1, parity=parity)))
-    assert "exported tflite_int8 from the checkpoint is 0.065" in reason
+    assert "exported tflite_int8 model and the checkpoint is 0.065" in reason
 
 
 @pytest.mark.parametrize(
@@ -311,13 +311,13 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         (
             {**BINARY, "positive": "yes"},
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
-            "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
+            "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or",
         ),
         # Earlier versions always used the second class as the positive one.
         (
             BINARY,
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
-            "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
+            "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or",
         ),
         (
             {"num_labels": 2, "labels": ["no", "yes"]},
@@ -381,7 +381,7 @@ def test_a_truncated_export_is_found(run: Run) -> None:
 def test_something_else_at_its_place_is_named(run: Run) -> None:
     model = run.exported(1)
     storage.publish(run.folder / "empty-1", f"{model}-registration-0", kind="other")
-    with pytest.raises(UserError, match="is a other, not a registration"):
+    with pytest.raises(UserError, match="is of kind 'other', not 'registration'"):
         run.register(model)
 
 

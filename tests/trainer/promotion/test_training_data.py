@@ -165,7 +165,7 @@ def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
     trained.end(root, "first", "promoted")
     (mark,) = (storage.local_path(root) or Path()).rglob("finished/*.json")
     mark.write_text("[")
-    with pytest.raises(Corrupt, match="is damaged: delete it, and the run trains again"):
+    with pytest.raises(Corrupt, match="is damaged; delete it, and start the run again"):
         trained.find_finished(config, root)
 
 

@@ -176,6 +176,6 @@ def test_notes_say_what_no_rule_refuses() -> None:
         "reaches accuracy 0.980, and this model 0.970.",
         "The model was trained on 3 of the 360 test examples.",
         "The champion was trained on 12 of the 360 test examples.",
-        "Too few test examples to say whether the model has lost a class: c0 (0), c1 (1), c2 (2), "
-        "c3 (3), c4 (4) and 2 more.",
+        "Too few test examples to tell whether recall is lower for these classes: c0 (0), c1 (1), "
+        "c2 (2), c3 (3), c4 (4) and 2 more.",
     ]

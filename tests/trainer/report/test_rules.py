@@ -89,8 +89,8 @@ ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
         (
             {"metric": "difference of tflite", "value": 0.065, "threshold": 0.01, "bound": "max",
              "key": "its tolerance"},
-            "The largest difference of the exported tflite from the checkpoint is 0.065; it "
-            "must be at most 0.01 (its tolerance).",
+            "The largest difference between the exported tflite model and the checkpoint is 0.065; "
+            "it must be at most 0.01 (its tolerance).",
         ),
         (
             {"metric": "megabytes", "value": 12.34567, "threshold": 9.0, "bound": "max",

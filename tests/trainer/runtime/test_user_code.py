@@ -73,10 +73,10 @@ def test_a_child_of_a_child_keeps_the_folder(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("flotilla.models", "flotilla is a module of Flotilla itself; rename yours"),
-        ("queue", "queue is a module of Python itself; rename yours"),
-        ("models", "it must be in /own or on PYTHONPATH"),
-        ("blocks", "install it, or it must be in /own or on PYTHONPATH"),
+        ("flotilla.models", "Flotilla has a module with the name flotilla; rename your module"),
+        ("queue", "Python has a module with the name queue; rename your module"),
+        ("models", "put it in /own or on PYTHONPATH"),
+        ("blocks", "install it, or put it in /own or on PYTHONPATH"),
     ],
 )
 def test_what_to_do_about_a_module_that_is_not_found(monkeypatch, name, expected):

@@ -357,7 +357,7 @@ def test_past_the_deadline_there_is_one_line(
             action()
         line = str(error.value)
         assert "has not been available for 0.3 s" in line
-        assert "try again when the store responds" in line
+        assert "try again when it responds" in line
         assert uri in line
         assert "\n" not in line
     bucket.plan.clear()

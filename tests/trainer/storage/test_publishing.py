@@ -126,7 +126,7 @@ def test_what_a_dead_writer_left_is_replaced(
 def test_a_parent_of_published_directories_is_not_replaced(make: Make, place: Place) -> None:
     inner = storage.join(place.root, "runs", "one")
     storage.publish(make(), inner, kind="x")
-    with pytest.raises(UserError, match=r"one.* is published below it"):
+    with pytest.raises(UserError, match=r"one, which is below it, is already published"):
         storage.publish(make(), storage.join(place.root, "runs"), kind="x")
     assert storage.verify(inner)
 

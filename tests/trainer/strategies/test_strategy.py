@@ -257,7 +257,7 @@ def test_a_users_own(own):
         ("{own}:Unrelated", "'{own}:Unrelated' is not a subclass of Strategy"),
         (
             "{own}:Former",
-            "'{own}:Former' sets spares_workers; instead, set capabilities = Capabilities(",
+            "'{own}:Former' sets spares_workers, which is no longer supported; set capabilities",
         ),
         ("{own}:Half", "'{own}:Half' does not define global_step, learning_rate, variables"),
     ],

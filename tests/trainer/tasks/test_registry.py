@@ -183,10 +183,10 @@ def test_each_of_several_labels_has_its_own_positive_class():
     ("config", "words"),
     [
         ({"positive": "yse"}, "task.positive: 'label' has no class 'yse'; did you mean 'yes'?"),
-        ({"positive": "1.5"}, "has no class '1.5' (the classes are 'no' and 'yes'); if the"),
+        ({"positive": "1.5"}, "has no class '1.5' (the classes are 'no' and 'yes'); if you"),
         (
             {"positive": "yes", "name": "classification"},
-            "task.positive: classification of 'label' has no positive class: leave the key empty",
+            "task.positive: classification of 'label' has no positive class; leave the key empty",
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_disk_that_takes_no_more_ends_the_pictures_and_not_the_run(tmp_path, c
             board.add({"global_step": step, "loss": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caplog.text.count("metrics for TensorBoard are no longer written: ") == 1
+    assert caplog.text.count("no longer writing metrics for TensorBoard: ") == 1
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
@@ -139,4 +139,4 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
     board = TensorBoardLog(tmp_path / "logs", "digits-1")
     board.add(ROWS[0])
     board.add(ROWS[1])
-    assert caplog.text.count("metrics for TensorBoard are no longer written: ") == 1
+    assert caplog.text.count("no longer writing metrics for TensorBoard: ") == 1

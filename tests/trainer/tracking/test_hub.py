@@ -230,7 +230,9 @@ def test_a_version_of_another_registry_is_left_as_it_is(server):
     address, store = server
     Hub(address).announce(MODEL)
     other = replace(MODEL, uri="gs://elsewhere/000003")
-    with pytest.raises(UserError, match="has another my_model, version 3, at s3://models"):
+    with pytest.raises(
+        UserError, match="already has version 3 of my_model, with the URI s3://models"
+    ):
         Hub(address).announce(other)
     (artifact,) = store.kinds["artifacts"].values()
     assert artifact["uri"] == MODEL.uri
@@ -243,7 +245,7 @@ def test_a_version_of_another_registry_is_left_as_it_is(server):
         ((401, {"code": "Unauthorized", "message": "no token"}), "401 no token"),
         ((200, b"<html>hello</html>"), "not a JSON object"),
         ((200, b"[1, 2]"), "not a JSON object"),
-        ((200, {"items": 3}), "an invalid list of registered_models"),
+        ((200, {"items": 3}), "its list of registered_models is invalid"),
         ((302, b""), "302"),
     ],
 )

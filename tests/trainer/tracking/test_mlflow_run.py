@@ -288,7 +288,7 @@ def test_a_server_that_is_away_is_one_warning_and_the_promotion_holds(monkeypatc
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     promotions.announce(promoted("s3://models/1", 1), "http://127.0.0.1:1")
     lines = [each.getMessage() for each in caplog.records if each.name == promotions.log.name]
-    assert [line.partition(" was not informed")[0] for line in lines] == [
-        "MLflow", "the model registry",
+    assert [line.partition(" that version")[0] for line in lines] == [
+        "cannot tell MLflow", "cannot tell the model registry",
     ]  # fmt: skip
     assert all("; the promotion is valid, and the next run" in line for line in lines)

@@ -118,7 +118,7 @@ def test_a_value_is_converted_as_one_of_a_file(load, kind, dtype, values):
         (entry("a", "int", "int64"), "1,5", "'1,5' is not a number"),
         (entry("a", "bool", "bool"), "maybe", "'maybe' is not a number"),
         (entry("a", "time", "float64"), "long ago", "'long ago' is not a time"),
-        (entry("a", "class", "int64", labels=["x"]), "z", "'z' is none of the classes"),
+        (entry("a", "class", "int64", labels=["x"]), "z", "'z' is not one of the classes"),
         (entry("a", "", "float32", shape=[2]), [1, 2, 3], "has the shape [3], not [2]"),
     ],
 )

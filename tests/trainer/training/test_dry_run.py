@@ -308,7 +308,7 @@ def test_examples_have_the_form_of_the_dataset(tmp_path):
         ("logs", "its loss on a few examples is nan: look for a logarithm, a root or a norm "),
         ("roots", "the gradient of dense/kernel on a few examples is not finite, although "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
-        ("silent", "its train_step returns no loss, but d_loss"),
+        ("silent", "its train_step must return a loss, but it returns d_loss"),
         ("broken", "a step on a few examples failed: AttributeError: "),
         ("eager", "a step on a few examples failed: "),
         ("other_loss", "its loss does not fit labels and outputs: "),

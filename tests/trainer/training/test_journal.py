@@ -67,7 +67,7 @@ def test_a_table_without_a_row_at_the_end_is_named_once(checkpoints, monkeypatch
     assert said == [
         events.TableEmpty(
             table="seldom",
-            why="training turned ids away 30 times: lower min_count, or train longer",
+            why="30 lookups found no row for their id: lower min_count, or train longer",
         ),
         events.TableEmpty(
             table="frozen", why="it was frozen, or training never looked up an id in it"

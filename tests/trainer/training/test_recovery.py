@@ -158,7 +158,7 @@ def test_what_is_configured_and_the_strategy_decide(begin, tree, strategy, why):
         ({"whole": ()}, "the chief was assigning values"),
         ({"held": (0, 2, 0), "lost": (1,)}, "no other server holds variables"),
         ({"saved": 500}, "a checkpoint that was published before no longer exists"),
-        ({"reached": 399}, "the newest checkpoint is newer"),
+        ({"reached": 399}, "the newest checkpoint is newer than the variables on the servers"),
         ({"reached": -1}, "no running server has the global step"),
         ({"found": None}, "no checkpoint is published"),
     ],
@@ -172,7 +172,7 @@ def test_where_it_is_not_possible_all_go_back(begin, given, why):
 
 def test_near_the_end_all_go_back_so_that_no_server_ends_behind(begin):
     near = {"reached": 1000}
-    assert "fewer steps remain than" in begin(**near).why
+    assert "too few steps remain to repeat the lost updates" in begin(**near).why
     assert begin({"cluster": {"recovery": "partial"}}, **near).why == ""
     assert begin(**near, lost=()).why == ""
 

@@ -149,9 +149,12 @@ BROKEN = {
     ),
     "metric that does not add up": (
         {"metrics": gives([Largest()])},
-        "if the states of two parts of them are added; a state must be a sum over the",
+        "but adding the states of two parts of them gives",
     ),
-    "no columns": ({"answers": answered()}, "answers() must return tensors by column"),
+    "no columns": (
+        {"answers": answered()},
+        "answers() must return a mapping from column names to tensors",
+    ),
     "answers in numpy": (
         {"answers": answered(prediction=lambda outputs: outputs.numpy())},
         "answers() failed: AttributeError: ",
@@ -162,7 +165,7 @@ BROKEN = {
     ),
     "rounded answers": (
         {"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
-        "outputs_of(answers(outputs)) does not give the same predictions as the outputs, so a",
+        "outputs_of(answers(outputs)) must give the same predictions as the outputs, because a",
     ),
     "answers that are not read": (
         {"answers": answered(price=lambda outputs: outputs[:, 0])},
@@ -170,7 +173,7 @@ BROKEN = {
     ),
     "cells": (
         {"described": gives({"true": 1.0})},
-        "described() has no label and no predicted",
+        "the result of described() lacks label and predicted",
     ),
     "cells of numpy": (
         {"described": gives({"label": np.float32(1), "predicted": 0.0})},
@@ -183,7 +186,7 @@ BROKEN = {
     ),
     "a chart": (
         {"details": gives({"charts": [{"title": "a", "x": "b", "y": "c"}]})},
-        "details(): one of charts has no series",
+        "details(): an entry of charts lacks series",
     ),
     "a metric of details": (
         {"details": gives({"metrics": {"r2": 0.5}})},

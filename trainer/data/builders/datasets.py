@@ -51,16 +51,14 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     try:
         found = make(**given, **config.builder_args)
         if config.version and is_folder(found) and str(found.version) != config.version:
-            raise ConfigError(
-                f"data.version: there is no version {config.version!r} of {config.dataset}; set it "
-                f"to {found.version}"
-            )
+            only = f"{config.dataset} has only version {found.version}; set it to that"
+            raise ConfigError(f"data.version: {config.version}: {only}")
         return found
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
-            f"data.dataset: there is no dataset {name!r} in TFDS{nearest(name, known)}; name your "
-            "own builder as package.module:Builder"
+            f"data.dataset: TFDS has no dataset {name!r}{nearest(name, known)}; for your own "
+            "builder, set data.dataset to package.module:Builder"
         ) from error
     except ConfigError:
         raise

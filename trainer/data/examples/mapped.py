@@ -176,9 +176,7 @@ class MappedSource(Source):
         return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
     def _refuse(self, row: _Row, what: str) -> None:
-        error = UnsuitableError(
-            f"must return the same names for every row, but returns {what} here"
-        )
+        error = UnsuitableError(f"must return the same names for every row, but returned {what}")
         raise self._make_error(error, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:

@@ -284,9 +284,7 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
         if not first and ending in (".zip", ".tar", ".tgz", ".7z", ".rar"):
             raise UserError(f"data.source: {files[0].path} is an archive; extract it")
         several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
-        found = (
-            f"files of several formats, {several}" if first else f"names such as {files[0].path!r}"
-        )
+        found = f"several formats, {several}" if first else f"names such as {files[0].path!r}"
         raise ConfigError(
             f"data.format: {config.source} has {found}; set data.format to one of "
             f"{', '.join(FORMATS)}"

@@ -192,9 +192,7 @@ def require_reachable(config: DataConfig, root: str) -> None:
         return
     workers = f"data.runner: the workers of {name} cannot reach"
     if storage.local_path(root):
-        raise ConfigError(
-            f"{workers} {root}; set storage.root to a URI of a bucket, or leave --runner out"
-        )
+        raise ConfigError(f"{workers} {root}; set storage.root to a bucket, or leave --runner out")
     named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]
     for place in filter(None, [config.source, *named]):
         if "://" not in place or place.startswith("file:"):

@@ -198,7 +198,7 @@ def test_an_error_names_the_example_and_the_line():
     [
         ("turns_into_text", "returns 'x' as string, but the first examples as float32"),
         ("grows", "returns 'x' with shape (3,), but the first examples with shape (2,);"),
-        ("loses_one", "but returns no 'y' here"),
+        ("loses_one", "but returned no 'y'"),
         ("whole_then_broken", ""),
     ],
 )
@@ -233,7 +233,7 @@ def test_what_is_no_example(function, what):
     ("name", "what"),
     [
         (f"{HERE}:tokenz", "has no function 'tokenz'; did you mean 'tokens'?"),
-        (f"{HERE}:NUMBER", "NUMBER has the type int, so it is not a function"),
+        (f"{HERE}:NUMBER", "NUMBER is of type int; give the name of a function"),
         (f"{HERE}", "is not a function; write package.module:function"),
         ("no_such_module:f", "cannot import no_such_module"),
     ],

@@ -403,10 +403,7 @@ class _Quotes:
         return False
 
     def _has_plain_quotes(self, lines: bytes) -> bool:
-        """Return whether quotes are only around whole values, without newlines or quotes in them.
-
-        This is ten times faster than a regular expression.
-        """
+        """Return whether quotes are only around values that have no quotes and newlines."""
         text = np.frombuffer(b"\n" + lines + b"\n", np.uint8)
         is_quote = text == ord(self._quote)
         marks = np.flatnonzero(is_quote | (text == ord("\n")) | (text == ord("\r")))
