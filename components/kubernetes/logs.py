@@ -36,6 +36,11 @@ _TRAINING_EVENTS = (
     events.CheckpointPassedOver,
     events.ServersLost,
     events.Validation,
+    events.Stalled,
+    events.LauncherUnwatched,
+    events.MetricsUnserved,
+    events.LeaseAwaited,
+    events.TableEmpty,
     events.UserCodeFailed,
 )
 

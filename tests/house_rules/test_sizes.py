@@ -22,7 +22,7 @@ FOLDER_LIMITS = {"components": 20}
 BUDGETS = {
     "components": 1788,
     "components/jobset": 283,
-    "components/kubernetes": 5182,
+    "components/kubernetes": 5187,
     "components/records": 1340,
     "components/sweeps": 282,
     "components/tfjob": 231,

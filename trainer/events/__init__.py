@@ -283,7 +283,7 @@ class MetricsUnserved(Event):
 
 
 class LauncherUnwatched(Event):
-    """The leading task cannot watch the launcher, so the job continues if the launcher dies."""
+    """The job continues if its launcher dies, because the leading task cannot watch it."""
 
     reason: str
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from flotilla.components.kubernetes import logs
 from flotilla.components.kubernetes.api.client import Api, connect
-from flotilla.components.kubernetes.logs import LogPosition, Logs
+from flotilla.components.kubernetes.logs import EventRelay, LogPosition, Logs
 from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.trainer import events
 from flotilla.trainer.config.topology import Task
 from tests.components.kubernetes.attempts import job_of, settings
 from tests.kubernetes import pods
@@ -121,3 +122,12 @@ def test_a_follower_ends_when_its_pod_is_deleted(kube, read):
     followed.drain(10)
     assert lines == ["ps-0 hello"]
     assert followed.tail(Task(role="ps", index=0)) == ["hello"]
+
+
+def test_what_holds_up_training_is_a_line_of_the_step(caplog):
+    relay = EventRelay(lambda: None, lambda _step: None)
+    with caplog.at_level("INFO"):
+        relay.take(events.Stalled(tasks=("worker-0",), seconds=120.0))
+        relay.take(events.LauncherUnwatched(reason="leases is forbidden"))
+    assert "no progress for 2 min 00 s: no response from worker-0" in caplog.text
+    assert "the job continues if its launcher dies" in caplog.text
