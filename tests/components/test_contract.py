@@ -84,7 +84,9 @@ def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled
     theirs = (
         "Flotilla 0.9.7 (steps 0123456789ab)" if compiled_by else "an unknown version of Flotilla"
     )
-    assert line.startswith(f"the pipeline was compiled by {theirs}, but the image has Flotilla ")
+    assert line.startswith(
+        f"the pipeline was compiled by {theirs}, but the image contains Flotilla "
+    )
     assert f"(steps {contract.mark().partition(' ')[2]})" in line
     assert "flotilla upload" in line
 

@@ -333,7 +333,7 @@ def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
     assert ended.returncode != 0
     [line] = [line for line in ended.stdout.splitlines() if "flotilla: resolve_config: " in line]
     theirs = f"Flotilla {mark.replace(' ', ' (steps ')})"
-    assert f"the pipeline was compiled by {theirs}, but the image has " in line
+    assert f"the pipeline was compiled by {theirs}, but the image contains " in line
     # The errors contain frames of KFP; the step's output does not.
     assert "Traceback" not in ended.stdout
 

@@ -461,7 +461,7 @@ def test_a_version_is_guessed_among_the_newest(instance, remote):
     answer = remote("submit", "--version", "relaese-39")
     assert (answer.code, "did you mean 'release-39'?" in answer.err) == (2, True)
     answer = remote("submit", "--version", "zzz")
-    assert (answer.code, "newest: release-39" in answer.err) == (2, True)
+    assert (answer.code, "the newest is release-39" in answer.err) == (2, True)
     assert all("page_size=100" not in each for each in instance.asked("GET .*/versions"))
 
 

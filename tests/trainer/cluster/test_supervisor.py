@@ -89,7 +89,7 @@ def test_an_evaluator_that_logs_evaluations_is_awaited(job, monkeypatch, sizes, 
     evaluator.log_bytes.side_effect = sizes
     Supervisor(job, Scripted(job, CHIEF, "exit 0"), [], evaluator).run()
     assert evaluator.log_bytes.call_count == waits + 1
-    evaluator.give_up.assert_called_once_with("no evaluation for 0 s")
+    evaluator.give_up.assert_called_once_with("no checkpoint was evaluated for 0 s")
 
 
 MB = 1 << 20

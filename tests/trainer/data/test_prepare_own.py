@@ -128,7 +128,7 @@ def test_test_is_drawn_where_the_builder_has_none(prepared, contents):
 
 def test_test_cannot_be_drawn_without_validation(prepared, scratch):
     message = refusal(prepared, "TrainOnly", validation=0)
-    assert message.startswith("data.validation: 0")
+    assert message.startswith("data.validation is 0")
     assert "has no test split" in message
     assert list(scratch.iterdir()) == []
 
@@ -231,9 +231,9 @@ def test_a_kept_dataset_that_is_damaged(prepared, kept, name):
     (path,) = kept.rglob("*-train.tfrecord-*")
     whole = path.read_bytes()
     harms = {
-        "40 examples too few|only 0 element": b"",
+        "40 examples fewer than|only 0 element": b"",
         "truncated": whole[:-7],
-        "examples too many|at least 41": whole * 2,
+        "examples more than|at least 41": whole * 2,
         "No such file": None,
     }
     place = f"the split 'train' of tests.trainer.data.made_builders:{name} in {path.parent}"

@@ -109,7 +109,7 @@ def test_the_draw_never_changes():
         ({"train": 10, "test": 1}, {"validation": 5000}, ["5000 of the 10", "smaller"]),
         ({"train": 1, "test": 1}, {"validation": 0.1}, ["1 of the 1"]),
         ({"train": 10}, {"validation": 5}, ["validation and test", "10 of the 10"]),
-        ({"train": 10}, {"validation": 0}, ["data.validation: 0", "no test split", "0.1"]),
+        ({"train": 10}, {"validation": 0}, ["data.validation is 0", "no test split", "0.1"]),
     ],
 )
 def test_what_cannot_be_split_is_refused(sizes, options, words):

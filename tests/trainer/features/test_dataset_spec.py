@@ -127,13 +127,13 @@ def test_an_evaluation_is_sliced_by_the_label_first_and_once():
         ),
         (
             {"gate": {"min": {"accuracy@writer=a": 0.5}}},
-            "gate.min.accuracy@writer=a: there is no slice by 'writer' (sliced by: digit); name it "
-            "in evaluation.slices",
+            "gate.min.accuracy@writer=a: there is no slice by 'writer' (sliced by: digit); add it "
+            "to evaluation.slices",
         ),
         (
             {"gate": {"max": {"loss@digt": 0.5}}},
             "gate.max.loss@digt: there is no slice by 'digt'; did you mean 'digit'? (sliced by: "
-            "digit); name it in evaluation.slices",
+            "digit); add it to evaluation.slices",
         ),
     ],
 )

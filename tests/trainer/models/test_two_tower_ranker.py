@@ -216,7 +216,7 @@ def test_it_learns_what_is_clicked_and_what_is_found():
         ({"tables": {**TABLES, "item": {"capacity": 0}}}, "tables.item.capacity: 0 is not allowed"),
         (
             {"tables": {**TABLES, "item": {"rows": 5}}},
-            "tables.item: {'rows': 5} is not allowed; giv",
+            "tables.item: {'rows': 5} has no capacity; wri",
         ),
         ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
         (
@@ -249,7 +249,10 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
     ("spec", "line"),
     [
         (spec_of(dtype="float32"), "tables.user: ids must be 64-bit whole numbers or strings"),
-        (spec_of(shape=(2,)), "it needs one value of 'user', which is int64 of shape (2,)"),
+        (
+            spec_of(shape=(2,)),
+            "it needs one value of 'user' per example, but it is int64 of shape (2,)",
+        ),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
             "it needs several inputs; set data.inputs: [user, item, shown]",

@@ -123,7 +123,7 @@ def test_a_section_made_by_code_is_checked_too():
 
 def test_a_placeholder_of_the_platform_is_refused():
     for value in ("{{$.inputs.parameters['x']}}", "{{channel:task=a;name=b}}", "{{workflow.name}}"):
-        with pytest.raises(ConfigError, match=r"^data\.manual_dir: .* placeholder.*\Z"):
+        with pytest.raises(ConfigError, match=r"^data\.manual_dir: .* contains '{{'.*\Z"):
             parse_config({"data": {"manual_dir": f"/a/{value}"}})
 
 

@@ -403,7 +403,9 @@ def test_one_process_makes_one_update_of_several_batches():
 def test_a_strategy_of_ones_own_that_makes_its_updates_itself_refuses(training):
     own = f"{Plain.__module__}:{Plain.__name__}"
     config = parse_config({"training": {"strategy": own, **training}})
-    with pytest.raises(ConfigError, match=f"training.{next(iter(training))}: '{own}' makes its"):
+    with pytest.raises(
+        ConfigError, match=f"training.{next(iter(training))}: '{own}' is not derived"
+    ):
         create(config, NOBODY, CHIEF)
 
 

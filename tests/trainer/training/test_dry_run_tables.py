@@ -106,7 +106,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ({"gate": {"min": {"pr_auc": 0.1}}}, "gate.min.pr_auc: binary_classification and the "),
         (
             {"gate": {"champion": {"metric": "f1", "better": "lower"}}},
-            "gate.champion.better: f1 is better when higher; leave it out",
+            "gate.champion.better: f1 is better when higher; leave the key out",
         ),
         (
             {"evaluation": {"slices": ["aeg"]}},

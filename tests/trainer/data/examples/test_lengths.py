@@ -202,7 +202,7 @@ def test_the_longest(sentences):
     [
         ({**SHAPES, "points": (0, 0)}, "only the first size of a sequence may be 0"),
         ({**SHAPES, "points": (4, 0)}, "only the first size"),
-        ({**SHAPES, "points": (0, 3)}, r"it may be \[0, 2\]"),
+        ({**SHAPES, "points": (0, 3)}, r"set it to \[0, 2\]"),
         ({**SHAPES, "number": (0,)}, "is a single value; leave it out"),
         ({**SHAPES, "tokenz": (0,)}, "there is no feature 'tokenz'"),
     ],

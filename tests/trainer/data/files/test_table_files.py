@@ -190,8 +190,8 @@ def test_types_that_differ_between_files(
         return
     with pytest.raises(UserError) as refused:
         opened(tmp_path)
-    assert f"the column 'x' contains {said}" in str(refused.value)
-    assert "in 2.parquet, row 1; use one type, or set data.types: {x: text}" in str(refused.value)
+    assert f"the column 'x' has different types ({said}" in str(refused.value)
+    assert "in 2.parquet, row 1); use one type, or set data.types: {x: text}" in str(refused.value)
 
 
 def test_numbers_in_one_csv_and_texts_in_another(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_numbers_in_one_csv_and_texts_in_another(tmp_path: Path) -> None:
     write(tmp_path, a_dot_csv=rows(), b_dot_csv="x,c,z,label\n" + lines)
     (tmp_path / "a.csv").write_text("x,c,z,label\n" + lines.replace(",t", ","))
     with pytest.raises(
-        UserError, match=r"'z' contains numbers in a\.csv, row 2 and texts in b\.csv"
+        UserError, match=r"'z' has different types \(numbers in a\.csv, row 2 and texts in b\.csv"
     ):
         opened(tmp_path)
     assert opened(tmp_path, types={"z": "text"})[0].specs["z"].dtype == "string"

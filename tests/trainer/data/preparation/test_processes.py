@@ -96,7 +96,7 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
 def test_a_process_that_ends_before_it_reads_its_request_is_an_error(prepared, source, monkeypatch):
     monkeypatch.setattr(processes, "_COMMAND", "raise SystemExit(3)")
     source.padding = "x" * 1_000_000
-    with pytest.raises(UserError, match=r"part 0 ended unexpectedly \(exit code 3"):
+    with pytest.raises(UserError, match=r"part \d ended unexpectedly \(exit code 3"):
         prepared(source, processes=2)
 
 
