@@ -115,7 +115,7 @@ def _explain_loss(client: Client, run: RemoteRun) -> str:
         return ""
     if is_scheduled:
         return f"its schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
-    is_gone = not any(each is None for each in logs)
+    is_gone = bool(logs) and not any(each is None for each in logs)
     return f"its pods are gone; unless it ends within minutes, {WORKFLOW_GONE}" if is_gone else ""
 
 
