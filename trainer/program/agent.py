@@ -414,17 +414,25 @@ class Agent:
 
     def _look(self) -> None:
         if self._metrics and self._publisher:
-            for line, when in self._file.read():
-                self._metrics.take(line, when)
+            self._read_lines(self._metrics)
             self._metrics.flush()
             self._metrics.save(self._folders.exchange)
-            self._publisher.look(self._metrics.step_at, self._metrics.newest)
+            self._publisher.look(self._step_at, self._metrics.newest)
+
+    def _read_lines(self, metrics: Metrics) -> None:
+        for line, when in self._file.read():
+            metrics.take(line, when)
+
+    def _step_at(self, when: float, number: int) -> int:
+        assert self._metrics
+        # A program reports a step and saves it, perhaps after the last lines were read.
+        self._read_lines(self._metrics)
+        return self._metrics.step_at(when, number)
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
         """Publish the last checkpoint. Return if training is complete, else raise like `train`."""
         if self._metrics:
-            for line, when in self._file.read():
-                self._metrics.take(line, when)
+            self._read_lines(self._metrics)
             self._metrics.flush()
         if end["is"] == "failed":
             raise ConfigError(str(end["message"]))

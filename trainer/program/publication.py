@@ -190,7 +190,9 @@ class Publisher:
         for folder in (self._folders.checkpoints, self._folders.model):
             layouts.require_readable(folder)
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
-        is_new = found is not None and self._digest(found) != self._read_known()
+        said = step_at(found.modified, found.number) if found else step_at(float("inf"), -1)
+        # Its step may have been reported after it was published.
+        is_new = found and (self._digest(found) != self._read_known() or said > self.step)
         model = self._folders.model if with_model else None
         if model and layouts.is_empty(model):
             model = None
@@ -198,7 +200,6 @@ class Publisher:
             return self.last
         if not is_new and not model and self.last:
             return self.last
-        said = step_at(found.modified, found.number) if found else step_at(float("inf"), -1)
         step = self._count(found, said) if is_new or not found else self.step
         self._publish(found, max(step, self.step), dict(metrics), model=model, is_last=True)
         return self.last

@@ -8,6 +8,9 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import History
 from flotilla.trainer.checkpoints.index import list_checkpoints
 from flotilla.trainer.cluster.lease import NoLease
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.program import layouts
+from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.program.metrics import Metrics
 from flotilla.trainer.program.publication import Publisher, fill, find_published
 from flotilla.trainer.program.task_folders import TaskFolders
@@ -63,6 +66,33 @@ def test_one_that_its_record_names_is_published_at_once_and_once(job, folders):
     save(folders, 9)
     finish(publisher)
     assert published_steps(job) == [5, 9]
+
+
+def test_the_last_one_is_published_again_if_its_step_was_reported_late(job, folders):
+    publisher = publisher_of(job, folders)
+    save(folders, 20)
+    publisher.look(lambda _when, _number: 0, {})
+    uri = publisher.finish(lambda _when, number: number, {}, with_model=False)
+    assert uri.endswith("step-00000020")
+    assert published_steps(job) == [0, 20]
+
+
+def test_a_step_that_is_reported_while_the_folder_is_searched_counts(job, folders, monkeypatch):
+    agent = Agent(job, Cluster(addresses={"chief": ("a:1",)}), Task(role="chief", index=0))
+    agent._publisher = publisher_of(job, folders)
+    agent._make_metrics()
+    folders.metrics.write_text('{"step": 0}\n')
+
+    def report_and_find(*args, find=layouts.find_newest):
+        with folders.metrics.open("a") as file:
+            file.write('{"step": 20}\n')
+        save(folders, 20)
+        return find(*args)
+
+    monkeypatch.setattr(layouts, "find_newest", report_and_find)
+    agent._look()
+    agent._publisher._uploads.flush()
+    assert published_steps(job) == [20]
 
 
 def test_another_layout_has_to_be_the_same_at_two_looks(job, folders):
