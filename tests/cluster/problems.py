@@ -14,7 +14,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2 as upstrea
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.blocks import complete, encode_blocks, parse_windows
+from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples.lengths import fill_batches
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
@@ -411,7 +411,8 @@ def sequences(batch_size: int = 8) -> Problem:
 
     def batches() -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices(blocks).repeat()
-        filled = fill_batches(spec, parse_windows(SEQUENCE_FEATURES, data, 2), (3, 6), batch_size)
+        windows = data.batch(2).map(lambda each: parse_blocks(SEQUENCE_FEATURES, each))
+        filled = fill_batches(spec, windows, (3, 6), batch_size)
         found = filled.rebatch(batch_size, drop_remainder=True)
         found = found.map(lambda each: complete(SEQUENCE_FEATURES, each))
         return found.map(lambda each: (each["tokens"], each["label"]))

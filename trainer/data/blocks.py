@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -274,13 +273,6 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
     padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))
     return tf.ensure_shape(padded, (None, *feature.shape))
-
-
-def parse_windows(
-    features: Mapping[str, FeatureSpec], blocks: tf.data.Dataset, count: int
-) -> tf.data.Dataset:
-    """Return windows of `count` blocks, in the order of the blocks."""
-    return blocks.batch(count).map(partial(parse_blocks, features))
 
 
 def permute_windows(

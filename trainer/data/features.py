@@ -248,7 +248,9 @@ def _encode_images(
     found = {
         name: image_spec(config.image)
         for name, leaf in leaves.items()
-        if leaf.is_encoded and name not in config.shapes and name not in roles.targets
+        if type(leaf.connector) is tfds.features.Image
+        and leaf.dtype == "uint8"
+        and name not in (*config.shapes, *roles.targets)
     }
     if not found:
         raise ConfigError(

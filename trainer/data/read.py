@@ -266,7 +266,8 @@ def _count_blocks(spec: DatasetSpec, most: int) -> int:
 
 def _parse(spec: DatasetSpec, names: Sequence[str], records: tf.data.Dataset) -> tf.data.Dataset:
     features = {name: spec.features[name] for name in names}
-    return blocks.parse_windows(features, records, _count_blocks(spec, blocks.IN_ORDER))
+    count = _count_blocks(spec, blocks.IN_ORDER)
+    return records.batch(count).map(partial(blocks.parse_blocks, features))
 
 
 def _batch(  # noqa: PLR0913

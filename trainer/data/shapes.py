@@ -65,11 +65,6 @@ class Leaf:
         return isinstance(self.element, tfds.features.Image) and len(self.shape) >= _IMAGE_RANK
 
     @property
-    def is_encoded(self) -> bool:
-        """Return whether TFDS stores it as one encoded image with 8 bits per channel."""
-        return type(self.connector) is tfds.features.Image and self.dtype == "uint8"
-
-    @property
     def classes(self) -> tuple[int, tuple[str, ...]]:
         """The number of classes of its values, and their names."""
         named = (tfds.features.ClassLabel, tfds.features.LabeledImage)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import DataConfig
@@ -51,8 +52,8 @@ class BuilderSource(Source):
         if datasets.is_folder(self._builder) or datasets.is_drawn(self._builder):
             return
         runner = self._config.runner
-        by_beam = runner.name == "beam" or datasets.uses_beam(self._builder)
-        options = pipeline_options(runner) if by_beam else None
+        is_beam = isinstance(self._builder, tfds.core.BeamBasedBuilder)
+        options = pipeline_options(runner) if is_beam or runner.name == "beam" else None
         download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:

@@ -77,11 +77,6 @@ def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
     return hasattr(found, "sizes") and hasattr(found, "columns")
 
 
-def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
-    """Return whether a builder generates its examples with Apache Beam."""
-    return isinstance(found, tfds.core.BeamBasedBuilder)
-
-
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
     """Return a digest of a folder builder's file names, sizes and times, or {} for others."""
     if not is_folder(found):

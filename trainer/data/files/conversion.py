@@ -138,21 +138,23 @@ def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
 
 
 def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
-    missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
-    if kind in NUMBERS_IN_WRITING:
-        values, wrong = written_numbers.numbers(kind, short, unit)
-        return Numbers(values, missing, wrong & ~missing)
-    if kind != "int":
+    if kind != "int" and kind not in NUMBERS_IN_WRITING:
         parse = {"bool": text_values.bools, "time": text_values.times}
-        values, bad = parse.get(kind, text_values.numbers)(short)
-        return _check_kind(kind, values, bad)
-    whole, wrong = text_values.ints(short)
-    left = wrong & ~missing
-    if left.any():
+        return _check_kind(kind, *parse.get(kind, text_values.numbers)(short))
+    values: NDArray[Any]
+    if kind == "int":
+        values, bad = text_values.ints(short)
+    else:
+        values, bad = written_numbers.numbers(kind, short, unit)
+    if not bad.any():
+        return Numbers(values, bad, bad)
+    missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
+    left = bad & ~missing
+    if kind == "int" and left.any():
         # 30.0 and 3e1 are whole numbers too.
         others = _check_kind(kind, *text_values.numbers(short.filter(pa.array(left))))
-        whole[left], wrong[left] = others.values, others.bad
-    return Numbers(whole, missing, wrong & ~missing)
+        values[left], left[left] = others.values, others.bad
+    return Numbers(values, missing, left)
 
 
 def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:

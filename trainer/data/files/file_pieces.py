@@ -215,7 +215,11 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
     A file whose name indicates that it is for prediction is left out if it has no label. A file
     whose name indicates answers is also left out if it lacks other columns.
     """
-    doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
+    doubtful = [
+        at
+        for at, file in enumerate(pieces.files)
+        if _find_split(file.path) not in ("", "train") or answers_only(file)
+    ]
     files, notes = list(pieces.files), list(pieces.notes)
     sure = next((at for at in range(len(files)) if at not in doubtful), None)
     if sure is not None and doubtful:
@@ -375,11 +379,6 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
         and not (has_tables and name.endswith(".txt"))
     ]
     return kept or list(files)
-
-
-def may_lack_label(file: Any) -> bool:
-    """Return whether a file's name suggests that it lacks a label, as a test file may."""
-    return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:

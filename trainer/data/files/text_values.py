@@ -43,7 +43,7 @@ NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
 # 007 is a code, not a number. Arrow would parse 0x10 as a number.
 _CODE = r"^[+-]?0[0-9xX]"
 # Arrow parses more notations of floats than `NUMBER` allows.
-_NOT_PLAIN = rf"[^0-9.eE+-]|[eE][+-]?\d{{5}}|{_CODE}"
+_NOT_PLAIN = rf"[^0-9.eE+\n-]|[eE][+-]?\d{{5}}|{_CODE}"
 WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+([eE]\d+)?$"
 BOOL = r"^(?i:true|false)$"
@@ -111,13 +111,21 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
     return pc.match_substring_regex(array, pattern)
 
 
+def _any_matches(array: pa.Array, pattern: str) -> bool:
+    """Return whether a string matches a pattern. One long string is searched twice as fast."""
+    given = array.drop_null().cast(pa.large_string())
+    newline = pa.scalar("\n", given.type)
+    lines = pc.binary_join(pa.ListArray.from_arrays([0, len(given)], given), newline)
+    return bool(matches(lines, f"(?m){pattern}")[0].as_py())
+
+
 def parse_plain(array: pa.Array) -> pa.Array | None:
     """Parse strings as int64 or float64, or return None unless all are numbers.
 
     This is the fast path for most columns. A few strings are tried first, because Arrow takes long
     to report strings that are not numbers.
     """
-    if not pc.any(matches(array, _NOT_PLAIN)).as_py():
+    if not _any_matches(array, _NOT_PLAIN):
         for kind in (pa.int64(), pa.float64()):
             with suppress(pa.ArrowInvalid):
                 pc.cast(array[:_HEAD], kind)
@@ -153,14 +161,17 @@ def _cast_floats(array: pa.Array) -> pa.Array | None:
         found = pc.cast(array, pa.float64())
     except pa.ArrowInvalid:
         return None
-    return None if pc.any(matches(array, _CODE)).as_py() else found
+    return None if _any_matches(array, _CODE) else found
 
 
 def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Parse trimmed strings as ints, and return a mask of those that are invalid or missing."""
+    plain = parse_plain(array)
+    if plain is not None and pa.types.is_int64(plain.type):
+        return plain.to_numpy(), np.zeros(len(array), np.bool_)
     right = matches(array, INT)
-    bare = pc.replace_substring_regex(array, r"^\+", "")
-    found = pc.cast(pc.if_else(right, bare, pa.scalar(None, array.type)), pa.int64())
+    known = pc.if_else(right, pc.ascii_ltrim(array, "+"), pa.scalar(None, array.type))
+    found = pc.cast(known, pa.int64())
     return _fill(found, 0), pc.invert(right).to_numpy(zero_copy_only=False)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +51,8 @@ def digest(values: Any) -> NDArray[np.uint64]:
     array = to_arrow(values)
     if pa.types.is_dictionary(array.type):
         places: NDArray[np.intp] = array.indices.to_numpy()
-        return digest(array.dictionary)[places]
+        texts = map(_digest_text, array.dictionary.to_pylist())
+        return np.frombuffer(b"".join(texts), "<u8")[places]
     if pa.types.is_large_list(array.type):
         return _digest_lists(array)
     if values_repeat(array):
@@ -122,15 +124,20 @@ def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uin
     return np.frombuffer(digests, "<u8")
 
 
+@lru_cache(maxsize=1 << 16)
+def _digest_text(text: bytes) -> bytes:
+    """Return the digest of a text that probably occurs again."""
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
 def _key(name: str, seed: int) -> np.uint64:
-    found = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(found, "little"))
+    return np.uint64(int.from_bytes(_digest_text(f"{seed}\0{name}".encode()), "little"))
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
     # Hash integers as floats, because missing values may turn a column of integers into floats.
     given = values.reshape(len(values), -1)
-    wide = given.astype(np.float64) + 0.0
+    wide = np.add(given, 0.0, dtype=np.float64)
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
     if given.dtype in (np.int64, np.uint64):
@@ -144,7 +151,10 @@ def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), which mixes all bits."""
-    found = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = found ^ (found >> np.uint64(31))
-    return mixed
+    # Arrays that are changed in place need fewer pages of new memory.
+    found: NDArray[np.uint64] = values ^ (values >> np.uint64(30))
+    found *= np.uint64(0xBF58476D1CE4E5B9)
+    found ^= found >> np.uint64(27)
+    found *= np.uint64(0x94D049BB133111EB)
+    found ^= found >> np.uint64(31)
+    return found
