@@ -1,7 +1,7 @@
 """Checks that a compiled pipeline matches the code in its image.
 
 The compiled YAML contains the source of each component, which calls code in the image. A digest of
-the component signatures and of `_REVISION`, but of nothing else, tells whether the two match.
+the component signatures and `_REVISION` shows whether the two match.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a pipeline with this mark matches this code. An empty mark does not."""
+    """Return whether a pipeline with this mark matches this code. An empty mark never does."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
@@ -62,9 +62,9 @@ def refuse(compiled_by: str) -> NoReturn:
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, but the image contains {own} with different "
-        "steps; upload the pipeline again with the Flotilla version of the image (`flotilla "
+        "steps; with the Flotilla version of the image, upload the pipeline again (`flotilla "
         "upload`) and recreate its schedules (`flotilla reschedule`), or set the run parameter "
-        "image to the image that the pipeline was compiled for"
+        "'image' to an image that matches the pipeline"
     )
 
 

@@ -55,8 +55,8 @@ def check(artifact: Any, uri: str) -> None:
     found = _read_descriptor(artifact)
     if found.uri != uri:
         raise UserError(
-            f"the artifact belongs to the {found.kind} {found.uri}, but the URI passed with it is "
-            f"{uri}: pass both from the same step"
+            f"the artifact describes the {found.kind} {found.uri}, but the step received the URI "
+            f"{uri}; pass the artifact and the URI from the same step"
         )
     if storage.read_manifest(uri).digest != found.digest:
         raise UserError(
@@ -71,7 +71,7 @@ def _read_descriptor(artifact: Any) -> Descriptor:
             return found
     raise UserError(
         f"the artifact {artifact.uri} does not describe the output of a step: pass the artifact "
-        "from the step that published the output, or only the URI"
+        "from the step that published the output, or pass only the URI"
     )
 
 
@@ -93,7 +93,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
         confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
     elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = (
-            f"the matrix has {len(labels)} classes, but only up to {MOST_CLASSES} can be shown"
+            f"the matrix has {len(labels)} classes, but the UI shows at most {MOST_CLASSES}"
         )
     else:
         # The UI identifies rows by name, so add the index to a name that several classes share.
@@ -111,7 +111,7 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
         false, true, thresholds = ([float(value) for value in each] for each in columns)
         roc.log_roc_curve(false, true, thresholds)
     else:
-        roc.metadata["left_out"] = "the evaluation has no curve"
+        roc.metadata["left_out"] = "the evaluation has no ROC curve"
     write(roc, roc.metadata)
 
 

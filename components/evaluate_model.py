@@ -52,8 +52,8 @@ def evaluate_model(
 def work(step: Step) -> str:
     """Return `blessed` or `refused`, and write the decision's URI to the file `decision_uri`.
 
-    If the run ends with training, there is no checkpoint, and the result is `trained`. This case is
-    handled here because a condition in the pipeline would cost every run one more pod.
+    If the run ends with training, there is no checkpoint, and the result is `trained`. The step
+    handles this case, because a condition in the pipeline would add a pod to every run.
     """
     if not step.checkpoint:
         Path(step.decision_uri).write_text("", encoding="utf-8")

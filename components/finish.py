@@ -75,7 +75,7 @@ def _report(step: Step, root: str, folder: Path) -> None:
 
 
 def _publish(uri: str, page: bytes, stays: Path | str) -> bool:
-    """Publish the report and return whether it worked. A failure must not fail a finished run."""
+    """Publish the report, and return whether this succeeded. A failure does not fail the run."""
     try:
         storage.write_bytes(uri, page)
     except storage.Unavailable as error:

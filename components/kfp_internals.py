@@ -109,7 +109,7 @@ def make_client_type() -> Any:
 
         @property
         def requests(self) -> Any:
-            """The sender of all requests, with `cookie`, `rest_client` and `configuration`."""
+            """The API client that sends all requests."""
             return self._healthz_api.api_client
 
     return OwnClient

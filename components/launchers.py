@@ -66,8 +66,8 @@ def require_shared(config: Config, root: str) -> None:
     if without:
         raise ConfigError(
             f"storage.root: {root} is a folder that the pods of {', '.join(without)} do not share; "
-            "set it to a bucket (storage.root=s3://BUCKET/FOLDER), or mount a shared volume at "
-            "this folder or a parent of it (cluster.kubernetes.pod.volumes)"
+            "use a bucket (storage.root=s3://BUCKET/FOLDER), or mount a shared volume at this "
+            "folder or at a parent folder (cluster.kubernetes.pod.volumes)"
         )
 
 

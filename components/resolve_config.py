@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """Arguments of the next stages. `is_unchanged`: whether an earlier run did the same work."""
+    """Arguments of the next stages. `is_unchanged` is true if an earlier run did the same work."""
 
     config: str
     root: str
@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """Replace the warm start `champion` with the champion's checkpoint, or with "" if none."""
+    """Replace the warm start `champion` with its checkpoint, or with "" if there is none."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:

@@ -30,7 +30,7 @@ _HOUR, _DAY = 3600, 24 * 3600
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """One stage.
+    """One stage of a step.
 
     Attributes:
         output: kind of directory that the stage publishes, and its name among the artifacts of a
@@ -49,7 +49,7 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """One step.
+    """One step of a pipeline.
 
     Attributes:
         name: name of the step's file and function.
@@ -57,7 +57,7 @@ class StepSpec:
         retries: how often each stage is retried in its pod after a transient failure, and how
             often a lost pod is replaced.
         is_light: whether the step needs little CPU and memory, regardless of the settings.
-        may_use_gpus: whether the step runs the model, for which GPUs may be used.
+        may_use_gpus: whether the step runs the model and may use GPUs for it.
         loads: module that does the computation and imports TensorFlow; empty if there is none.
         is_exit_step: whether the step runs at the end of every complete run, even after a failure.
     """
@@ -166,7 +166,7 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after `stage`, or of all if `stage` is not its own."""
+    """Return the names of a step's stages after `stage`, or of all if the step lacks `stage`."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
@@ -183,14 +183,14 @@ def name_step_of(stage: str) -> str:
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Return whether a stage with this result ends the run. An unknown stage does not."""
+    """Return whether a stage with this result ends the run. An unknown stage never does."""
     row = _find_stage(name)
     is_refused = bool(row and row.accepts and word != row.accepts)
     return row is WORKING[-1] or ends_well(name, word) or is_refused
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether this result of a stage ends the run well. An unknown stage does not."""
+    """Return whether a stage with this result ends the run successfully, before the last stage."""
     row = _find_stage(name)
     return bool(row and row.completes and word == row.completes)
 

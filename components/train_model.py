@@ -26,7 +26,7 @@ from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import training_data as trained
 
-_ENDS = "the program has finished training; program.after_training: stop skips the evaluation"
+_ENDS = "the program has finished training, and program.after_training=stop skips the evaluation"
 
 
 @component

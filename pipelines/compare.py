@@ -24,7 +24,7 @@ _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """A comparison of runs.
+    """The results and settings of several runs, side by side.
 
     Attributes:
         groups: the values of the runs, by group and name. A run without a value has None.
@@ -68,7 +68,7 @@ def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Co
 def _build_comparison(named: Sequence[str], place: str | Path) -> Comparison:
     runs, workdir = tuple(dict.fromkeys(named)), Path(place)
     if len(runs) < _FEWEST:
-        raise ConfigError("give at least two runs to compare")
+        raise ConfigError("compare needs at least two different runs; add a run")
     for run in runs:
         check_run_id(workdir, run)
     facts = [_facts(workdir, run) for run in runs]

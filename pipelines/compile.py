@@ -72,7 +72,7 @@ def compile_components(folder: Path, image: str = IMAGE) -> None:
 
 
 def image_remark(image: str) -> str:
-    """Return a warning for the default image, which no cluster can pull."""
+    """Return a warning if no cluster can pull the image, or an empty string."""
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
@@ -160,14 +160,14 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the compiled pipeline in `file`, which accepts no settings. Raises `ConfigError`."""
+    """Read a compiled pipeline, to which no settings can be applied. Raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
-            f"{option} applies to compilation, but {file} is already compiled: omit one of them"
+            f"{option} applies to compilation, but {file} is already compiled; omit the option"
         )
     if file.suffix not in SUFFIXES:
-        raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")
+        raise ConfigError(f"{file}: the name of a compiled pipeline must end with .yaml")
     try:
         return _package(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:

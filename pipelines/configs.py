@@ -44,7 +44,7 @@ def copy_example(name: str, folder: str | Path = ".") -> Path:
     every = [each.name for each in list_examples()]
     names = {key: each for each in every for key in (each, Path(each).stem)}
     if name not in names:
-        hint = nearest(name, names) or "; `flotilla configs` lists them"
+        hint = nearest(name, names) or "; `flotilla configs` lists the examples"
         raise ConfigError(f"Flotilla has no example {name!r}{hint}")
     path = Path(folder, names[name])
     content = files("flotilla").joinpath("configs", path.name).read_bytes()

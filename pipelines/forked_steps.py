@@ -44,7 +44,7 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Addresses:
-    """The addresses of a run's fork servers. If none imports TensorFlow, `tensorflow` is empty."""
+    """The addresses of a run's fork servers. `tensorflow` is empty if no server imports it."""
 
     steps: str
     tensorflow: str

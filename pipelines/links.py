@@ -65,7 +65,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Redirect child programs to standard error, because standard output is for the result."""
+    """Redirect the output of child programs to standard error, not to standard output."""
     before = os.dup(_STDOUT)
     try:
         os.dup2(_STDERR, _STDOUT)

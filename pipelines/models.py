@@ -123,7 +123,7 @@ def show(
     require_known(place, name)
     found = registry.version(place, name, version) if version else registry.champion(place, name)
     if found is None:
-        raise ConfigError(f"{name} has no champion below {place}; name a version")
+        raise ConfigError(f"{name} has no champion below {place}; specify a version")
     made = registry.promotions(place, name)
     return ModelDetails(
         version=_version(name, found, made),

@@ -20,13 +20,13 @@ def short(name: str, *words: object, **metrics: object) -> str:
 
 
 def card(heading: str, facts: Mapping[str, object]) -> str:
-    """Return a heading and the non-empty facts, one per line."""
+    """Return an HTML table of the non-empty facts, below a heading."""
     rows = [(name, value) for name, value in facts.items() if value not in ("", None, (), {}, [])]
     return table(heading, ("", ""), rows)
 
 
 def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a heading and a table, of which at most the first 100 rows are shown."""
+    """Return an HTML table of at most the first 100 rows, below a heading."""
     found = [[_cell(value) for value in row] for row in rows]
     left = len(found) - _MOST_ROWS
     lines = [f"<p><b>{_escape(heading)}</b></p><table>"]

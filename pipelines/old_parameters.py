@@ -48,7 +48,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tup
 
 
 def are_old_parameters(values: Mapping[str, Any]) -> bool:
-    """Return whether these are run parameters of a pipeline without the form."""
+    """Return whether these are the run parameters of an old pipeline."""
     return "training_steps" in values
 
 
@@ -90,7 +90,7 @@ def _deep(value: Any, field: Any) -> Any:
 
 
 def describe_replacement(name: str) -> str:
-    """Return how to set a former run parameter, or a field of the form, in this version."""
+    """Return a hint on how to set a former run parameter or a form field in this version."""
     if name == "image":
         return "use --image IMAGE"
     if name in OPTIONS:

@@ -102,7 +102,7 @@ def predict(
         output: a .csv, .jsonl or .parquet file, `-` for standard output, or empty for no output.
         to: the format of the output. By default, the file name determines it.
         format: the format of the inputs. By default, their names determine it.
-        split: the split to predict, of the dataset in `inputs` or else of the model's own dataset.
+        split: the split to predict, from the dataset in `inputs` or, by default, the model's own.
         columns: input columns to copy to the output, as a list or comma-separated; `*` for all.
         batch_size: number of examples in a batch; 0 means the batch size of the evaluation.
         skip_bad: whether to skip unreadable rows.
@@ -148,7 +148,7 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
         return model_uri(model, models.choose_root(root, Path(workdir)))
     if uri := model.artifacts.get("model"):
         return uri
-    raise ConfigError(f"MODEL: the run {model.run_id} exported no model ({model.status})")
+    raise ConfigError(f"MODEL: the run {model.run_id} exported no model (status: {model.status})")
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _check_inputs(given: tuple[str, ...], split: str) -> None:
         raise ConfigError("INPUT is empty: give a file, a folder or a URI")
     if not given and not split:
         raise ConfigError(
-            "INPUT is missing: give files, or a split of the model's dataset with --split"
+            "INPUT is missing: give files, or add --split to use the model's own dataset"
         )
     if split and given and (len(given) > 1 or "://" not in given[0]):
         raise ConfigError(
@@ -205,12 +205,12 @@ def model_uri(model: str, root: str) -> str:
         return registry.version(root, name, number).uri
     champion = registry.champion(root, name)
     if champion is None:
-        raise ConfigError(f"{name} has no champion below {root}; name a version, such as {name}@1")
+        raise ConfigError(f"{name} has no champion below {root}; add a version, such as {name}@1")
     return champion.uri
 
 
 def choose_format(output: str, said: str) -> str:
-    """Return the output format, as given or by the file extension. Raises `ConfigError`."""
+    """Return the format `said`, or else that of the file extension. Raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs an output file; add -o FILE")
@@ -225,9 +225,9 @@ def choose_format(output: str, said: str) -> str:
 
 
 def check_output(output: str, inputs: tuple[str, ...]) -> None:
-    """Reject an output that is a folder or one of the inputs. Raises `ConfigError`."""
+    """Reject an output that is a URI, a folder or one of the inputs. Raises `ConfigError`."""
     if "://" in output:
-        raise ConfigError(f"-o: {output!r} is not a path on this machine: write a file and copy it")
+        raise ConfigError(f"-o: {output!r} is not a path on this machine; use a local path")
     path = Path(output)
     if os.path.isdir(path):
         raise ConfigError(f"-o: {output} is a folder; give a file in it")

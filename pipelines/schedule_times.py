@@ -108,7 +108,7 @@ _LONGEST = 366 * 86400
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """When runs start.
+    """The times at which a schedule starts runs, and how it starts them.
 
     Attributes:
         interval: seconds from one start to the next, or 0; either this or `cron` is set.
@@ -127,9 +127,9 @@ class Timing:
 
 
 def make_timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
-    """Return when runs start, from the command line options. Raises `ConfigError`."""
+    """Create a timing from the command-line options. Raises `ConfigError`."""
     if bool(cron) == bool(every):
-        raise ConfigError("give either --cron or --every")
+        raise ConfigError("a schedule needs either --cron or --every")
     if more["latest"] and version:
         raise ConfigError("--latest and --version contradict each other: leave one out")
     if cron:
@@ -168,6 +168,6 @@ def describe(when: Timing) -> tuple[str, str]:
     also = "" if when.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
     unless = "the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE is set there"
     if when.zone != "UTC":
-        unless = f"this needs an instance with CRON_SCHEDULE_TIMEZONE={when.zone}"
+        unless = f"the instance must set CRON_SCHEDULE_TIMEZONE={when.zone}"
     text = f"cron {when.cron.text!r}, next at {there}{also}; {unless}"
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"

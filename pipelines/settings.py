@@ -43,8 +43,8 @@ def make_assignments(
         texts = [*_texts(settings)]
     elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
         raise ConfigError(
-            f"settings {settings!r}: write a mapping, such as {{'training.steps': 200}}, or a list "
-            "of strings such as 'section.key=value'"
+            f"settings {settings!r} is neither a mapping, such as {{'training.steps': 200}}, nor a "
+            "list of strings such as 'section.key=value'"
         )
     else:
         texts = [*settings]

@@ -37,8 +37,8 @@ def check_target(pipeline_root: str, service_account: str) -> None:
     try:
         if pipeline_root and find_scheme(pipeline_root) == "file":
             raise ConfigError(
-                f"--pipeline-root {pipeline_root!r} is a folder: KFP keeps artifacts in an object "
-                "store, at gs://, s3:// or minio://BUCKET/FOLDER"
+                f"--pipeline-root {pipeline_root!r} is a folder, but KFP needs an object store; "
+                "use gs://BUCKET/FOLDER, s3://BUCKET/FOLDER or minio://BUCKET/FOLDER"
             )
         if service_account:
             pod_fields.name(service_account)
@@ -62,7 +62,7 @@ _RUN_ID = "{{workflow.uid}}"
 
 
 def configuration() -> dsl.PipelineConfig:
-    """Return the settings of the whole run."""
+    """Return the KFP settings of the whole run."""
     return dsl.PipelineConfig(
         ttl_seconds_after_finished=RETENTION_SECONDS, active_deadline_seconds=RUN_SECONDS
     )
@@ -109,8 +109,8 @@ def _variable(pair: tuple[str, str]) -> None:
         raise ValueError(f"{name!r} is not the name of a variable: use letters, digits and _")
     if name in SECRET_KEYS:
         raise ValueError(
-            f"{name} is a secret, and the pipeline would expose it: put it in a Kubernetes secret, "
-            "and name that secret with --store-secret"
+            f"{name} is a secret, and the pipeline would expose it; put it in a Kubernetes secret "
+            "instead, and pass the name of that secret with --store-secret"
         )
     if name.startswith(_OWN_VARIABLES):
         raise ValueError(f"{name} is set by Flotilla or by KFP: leave it out")
@@ -123,14 +123,14 @@ class StepPods:
     """The settings of the steps' pods.
 
     Attributes:
-        cpu, memory: request and limit of each step that is not light. With `cluster.launcher:
+        cpu, memory: request and limit of each step that handles data. With `cluster.launcher:
             local`, the whole training cluster shares the resources of its step.
         gpus: number of GPUs for the steps that run the model.
         node_selector, tolerations: for the same steps, in the format of Kubernetes.
-        store_secret: name of the secret with the keys of the object store. It need not exist.
+        store_secret: name of the secret with the keys of the object store. It may be missing.
         pull_secrets: names of the image pull secrets.
         mounts: mount path of each persistent volume claim, for the step that prepares data.
-        scratch: size limit of the volume for temporary files, or empty for no such volume.
+        scratch: size limit of the volume for temporary files, or empty for no volume.
         labels: additional labels of the pods.
         variables: environment variables. They must not be secrets, because the pipeline shows them.
     """

@@ -32,7 +32,7 @@ _BEFORE = "storage_root"
 
 
 def load_component(step: StepSpec) -> Any:
-    """Return the KFP component of a row of the table."""
+    """Return the KFP component of a step in the table."""
     return getattr(import_module(f"flotilla.components.{step.name}"), step.name)
 
 
@@ -138,7 +138,7 @@ def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
 
 
 def training(wiring: Wiring) -> None:
-    """Train a model that passes its gate, and promote it."""
+    """Train a model, and promote it if it passes the gate."""
     with (
         dsl.ExitHandler(wiring.add_exit_step(finish), name="run"),
         wiring.ready() as (run, dataset),

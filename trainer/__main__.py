@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             _report(options.workdir, f"your code raised {line}", trace)
             return FAILED
         termination.write(options.workdir, user_code.format_error(error))
-        logging.exception("unexpected error: a bug in Flotilla or in your code")
+        logging.exception("unexpected error, caused by a bug in Flotilla or in your code")
         return FAILED
     return DONE
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_arguments(own)
     own.set_defaults(stage=_task)
     fit = stages.add_parser(
-        "fit", help="check whether the model fits the dataset, without a download"
+        "fit", help="check whether the model fits the dataset, without downloading it"
     )
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared dataset")
     fit.add_argument(
@@ -149,7 +149,7 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
-    """Return which parts of the model fit a dataset or its first rows, and which are unknown."""
+    """Try the model on a dataset or its first rows. Return the fields of the result and notes."""
     # Import TensorFlow only here, within the time limit of the dry run.
     import tensorflow as tf
 

@@ -50,8 +50,8 @@ KIND = JobKind(
     ),
     has_child_jobs=True,
     outdated=(
-        "the JobSet version of this cluster is too old for this field: install 0.9 or later, or "
-        "remove the setting that creates it"
+        "the JobSet version of this cluster does not know the field: install 0.9 or later, or "
+        "remove the setting that creates the field"
     ),
 )
 PORT_NAME = "grpc"
@@ -177,15 +177,15 @@ class JobSets(Engine):
         if job.clean_pod_policy != "Running":
             raise ConfigError(
                 "cluster.kubernetes.job.clean_pod_policy: not supported with cluster.launcher "
-                "jobset, which deletes only running pods; leave it out"
+                "jobset, which deletes only running pods; remove this key"
             )
         for role in replicas(config):
             policy = settings.of(role).restart_policy
             own = "OnFailure" if role == "evaluator" else "ExitCode"
             if policy not in ("", own):
                 raise ConfigError(
-                    f"cluster.kubernetes.{role}.restart_policy: {policy} is not supported by "
-                    f"JobSet, which uses {own}; leave it out"
+                    f"cluster.kubernetes.{role}.restart_policy: JobSet does not support "
+                    f"'{policy}', only '{own}'; remove this key"
                 )
 
     def manifest(self, job: Job, place: Place) -> Tree:
@@ -228,7 +228,7 @@ class JobSets(Engine):
         return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
 
     def failure(self, api: Api, tree: Tree) -> JobEnd:
-        """Return how the job ended, with the reason of a failed child Job if there is one."""
+        """Return how the job ended, and why a child Job failed if one did."""
         end = self.end(tree) or JobEnd(is_done=False)
         try:
             jobs = self._jobs(api, tree)

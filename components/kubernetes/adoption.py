@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Ensures that a manifest's job exists. `is_adopted`: whether an earlier attempt created it."""
+    """Creates or adopts the job. `is_adopted` is true if an earlier attempt created it."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Adoption:
                 log.info("waiting for the deletion of the earlier job %s and its pods", name)
             if left <= 0:
                 raise UserError(
-                    f"the earlier job {name} was not deleted within {seconds:g} s; look at its "
-                    f"pods: kubectl get pods -l {label}"
+                    f"the earlier job {name} was not deleted within {seconds:g} s; check its "
+                    f"pods with: kubectl get pods -l {label}"
                 )
             self._wait(POLL_SECONDS)
             left -= POLL_SECONDS
@@ -93,8 +93,8 @@ class Adoption:
         metadata = found["metadata"]
         if names.MANAGED not in (metadata.get("labels") or {}):
             raise UserError(
-                f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla and "
-                "was not changed: delete it, or rename the model"
+                f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla, and "
+                "Flotilla did not change it; delete it, or rename the model"
             )
 
     def _require_own_service(self, name: str) -> None:
@@ -109,8 +109,8 @@ class Adoption:
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(
-                f"the Service {name} already exists and does not belong to a {self._kind.kind}, so "
-                "the tasks of the job could not reach each other: delete it (kubectl delete "
+                f"the Service {name} does not belong to a {self._kind.kind}, and would prevent the "
+                "tasks of the job from reaching each other; delete it (kubectl delete "
                 f"service {name}), or rename the model"
             )
 

@@ -44,19 +44,19 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
     for each, jobs in served.items():
         if jobs:
             log.info(
-                "cluster.launcher auto selects %s, because it has a job of this run", each.name
+                "cluster.launcher: 'auto' selects '%s', because a job of this run exists", each.name
             )
             return each.name
     for each in served:
         log.info(
-            "cluster.launcher auto selects %s, because the cluster serves %ss",
+            "cluster.launcher: 'auto' selects '%s', because the cluster serves %ss",
             each.name, each.kind.kind,
         )  # fmt: skip
         return each.name
     kinds = " nor ".join(f"{each.kind.kind}s" for each in engines)
     raise UserError(
-        f"cluster.launcher auto: this cluster serves neither {kinds}; `flotilla doctor "
-        "--kubernetes` shows how to install an engine"
+        f"cluster.launcher: 'auto' needs an engine, but this cluster serves neither {kinds}; "
+        "`flotilla doctor --kubernetes` shows how to install one"
     )
 
 

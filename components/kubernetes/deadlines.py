@@ -15,7 +15,7 @@ from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
-_ADMISSION = "Kueue suspends it until its queue has capacity; see: kubectl get workloads"
+_ADMISSION = "Kueue suspends the job until its queue has capacity; see: kubectl get workloads"
 # Maximum number of tasks that a message names.
 _NAMED = 5
 _REMEDIES = {
@@ -23,7 +23,7 @@ _REMEDIES = {
         "correct --image or cluster.kubernetes.pod.image, or add the secret of the registry to "
         "cluster.kubernetes.pod.image_pull_secrets"
     ),
-    "container": "fix the cause that the message names, or the settings in cluster.kubernetes.pod",
+    "container": "fix the reported cause, or correct the settings in cluster.kubernetes.pod",
 }
 
 
@@ -31,8 +31,8 @@ class Deadlines:
     """The current stage of a job, and the deadlines that apply in it.
 
     Once all tasks have run at the same time, the stage stays `running`, whatever the tasks do,
-    until the job is suspended or recreated. `is_taken_up`: whether the engine's controller has
-    reacted to the job.
+    until the job is suspended or recreated. `is_taken_up` is true once the engine's
+    controller has reacted to the job.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Deadlines:
             events.emit(events.Suspension(is_over=False, was_running=self._is_put_back))
             self._enter(pod_state.QUEUEING)
         elif self._is_suspended and not suspended:
-            log.info("the job is no longer suspended, and its pods start")
+            log.info("the job is no longer suspended, and its pods are starting")
             events.emit(events.Suspension(is_over=True, was_running=self._is_put_back))
             self._is_put_back = False
             self._entered_at = self._progressed_at = self._clock()
@@ -169,9 +169,9 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return how many tasks run, and what each role waits for, while training has not begun.
+        """Return how many tasks run before training begins, and what each role is waiting for.
 
-        The text includes Kubernetes' reasons why pods are waiting.
+        The text includes the reasons that Kubernetes gives for waiting pods.
         """
         pods = self._newest_pods(every)
         running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
@@ -225,7 +225,7 @@ class Deadlines:
 
 def _explain_pods(pods: Collection[Tree], limit: str) -> str:
     kind = "image" if any("Image" in pod_state.start_failure(pod) for pod in pods) else "container"
-    what = f"could not start for {limit}" if limit else "cannot start"
+    what = f"did not start within {limit}" if limit else "cannot start"
     return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"
 
 

@@ -120,7 +120,7 @@ class Heartbeat:
             self._on_refused(error)
             return False
         if self._refusals == 1:
-            log.warning("the API refused a heartbeat, retrying: %s", error)
+            log.warning("the API refused a heartbeat; retrying: %s", error)
         return True
 
     def _own_version(self) -> str:
@@ -177,8 +177,8 @@ class Heartbeat:
         found = self._api.get(LEASES, job["name"])
         if names.MANAGED not in (found["metadata"].get("labels") or {}):
             raise UserError(
-                f"the lease {job['name']} does not belong to Flotilla: delete it, or give the "
-                "model another name"
+                f"the lease {job['name']} does not belong to Flotilla; delete it, or rename "
+                "the model"
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
         # Remove a stop request that was meant for an earlier job of this name.

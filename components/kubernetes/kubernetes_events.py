@@ -40,7 +40,7 @@ def last_events(api: Api, *uids: str) -> str:
         return ""
     except RefusedError as error:
         if error.code == HTTPStatus.FORBIDDEN:
-            return "; the launcher lacks the permission to list its events"
+            return "; the launcher lacks permission to list events"
         return ""
     lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED:])
     text = " ".join(" | ".join(lines).split())

@@ -97,7 +97,7 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
             raise ConfigError(
-                f"cluster.{key}: not supported with cluster.launcher {engine.name}; leave it out"
+                f"cluster.{key}: not supported with cluster.launcher {engine.name}; remove this key"
             )
     engine.check(job.config)
     if job.config.program.command and not job.config.program.python:
@@ -242,7 +242,7 @@ class _Launch:
             return
         log.warning(
             "the launcher has no permission to %s in the namespace %s, so other Flotilla jobs "
-            "there can reach the tasks of this job; deploy/ grants the permission",
+            "there can reach the tasks of this job; the roles in deploy/ grant the permission",
             rbac.ISOLATION, self._namespace,
         )  # fmt: skip
 
@@ -260,8 +260,8 @@ class _Launch:
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
-                f"{describe_refusal(error, self._kind)}; the network policy of the job "
-                f"{self._name} cannot be created"
+                f"cannot create the network policy of the job {self._name}: "
+                f"{describe_refusal(error, self._kind)}"
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -341,7 +341,7 @@ class _Launch:
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the %s marked the job %s as failed: creating the job again",
+            "%s lost its pod %s (%s), and the %s marked the job %s as failed; recreating the job",
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 
@@ -402,14 +402,14 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the job that an earlier attempt of the step created. Its chief may be saving."""
+        """Find the job of an earlier attempt. Its chief may still be saving a checkpoint."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True
             self._stop = self._engine.stop(found)
 
     def _delete(self) -> bool:
-        """Delete the job unless another launcher has taken it over. Return whether this worked."""
+        """Delete the job unless another launcher has taken it over. Return whether it succeeded."""
         if self._heartbeat.is_taken_over:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)

@@ -73,7 +73,7 @@ def label_value(text: str) -> str:
 
 
 def app_labels(component: str, instance: str) -> dict[str, str]:
-    """Return the labels that Kubernetes recommends for a part of a run."""
+    """Return the labels that Kubernetes recommends for a component of a run."""
     values = {
         "name": "flotilla",
         "part-of": "flotilla",

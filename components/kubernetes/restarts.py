@@ -24,7 +24,7 @@ def describe_failure(
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
     lines = " | ".join(log_tail) or end.message
-    return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
+    return f"{report}; last log lines: {lines}" if lines and end.code is not None else report
 
 
 class Restarts:

@@ -245,7 +245,7 @@ class Supervisor:
         if reason and key not in self._logged_reasons:
             self._logged_reasons.add(key)
             level = logging.INFO if pod_state.waits_as_usual(pod) else logging.WARNING
-            log.log(level, "%s waits: %s", pod_state.find_task(pod), reason)
+            log.log(level, "%s is waiting: %s", pod_state.find_task(pod), reason)
 
     def _has_failed(self, job: Tree) -> bool:
         end = self._engine.end(job)
@@ -309,7 +309,7 @@ class Supervisor:
             else:
                 name = pod["metadata"]["name"]
                 log.warning(
-                    "%s lost its pod %s: the %s recreates it", task, name, self._kind.controller
+                    "%s lost its pod %s; the %s is recreating it", task, name, self._kind.controller
                 )
                 self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
@@ -453,7 +453,7 @@ class Supervisor:
                 del self._asked_at[task]
                 log.warning(
                     "%s has no new pod after %g s: the %s is not running, or it cannot create the "
-                    "pod; see: %s",
+                    "pod; check with: %s",
                     task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
                 )  # fmt: skip
 
@@ -464,7 +464,7 @@ class Supervisor:
         pods = self._pods.values()
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
         if refusal:
-            raise UserError(f"the pods of the job {self._name} are rejected: {refusal}")
+            raise UserError(f"Kubernetes rejects the pods of the job {self._name}: {refusal}")
         exceeded = self._find_exceeded()
         if exceeded:
             # A controller that has not reacted may be down and come back, so a retry may help.

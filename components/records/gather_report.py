@@ -82,7 +82,7 @@ _LINEAGE = (
 # version, and the local runner may also report `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-#: State of a finished run, some of whose steps are running again.
+#: State of a finished run in which some steps are running again.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"
@@ -198,7 +198,7 @@ def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _add_traceback(step: StepRecord, known: RunState) -> StepRecord:
-    """Return the record. If training failed, add the tasks' traceback of the user's code."""
+    """Return a step's record. If training failed, add the traceback of the user's code."""
     if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)
@@ -232,11 +232,11 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if failed:
         # A step that was killed could not report an error, so report KFP's message.
         return said if not shared and failed[0].ended is None else ""
-    why = "no step recorded a reason; see the log of the run"
+    why = "no step recorded an error; see the log of the run"
     if lost := lost_stage(steps):
-        why = f"its process ended before {lost} began"
+        why = f"the process of the step ended before {lost} began"
     elif steps and (lost := _find_missing({each.step for each in reached})):
-        why = f"{lost} left no record: its pod did not start, or could not write one"
+        why = f"{lost} has no record: its pod did not start, or could not write the record"
     return "; ".join(filter(None, [why, said]))
 
 
@@ -374,4 +374,4 @@ def _skip_unreadable() -> Iterator[None]:
     try:
         yield
     except (UserError, ValueError, OSError) as error:
-        log.warning("omitted from the report: %s", error)
+        log.warning("the report is incomplete: %s", error)

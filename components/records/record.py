@@ -167,7 +167,7 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
         error = state.outcome.exception() if state.outcome else None
         pause = state.next_action.sleep if state.next_action else 0.0
         number = state.attempt_number + 1
-        log.warning("%s; trying again in %.0f s (try %d of %d)", error, pause, number, tries)
+        log.warning("%s; retrying in %.0f s (attempt %d of %d)", error, pause, number, tries)
         course.again(str(error))
 
     return tenacity.Retrying(
@@ -277,7 +277,7 @@ class _Course:
                 last = found
                 self.published.progress(found)
 
-        loop = Loop(publish, PROGRESS_SECONDS, name="record", failing="the record of progress")
+        loop = Loop(publish, PROGRESS_SECONDS, name="record", failing="cannot publish progress")
         loop.start()
         try:
             yield

@@ -64,7 +64,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
         return configured
     if pipeline_root := find_pipeline_root(artifact, kfp_run_id):
         return storage.join(pipeline_root, FLOTILLA)
-    raise UserError("storage.root is empty: set it to the URI for all outputs")
+    raise UserError("storage.root is empty: set it to a URI for the outputs of all runs")
 
 
 def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
@@ -110,7 +110,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def folder_of_run() -> AbstractContextManager[Path]:
-    """Yield the run's local folder: the one that the command line set, or a temporary one."""
+    """Return a context with the local folder of the run, or a temporary folder if it has none."""
     folder = os.environ.get(RUN_FOLDER)
     return nullcontext(Path(folder)) if folder else scratch_folder()
 
@@ -244,5 +244,5 @@ def read_given(at: str, step: str) -> Given:
             "or the record could not be written; start the run again to record them"
         ) from None
     if found is None or found.step != step:
-        raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")
+        raise UserError(f"the record {uri} is damaged, so {step} cannot be replayed")
     return found

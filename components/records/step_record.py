@@ -43,9 +43,9 @@ OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
-    "it started but did not record how it ended: it was stopped with the run, its pod was killed "
-    "(out of memory, or its node was lost), or it could not write its record; `flotilla status` "
-    "shows more"
+    "the step started but did not record how it ended: the run was stopped, the pod of the step "
+    "was killed (out of memory, or its node was lost), or the step could not write its record; for "
+    "details, run `flotilla status`"
 )
 
 
@@ -330,7 +330,7 @@ def _read_record(uri: str) -> StepRecord | None:
     except storage.Corrupt as error:
         log.warning("%s", error)
     if record is None:
-        log.warning("skipped: %s is not the record of a step", uri)
+        log.warning("skipping %s, which is not the record of a step", uri)
     return record
 
 

@@ -102,7 +102,7 @@ def parse_sweep(text: str) -> Sweep:
     """Parse the run parameter `sweep`. Raises `ConfigError`."""
     if found := read_record(Sweep, text):
         return found
-    raise ConfigError("sweep: invalid value; write the pipeline with `flotilla sweep --compile`")
+    raise ConfigError("sweep: invalid value; compile the pipeline with `flotilla sweep --compile`")
 
 
 def trial_run_id(run_id: str, number: int) -> str:

@@ -2,7 +2,7 @@
 
 The training operator (1.9) fails a job if one of its pods is deleted, evicted or preempted. It also
 deletes the Services of a suspended job, so a last checkpoint that needs a new connection would
-fail. Therefore a job is asked to stop through its lease and not by `suspend`.
+fail. Therefore the launcher requests a stop through the job's lease and does not set `suspend`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The console script `flotilla`, which reports an interrupt in one line, even during imports.
 
-Closing the terminal (SIGHUP) has the same effect as SIGTERM. The temporary files of the command and
-its child processes are removed when it ends.
+Closing the terminal (SIGHUP) has the same effect as SIGTERM. When the command ends, it removes its
+temporary files and those of its child processes.
 """
 
 import atexit
@@ -88,7 +88,7 @@ def _open_closed_streams() -> None:
 
 
 def _require_utf8() -> None:
-    """Restart with UTF-8 for file names and text if the locale has another encoding.
+    """Restart the process in UTF-8 mode if the locale has another encoding.
 
     Names may contain any characters, and all processes must read them in the same way.
     """

@@ -64,7 +64,7 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Escape all printed and live text with `escape_controls`."""
+        """Escape control characters in all printed and live text."""
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)
@@ -157,7 +157,7 @@ def verdict_lines(result: RunResult) -> list[Text]:
 
 
 def display_path(uri: str) -> str:
-    """Return a local URI as a path, relative to the current folder if below it."""
+    """Convert a local URI to a path, which is relative if it is below the current folder."""
     path = storage.local_path(uri) if uri else None
     if path is None:
         return uri

@@ -1,4 +1,4 @@
-"""Ends a command: prints its document, JSON result or error message, and sets its exit code.
+"""Ends a command: prints its text, JSON result or error message, and sets its exit code.
 
 `pipelines/runs/outcome.py` composes the message of a failed run from the events of the failed step.
 """
@@ -40,7 +40,7 @@ class Answer:
         status: one of the statuses in `docs/reference/command-line.md`.
         metrics: metrics of the test split, if a model was evaluated.
         message: the reason for a failure or refusal in one line, or an empty string.
-        text: the document that is printed to standard output if JSON was not requested.
+        text: the text to print to standard output if JSON was not requested.
     """
 
     status: str = "done"
@@ -68,7 +68,7 @@ def failure(message: str, code: int, run_id: str = "") -> Answer:
 
 
 class DetachedError(RunInterruptedError):
-    """The user stopped watching a run that continues. `run_id` is empty if it is not yet known."""
+    """The user stopped watching a run, which continues. `run_id` is empty if the id is unknown."""
 
     def __init__(self, message: str, run_id: str) -> None:
         """Store the message and the run's id."""
@@ -135,12 +135,12 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
 
 
 def warn(text: str) -> None:
-    """Print a warning in one line, with a different prefix than an error."""
+    """Print a warning in one line, with the prefix `flotilla: warning:`."""
     say(f"flotilla: warning: {text}")
 
 
 def finish(answer: Answer, *, as_json: bool) -> None:
-    """Write the result of a command to standard output as its JSON object or its document."""
+    """Write the result of a command to standard output, as a JSON object or as text."""
     if as_json:
         print_json(answer)
     else:

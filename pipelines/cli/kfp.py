@@ -100,7 +100,7 @@ def _package_to_upload(
     if settings or label:
         option = "--set" if settings else "--label"
         raise ConfigError(
-            f"{option} applies to compilation, but {file} is already compiled: omit one of them"
+            f"{option} applies to compilation, but {file} is already compiled; omit the option"
         )
     return load_package(Path(file), image, pods)
 
@@ -185,7 +185,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     def describe_detached() -> tuple[str, str]:
         if run_id:
             return continues(run_id, command(access, "cancel", run_id))
-        return "interrupted; it is unknown whether the run was started: see `flotilla runs`", ""
+        return "interrupted, but the run may have started; check with `flotilla runs`", ""
 
     with detaching(describe_detached):
         started = start(client, submission)
@@ -197,7 +197,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         used = {"version": _version_fields(started.version)} if started.version else {}
         if not wait:
             if not started.page:
-                say(f"see the run with: {command(access, 'status', run_id)}")
+                say(f"check the run with: {command(access, 'status', run_id)}")
             pages = _pages(run=started.page)
             return Answer(status="submitted", run_id=run_id, artifacts=pages, more=used)
         with Steps() as steps:
@@ -290,7 +290,7 @@ def reschedule(
         ),
     ] = "",
 ) -> Answer:
-    """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
+    """Recreate a schedule with the newest pipeline version, its times and its configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))
@@ -320,13 +320,13 @@ def unschedule(
 
     if cancel and now:
         raise ConfigError(
-            "--now and --cancel contradict each other: --cancel waits until the runs have ended, "
-            "--now does not; leave one out"
+            "--now and --cancel cannot be combined: --cancel waits until the runs have ended, but "
+            "--now does not wait; omit one of the two"
         )
 
     def detached() -> tuple[str, str]:
-        left = "may be disabled, but is not removed: repeat the command later"
-        return f"interrupted; schedule {name} {left}", ""
+        left = "was not removed, but may be disabled; repeat the command to remove it"
+        return f"interrupted; the schedule {name} {left}", ""
 
     with detaching(detached):
         removed = scheduling.unschedule(instance.access(), name, say, cancel=cancel, now=now)

@@ -100,7 +100,7 @@ class Steps(LiveView):
     """Shows the steps of a KFP run while it is running."""
 
     def __init__(self) -> None:
-        """Initialize the view before the run is first queried."""
+        """Initialize the view, which is empty until a run is shown."""
         super().__init__()
         self._run: RemoteRun | None = None
         self._seen: dict[str, Text] = {}
@@ -243,7 +243,7 @@ class Display(LiveView):
         )
 
     def _describe_pause(self) -> str:
-        """Describe the current state between steps, because KFP takes seconds to start one."""
+        """Describe the state of a run between two steps, because KFP starts a step slowly."""
         if EXIT_STEP.name in self._ended[-1:]:
             return "ending"
         if self._is_stopping:
@@ -321,7 +321,7 @@ class SweepDisplay(LiveView):
     """Shows a sweep as a whole, and its active trials."""
 
     def __init__(self, sweep: Sweep) -> None:
-        """Store a new or resumed sweep."""
+        """Initialize the view of a new or resumed sweep."""
         super().__init__()
         self._sweep = sweep
         # For each active trial: its state as text, and the completed share of its rung.
@@ -338,7 +338,7 @@ class SweepDisplay(LiveView):
         self.say(line)
 
     def __call__(self, trial: Trial, event: Event) -> None:
-        """Handle an event of a trial's run. May be called from any thread."""
+        """Update the view with an event of a trial's run. Any thread may call this."""
         words, share = self._running.get(trial.number, ("", 0.0))
         match event:
             case Interrupted():

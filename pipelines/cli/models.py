@@ -102,7 +102,7 @@ def show_model(
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
-    """Show one version with its lineage. Default: the champion."""
+    """Show a version of a model with its lineage. The default version is the champion."""
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal, display_path
     from flotilla.pipelines.cli.tables import Table
@@ -195,7 +195,7 @@ def show_checkpoint(
     ],
     workdir: Workdir = RUNS,
 ) -> Answer:
-    """Show the variables of a checkpoint, with their rows, bytes and parts."""
+    """Show the variables of a checkpoint, with their row counts, sizes and parts."""
     from flotilla.trainer.checkpoints.contents import contents
 
     found = contents(_checkpoint_uri(which, workdir))
@@ -326,7 +326,7 @@ def predict(
     from flotilla.pipelines.cli.live import Display
 
     if output == predicting.STANDARD_OUTPUT and context.obj:
-        raise ConfigError("-o: --json needs an output file for the rows: add -o FILE")
+        raise ConfigError("-o: with --json, the rows need an output file; add -o FILE")
     with Display(f"predict {model}") as show:
         found = predicting.predict(
             model,

@@ -53,10 +53,10 @@ def local_path(given: str | Path) -> Path:
     text = str(given)
     # An unset shell variable gives an empty string, which would mean the current folder.
     if not text.strip():
-        raise typer.BadParameter("it is empty: give a path, or leave the option out")
+        raise typer.BadParameter("the path is empty; give a path or omit the option")
     if "://" in text:
         raise typer.BadParameter(
-            f"{text!r} is not a path on this machine; to publish at a URI, set storage.root"
+            f"{text!r} is not a path on this machine; to publish to a URI, set storage.root"
         )
     try:
         os.lstat(text)
@@ -73,7 +73,7 @@ Workdir = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder for output. If storage.root is set, results are published at that URI "
+        help="The folder for output. If storage.root is set, results are published to that URI "
         "instead.",
     ),
 ]
@@ -159,12 +159,12 @@ _INSTANCE = {
         "A file with the Cookie header of the session. Default: the header in KFP_COOKIES.",
     ),
     "ca_file": _text(
-        "FILE", "The PEM file of the certificate authority of the instance. Default: KFP_CA_FILE."
+        "FILE", "A PEM file with the instance's certificate authority. Default: KFP_CA_FILE."
     ),
     "ui": _text(
         "URL",
         "The address of the KFP user interface, for links. Default: FLOTILLA_KFP_UI, then the "
-        "endpoint if it serves one.",
+        "endpoint if it also serves the UI.",
         "--ui",
     ),
 }
@@ -192,7 +192,7 @@ _PODS = {
     "memory": _text(
         "SIZE", "The memory of each step that handles data or a model, such as 16Gi. Default: 4Gi."
     ),
-    "gpus": _text("N", "The number of GPUs of evaluate-model and of export-model. Default: 0."),
+    "gpus": _text("N", "The number of GPUs for evaluate-model and for export-model. Default: 0."),
     "node_selector": _texts(
         "--node-selector",
         "KEY=VALUE",
@@ -207,7 +207,7 @@ _PODS = {
         "NAME",
         "The secret with the keys of the object store. Default: mlpipeline-minio-artifact.",
     ),
-    "pull_secrets": _texts("--pull-secret", "NAME", "An image pull secret of the steps."),
+    "pull_secrets": _texts("--pull-secret", "NAME", "An image pull secret for the steps."),
     "mounts": _texts(
         "--mount",
         "CLAIM:FOLDER",
@@ -223,7 +223,7 @@ _PODS = {
         "A label to add to the steps' pods, such as Kueue's queue label.",
     ),
     "variables": _texts(
-        "--env", "NAME=VALUE", "An environment variable of the steps. It must not be a secret."
+        "--env", "NAME=VALUE", "An environment variable for the steps. Do not use it for a secret."
     ),
 }
 _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}

@@ -65,7 +65,7 @@ def gc(
     is_asked = wanted.runs is not None or wanted.versions is not None
     if dry_run and not is_asked:
         raise ConfigError(
-            "--dry-run lists what --keep-runs or --keep-versions would remove: give one of them"
+            "--dry-run needs --keep-runs or --keep-versions; add at least one of the two options"
         )
     root = find_root(configuration(config, assignments or ()), workdir)
     if not dry_run:
@@ -112,11 +112,11 @@ def _apply_retention(
     try:
         for item in remove(root, workdir, plan, wanted, done):
             say(
-                f"kept {item.path}, because it or an item that needs it is in use or has been "
-                "removed since it was listed"
+                f"skipped {item.path}: it is in use, it is needed by an item that is kept, or it "
+                "has already been removed"
             )
     except UserError as error:
-        say(f"flotilla: {error}; {len(removed)} of {len(rows)} were removed; try again")
+        say(f"flotilla: {error}; {len(removed)} of {len(rows)} items were removed; try again")
         failed = failure(str(error), error.exit_code)
         return Answer(
             status=failed.status,
@@ -129,7 +129,7 @@ def _apply_retention(
 
 def _ask(plan: Plan) -> None:
     if not sys.stdin.isatty():
-        raise ConfigError("nothing was removed: add --yes to remove, or --dry-run to list")
+        raise ConfigError("nothing was removed: there is no terminal to confirm on; add --yes")
     try:
         agreed = typer.confirm(f"Remove these {len(plan.going)} items?", err=True)
     except typer.Abort:

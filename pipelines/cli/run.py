@@ -128,7 +128,7 @@ def _run(
     if started.written:
         path = os.path.relpath(started.written)
         again = f"flotilla run {shlex.quote(path)}"
-        errors.print(f"its configuration is in {path}; repeat it with: {again}")
+        errors.print(f"the configuration is in {path}; repeat the run with: {again}")
     for line in bundle_lines(started.bundle) if started.bundle else ():
         errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):
@@ -172,7 +172,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return messages on the failing line of the user's code, the log, and how to debug it."""
+    """Return lines that name the failing line of the user's code, the log, and how to debug."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)
@@ -185,8 +185,8 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
     replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
     return [
         *([f"at {failure.frame}"] if failure.frame else []),
-        f"its log: {failure.log} ({shlex.join(['flotilla', 'logs', run.run_id, *place])})",
-        f"debug it with: {shlex.join(replayed)}",
+        f"log: {failure.log} ({shlex.join(['flotilla', 'logs', run.run_id, *place])})",
+        f"debug the step with: {shlex.join(replayed)}",
     ]
 
 
@@ -209,7 +209,7 @@ def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"
     if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
-        return f"after fixing it, resume with: {shlex.join(resume)}"
+        return f"after fixing the error, resume with: {shlex.join(resume)}"
     return ""
 
 
@@ -332,7 +332,7 @@ def init(
     text = proposal.text(path.parent)
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise ConfigError(f"{path} exists with different content; give another file with -o")
+            raise ConfigError(f"{path} exists with different content; choose another file with -o")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -352,7 +352,7 @@ def _ask_label(source: str, settings: list[str]) -> list[str]:
     if not names or any(each.startswith("data.label=") for each in settings):
         return []
     say(f"columns of {source}: {printable(', '.join(names))}")
-    return [typer.prompt("column to be predicted", default=perhaps, err=True)]
+    return [typer.prompt("column to predict", default=perhaps, err=True)]
 
 
 @answers

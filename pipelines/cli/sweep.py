@@ -76,7 +76,7 @@ Auto = Annotated[
 Minutes = Annotated[
     float | None,
     typer.Option(
-        metavar="N", help="Stop all trials after N minutes, and continue with the best one so far."
+        metavar="N", help="Stop all trials after N minutes, and continue with the best of them."
     ),
 ]
 Metric = Annotated[
@@ -172,7 +172,7 @@ def sweep(
         return _compile(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:
         option = "-o" if output_file else "--image" if image else "a setting of the pods"
-        raise ConfigError(f"{option} applies only to --compile: leave it out, or add --compile")
+        raise ConfigError(f"{option} applies only to --compile; omit the option or add --compile")
     return _run(options, workdir, resume)
 
 
@@ -188,7 +188,7 @@ def _compile(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer
     words = ["flotilla", "submit", *filter(None, [planned.source])]
     for text in planned.fixed:
         words += ["--set", text]
-    say(f"start it with: {shlex.join([*words, '--file', str(file)])}")
+    say(f"start the sweep with: {shlex.join([*words, '--file', str(file)])}")
     return Answer(artifacts={"pipeline": str(file)}, more={"trials": _trees(planned)})
 
 
@@ -257,16 +257,16 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
         so_far = "" if sweep.best else " so far"
         found = f"trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}"
         lines.append(f"best{so_far}: {found}")
-        lines.append(f"its configuration: {workdir / sweep.sweep_id / BEST}")
+        lines.append(f"configuration of the best trial: {workdir / sweep.sweep_id / BEST}")
         lines.append(f"all trials: {workdir / sweep.sweep_id / PAGE}")
-        lines += [f"repeat it with: {again}"] if (again := sweep.command()) else []
+        lines += [f"repeat the best trial with: {again}"] if (again := sweep.command()) else []
     if result.status not in ("blessed", "done") and not result.reasons:
         message = result.message
         is_said = not message or message.startswith(result.status)
         lines.append(message or result.status if is_said else f"{result.status}: {message}")
     if result.exit_code == INTERRUPTED or result.status == "failed":
         words = ["flotilla", "sweep", "--workdir", str(workdir), "--resume", sweep.sweep_id]
-        before = "" if result.exit_code == INTERRUPTED else "after fixing it, "
+        before = "" if result.exit_code == INTERRUPTED else "after fixing the error, "
         lines.append(f"{before}resume with: {shlex.join(words)}")
     return lines
 

@@ -1,4 +1,4 @@
-"""The format of all tables: fitted to the width of a terminal, complete in a file or a pipe.
+"""Tables, which fit the width of a terminal and are complete in a file or a pipe.
 
 Cells are never truncated or wrapped within a word, so that ids and URIs can be copied.
 """

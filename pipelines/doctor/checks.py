@@ -86,7 +86,7 @@ class DoctorOptions:
 
 
 def checks(options: DoctorOptions) -> list[Check]:
-    """Return all checks."""
+    """Return the checks for these options, in the order of the report."""
     instance = Check(
         name="KFP instance",
         look=lambda: instance_answers(options.instance),
@@ -163,7 +163,7 @@ def _answers(ask: Callable[[], str]) -> Finding:
     try:
         return Finding("ok", ask())
     except UserError as error:
-        message = f"{error}; a run continues without it"
+        message = f"{error}; a run continues without this server"
         return Finding("warn", message, "less docs/how-to/tracking.md")
 
 
@@ -293,7 +293,7 @@ def _permission_checks(
     yield _cluster_check("permissions of this user", lambda: permissions.check_user(cluster, kind))
     yield _cluster_check(ACCOUNT, lambda: permissions.check_ui_account(cluster, account), show)
     for name, who, role in (
-        ("permissions of that account", account, LAUNCHER),
+        ("permissions of the KFP UI account", account, LAUNCHER),
         ("permissions of the tasks", tasks, TRAINER),
     ):
         yield _cluster_check(name, partial(permissions.check_account, cluster, who, role, kind))
@@ -308,13 +308,13 @@ def show_instance(instance: Instance) -> str:
 def instance_answers(instance: Instance) -> Finding:
     """Check the instance given by options or the environment. Raises `UserError`."""
     if not is_named(instance.endpoint):
-        message = f"no instance is given: add --endpoint, or set {ENDPOINT[0]}"
+        message = f"no KFP instance is given: add --endpoint, or set {ENDPOINT[0]}"
         return Finding("skipped", message)
     access = instance.access()
     found = health(access)
     if found.is_shared and not access.namespace:
         message = (
-            f"{access.endpoint} is a multi-user instance: give --namespace, or set {NAMESPACE[0]}"
+            f"{access.endpoint} is a multi-user instance: add --namespace, or set {NAMESPACE[0]}"
         )
         return Finding("fail", message, "flotilla doctor --namespace NAMESPACE")
     if not found.version:

@@ -55,17 +55,17 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a version of a part. A version that is too old gives a warning."""
+    """Return the finding for a version of `part`, which is a warning if the version is too old."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)
     if part.oldest and _tuple(version) < _tuple(part.oldest):
-        words = f"{message}; {part.name} must be {part.oldest} or later"
+        words = f"{message}; Flotilla requires {part.name} {part.oldest} or later"
         return Finding("warn", words, show)
     if any(_tuple(version)[: len(_tuple(each))] == _tuple(each) for each in part.seen):
         return Finding("ok", message)
     seen = ", ".join(part.seen)
-    return Finding("ok", f"{message}; Flotilla was not tested with this version, only with: {seen}")
+    return Finding("ok", f"{message}; Flotilla was tested only with {seen}")
 
 
 def _tuple(version: str) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     except RefusedError as error:
         if not error.is_forbidden:
             raise
-        message = "cannot check whether it runs: no permission to read its deployment"
+        message = "cannot check whether the controller runs: no permission to read deployments"
         return Finding("warn", message, of.kind.show)
     found = [each for each in every if _is_controller(each, known)]
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
@@ -279,8 +279,8 @@ _HERE = (
 )
 IS_HERE = Finding(
     "ok",
-    f"{_HERE}; on a KFP instance, auto selects an engine of its cluster: to check it, add "
-    "--kubernetes",
+    f"{_HERE}; on a KFP instance, auto selects an engine of its cluster; to check that cluster, "
+    "add --kubernetes",
 )
 
 

@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
-    """Check the keys against each other. `elsewhere` means that the steps may run in pods."""
+    """Check that no keys contradict each other. If `elsewhere`, the steps may run in pods."""
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir
@@ -28,8 +28,8 @@ def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
             message = f"data.manual_dir: there is no folder {folder}"
             return Finding("fail", message, _setting("data.manual_dir=FOLDER"))
         message = (
-            f"data.manual_dir: {folder} is not on this machine; for steps on an instance, it must "
-            "be in the image or in a volume"
+            f"data.manual_dir: {folder} is not on this machine; on a KFP instance, the folder "
+            "must be in the image or in a volume"
         )
         return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())

@@ -74,7 +74,7 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
             lacking = {each.name: ", ".join(_lacking(each, found)) for each in wave}
             ready = [each for each in wave if not lacking[each.name]]
             found |= {
-                name: Finding("skipped", f"it depends on a check that did not succeed: {words}")
+                name: Finding("skipped", f"a required check did not succeed: {words}")
                 for name, words in lacking.items()
                 if words
             }
@@ -119,7 +119,7 @@ class _Look:
 
     def finding(self) -> Finding:
         self._thread.join(max(0.0, self._until - time.monotonic()))
-        late = f"no answer within {self.check.seconds:g} s"
+        late = f"the check did not finish within {self.check.seconds:g} s"
         return self._finding or Finding("fail", late, self.check.show)
 
     def tidy(self, until: float) -> str:
@@ -141,8 +141,8 @@ class _Look:
 
 def _make_refusal(error: RefusedError, show: str) -> Finding:
     if error.is_forbidden:
-        return Finding("warn", f"no permission: {error}", show)
-    return Finding("fail", f"cannot be read: {error}", show)
+        return Finding("warn", f"the check lacks a permission: {error}", show)
+    return Finding("fail", f"the API refused the request: {error}", show)
 
 
 def _remove_trace(trace: Probe) -> None:
@@ -158,12 +158,12 @@ def _side_by_side(checks: Sequence[Check]) -> dict[str, Finding]:
         found = {look.check.name: look.finding() for look in looks}
         left = _tidy_all(looks)
     except RunInterruptedError:
-        words = "".join(f"; {uri} may be left over: remove it" for uri in _tidy_all(looks).values())
+        words = "".join(f"; {uri} may still exist; delete it" for uri in _tidy_all(looks).values())
         raise RunInterruptedError(f"interrupted{words}") from None
     for name, uri in left.items():
         was = found[name]
         found[name] = Finding(
-            "fail", f"{was.message}; {uri} may be left over: remove it", was.remedy
+            "fail", f"{was.message}; {uri} may still exist; delete it", was.remedy
         )
     return found
 

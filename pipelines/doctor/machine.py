@@ -75,7 +75,7 @@ def gpus(config: Config) -> Finding:
     """Check that this machine has enough GPUs for the local workers."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
     if asked > has:
-        message = f"cluster.gpus_per_worker is {asked}, but this machine has {has}"
+        message = f"cluster.gpus_per_worker is {asked}, but this machine has only {has}"
         return Finding("fail", message, f"flotilla doctor --set cluster.gpus_per_worker={has}")
     return Finding("ok", f"{has} GPUs")
 

@@ -26,7 +26,7 @@ KINDS = {
     CLAIMS: "volume claims",
     ACCOUNTS: "service accounts of tasks",
     CLASSES: "priority classes",
-    QUEUES: "queues of Kueue",
+    QUEUES: "Kueue queues",
 }
 
 
@@ -173,15 +173,15 @@ def judge_images(images: Iterable[str]) -> Finding:
     names = sorted(images)
     if "" in names:
         message = (
-            "the image is unknown here: give the image of the uploaded pipeline with --image, or "
-            f"set cluster.kubernetes.pod.image; the default, {IMAGE}, is not in a registry"
+            "no image is given: pass the image of the uploaded pipeline with --image, or set "
+            f"cluster.kubernetes.pod.image; the default image, {IMAGE}, is not in a registry"
         )
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]
     if local:
         message = (
-            "without a registry in the image name, a node that does not have the image looks for "
-            f"it on Docker Hub: {', '.join(local)}"
+            "the image name contains no registry, so a node that does not have the image pulls it "
+            f"from Docker Hub: {', '.join(local)}"
         )
         return Finding("warn", message, f"{_BUILD} && {_GIVE}")
     return Finding("ok", ", ".join(names))

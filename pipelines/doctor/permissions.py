@@ -88,7 +88,7 @@ def check_name(text: str) -> None:
     """Raise a `ConfigError` unless the text has the form `[NAMESPACE:]NAME`."""
     parts = text.split(":")
     if text and (len(parts) > 2 or not all(part and part == quote(part, "") for part in parts)):  # noqa: PLR2004
-        raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
+        raise ConfigError(f"--service-account {text!r}: use the form NAME or NAMESPACE:NAME")
 
 
 def check_ui_account(cluster: Cluster, account: Account) -> Finding:
@@ -132,7 +132,7 @@ def admits(cluster: Cluster, job: PlannedJob) -> Finding:
         pod = _pod(job, role)
         if finding := _try_create(cluster, job, f"a {role.name} pod", partial(create, PODS, pod)):
             return finding
-    return Finding("ok", f"{cluster.namespace} admits the job and a pod of each role")
+    return Finding("ok", f"the namespace {cluster.namespace} admits the job and a pod of each role")
 
 
 def _pod(job: PlannedJob, role: Role) -> Tree:
@@ -145,7 +145,7 @@ def _try_create(
     cluster: Cluster, job: PlannedJob, what: str, create: Callable[[], Tree]
 ) -> Finding | None:
     """Return a finding if creation would be refused. An existing object is not an error."""
-    where = cluster.namespace
+    where, place = cluster.namespace, f"the namespace {cluster.namespace}"
     try:
         create()
     except RefusedError as error:
@@ -155,13 +155,13 @@ def _try_create(
         if error.is_of_unknown_fields:
             controller = CONTROLLERS[job.engine.name]
             message = (
-                f"the {controller.part.name} of this cluster is too old: install "
-                f"{controller.part.seen[-1]}, or remove the setting that creates the field: {words}"
+                f"the {controller.part.name} of this cluster does not know a field of the job: "
+                f"{words}; install {controller.part.seen[-1]}, or remove the setting of that field"
             )
             return Finding("fail", message, controller.install)
         if (error.is_forbidden and " cannot " in words) or "does not support dry run" in words:
             show = f"kubectl auth can-i create pods --namespace {where}"
-            return Finding("warn", f"cannot determine whether {where} admits {what}: {words}", show)
+            return Finding("warn", f"cannot determine whether {place} admits {what}: {words}", show)
         remedy = next(remedy for part, remedy in _REMEDIES if part in words)
-        return Finding("fail", f"{where} refuses {what}: {words}", remedy.format(namespace=where))
+        return Finding("fail", f"{place} refuses {what}: {words}", remedy.format(namespace=where))
     return None

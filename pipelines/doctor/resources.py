@@ -1,4 +1,4 @@
-"""Checks that quotas allow all pods of the job, and that nodes have the GPUs they request."""
+"""Checks that quotas allow all pods of the job, and that nodes have enough GPUs for the pods."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
     if not quotas:
-        return Finding("ok", f"{where} has no quota")
+        return Finding("ok", f"the namespace {where} has no quota")
     scoped = [each["metadata"]["name"] for each in quotas if _is_scoped(each)]
     plain = [each for each in quotas if not _is_scoped(each)]
     for quota in plain:
         if finding := _exceeded(where, quota, job, int(has_step)):
             return finding
     if scoped:
-        message = f"the quotas {', '.join(scoped)} apply only to some pods and are ignored"
+        message = f"the quotas {', '.join(scoped)} apply only to some pods; this check ignores them"
         return Finding("warn", message, f"kubectl describe resourcequotas --namespace {where}")
     names = ", ".join(each["metadata"]["name"] for each in plain)
     return Finding("ok", f"there is room for the job in {names}")

@@ -1,4 +1,4 @@
-"""Checks of the storage root, the keys to it in the pods' secret, and the signatures of models."""
+"""Checks of the storage root, its keys in the pods' secret, and the signatures of models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def usable(root: str, probe: Probe) -> Finding:
     try:
         probe.examine()
     except Unfit as unfit:
-        left = f"; {probe.uri} could not be removed: remove it" if "delete" in unfit.actions else ""
+        left = f"; {probe.uri} could not be deleted; delete it" if "delete" in unfit.actions else ""
         return Finding(
             "fail", f"{_describe_unfit(root, unfit)}{left}", find_remedy(root, unfit.trouble)
         )
@@ -133,7 +133,7 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)
     message = (
-        f"{KFP_SECRET} {lacking}: the pods can use the store only through a role of their service "
-        "account"
+        f"the secret {KFP_SECRET} {lacking}: the pods can use the store only through a role of "
+        "their service account"
     )
     return Finding("warn", message, f"kubectl get secret {KFP_SECRET} --namespace {where}")

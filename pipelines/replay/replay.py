@@ -147,7 +147,7 @@ def evaluate(
         run: a run, its id, or its name on an instance.
         settings: changes to the configuration of the run, for example its slices or gate.
         workdir: the folder of local runs, below which the evaluation is written.
-        root: the storage root of the run, if it is not the workdir's storage root.
+        root: the storage root of the run, if the run is not below `workdir`.
         instance: the KFP instance of the run.
         sections: sections of the configuration, which override `settings`.
 
@@ -180,9 +180,9 @@ def require_arguments(given: Given) -> None:
             made_by += f" at commit {given.commit[:12]}"
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise UserError(
-            f"{given.step} of Flotilla {version('kfp-flotilla')} also needs "
-            f"{', '.join(missing[:_MOST_NAMED])}{more}, but the run was made by {made_by}: replay "
-            "it with that version"
+            f"{given.step} of Flotilla {version('kfp-flotilla')} needs "
+            f"{', '.join(missing[:_MOST_NAMED])}{more}, which Flotilla {made_by} did not record; "
+            "replay the run with that version"
         )
 
 
@@ -205,8 +205,8 @@ def adapt_arguments(
             tree.get("registry", {})["hub"] = ""
         except (ValueError, TypeError, KeyError, AttributeError):
             raise UserError(
-                f"the configuration of {recorded.step} in the run {recorded.run_id} is damaged: it "
-                "cannot be replayed"
+                f"the configuration of {recorded.step} in the run {recorded.run_id} is damaged, "
+                "so the step cannot be replayed"
             ) from None
         arguments["config"] = json.dumps(tree)
     return arguments, remarks
@@ -248,8 +248,8 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         remarks.append("the run used existing parameter servers, but the replay starts its own")
     if debug and training["strategy"] != "single":
         remarks.append(
-            "the debugger needs a single process, so the replay uses the strategy single instead "
-            f"of {training['strategy']}"
+            "the debugger needs a single process, so the replay uses the strategy 'single' instead "
+            f"of {training['strategy']!r}"
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
@@ -318,7 +318,7 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
     except UserError as error:
         return [f"the model cannot be compared with the champion: {error}"]
     return [
-        f"the champion is the current one, version {found.number}; the run may have used another"
+        f"the replay uses the current champion, version {found.number}; the run may use another"
     ]
 
 
@@ -403,7 +403,7 @@ def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
 
 
 class OutputArtifact:
-    """Stands in for the KFP artifact of a step, because a replay has no KFP UI."""
+    """A stand-in for the KFP artifact of a step, because a replay has no KFP UI."""
 
     def __init__(self, uri: str, path: Path) -> None:
         """Store the URI, and the path of the file that represents the artifact."""
@@ -539,7 +539,7 @@ def _find(
 def _nearest_run(root: str, run: str) -> str:
     others = ("registry", "datasets", "listings", "preparing")
     known = [name for name in storage.names(root) if name not in others]
-    return nearest(run, known) or (f" (such as {', '.join(known[-3:])})" if known else "")
+    return nearest(run, known) or (f"; existing: {', '.join(known[-3:])}" if known else "")
 
 
 def _local(workdir: Path, run: str, step: str) -> RecordedStep:

@@ -233,7 +233,7 @@ class _Reader:
         return found
 
     def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, Item]) -> dict[str, Item]:
-        """Return the notes that keep bundles for schedules and for runs without other records."""
+        """Return the notes, which keep code for schedules and for runs without other records."""
         above = bundle.OF_SCHEDULES
         paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
         paths += [
@@ -251,7 +251,7 @@ class _Reader:
         except ValueError:
             # The note does not show which bundle is needed, so keep all of them.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
-            damaged = f"{self._uri(path)} is damaged; all code is kept until you remove it"
+            damaged = f"{self._uri(path)} is damaged; all code is kept until you remove this file"
         self.texts[path] = _words(text)
         return Item(path=path, kind=NOTE, damaged=damaged)
 

@@ -82,7 +82,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion, as in `flotilla.trainer.promotion.registry`."""
+    """A promotion of a model version, as recorded in the registry."""
 
     number: int
     version: int
@@ -98,7 +98,7 @@ class Model:
         promotions: oldest first.
         claimed: versions whose promotion is requested or decided, but not yet published.
         references: for each version without a proven gain, the champion it was compared with.
-        damaged: unreadable records, because of which it is not known which versions are needed.
+        damaged: errors of unreadable records. If there are any, all versions are kept.
     """
 
     name: str
@@ -150,8 +150,8 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         return Plan(going=_order(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
-            "no run, dataset or checkpoint is removed, because it is unknown which items "
-            f"{len(unsure)} damaged records need; restore them, or delete their version or run"
+            f"no run, dataset or checkpoint is removed, because {len(unsure)} damaged records may "
+            "need any of them; restore these records, or delete the versions or runs they belong to"
         )
         return Plan(going=_order(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}
@@ -219,7 +219,7 @@ def find_run(path: str) -> str:
 
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
-    """Return whether an item other than a version is a root."""
+    """Return whether an item other than a version is always kept."""
     if item.kind == NOTE:
         return True
     if item.kind in (RUN, SWEEP, *SHARED.values()):

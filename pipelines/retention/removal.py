@@ -53,7 +53,7 @@ _MOST_AHEAD = timedelta(hours=1)
 def require_clock(root: str) -> None:
     """Raise `UserError` if this machine's clock is more than an hour ahead of the storage's.
 
-    Otherwise, files of running processes would look old enough to remove.
+    With a clock that is ahead, the files of running processes look old enough to remove.
     """
     try:
         ahead = timedelta(seconds=round(time.time() - storage.read_clock(root)))
@@ -206,14 +206,14 @@ def _remove_parts(root: str) -> list[str]:
 
 
 def _is_forsaken(folder: str) -> bool:
-    """Return whether a folder contains only parts, none of them recent."""
+    """Return whether a folder contains only parts of datasets, none of them recent."""
     since = datetime.now(UTC) - FORSAKEN
     parts = storage.names(folder)
     try:
         found = [storage.read_manifest(storage.join(folder, name)) for name in parts]
         made = [each.created_at for each in found if each.kind == _PART]
         if datetime.max.replace(tzinfo=UTC) in made:
-            raise UserError("the modification time of a part cannot be read")
+            raise UserError("the modification time of a dataset part cannot be read")
         return bool(made) and len(made) == len(parts) and max(made) < since
     except storage.Unavailable:
         raise

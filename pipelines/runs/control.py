@@ -107,7 +107,7 @@ def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None
     if local_status.is_local(folder, run):
         state = local_status.read_status(folder, run).status
         raise UserError(
-            f"run {run} has no report: it is {state}; read its log with: flotilla logs {run}"
+            f"run {run} is {state} and has no report; read its log with: flotilla logs {run}"
         )
     from flotilla.pipelines.runs.kfp_run import find_run
 
@@ -229,7 +229,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
     if not remote.has_ended:
         again = command(client.access, "status", remote.run_id)
         state = "is being cancelled" if asked else "is already ending"
-        message = f"run {remote.run_id} {state}; see: {again}"
+        message = f"run {remote.run_id} {state}; check with: {again}"
     return Cancellation(run_id=remote.run_id, was_running=not remote.has_ended, message=message)
 
 
@@ -242,7 +242,7 @@ def _interrupt(folder: Path) -> bool:
             os.killpg(process, signal.SIGTERM)
     except PermissionError:
         raise UserError(
-            f"process {process} of the run belongs to another user: ask them to cancel it"
+            f"process {process} of the run belongs to another user; ask that user to cancel the run"
         ) from None
     return True
 

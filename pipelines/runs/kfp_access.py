@@ -198,7 +198,7 @@ def _check_url(name: str, url: str) -> None:
 
 def _check_header(name: str, value: str) -> None:
     if not (value.isascii() and value.isprintable()):
-        raise ConfigError(f"{name} cannot be sent: it has a line break or a control character")
+        raise ConfigError(f"{name} cannot be sent, because not every character is printable ASCII")
 
 
 def _read_secret(path: str, what: str) -> str:
@@ -214,8 +214,8 @@ def _read_secret(path: str, what: str) -> str:
 
 
 def describe_no_page(endpoint: str) -> str:
-    """Return the message shown instead of a link if the user interface is unknown."""
+    """Return the message to show instead of a link if the user interface is unknown."""
     return (
-        f"no link: {endpoint} serves only the API; give the address of the user interface with "
-        f"--ui or {UI[0]}"
+        f"no link: {endpoint} serves only the API; set the URL of the user interface with --ui "
+        f"or {UI[0]}"
     )

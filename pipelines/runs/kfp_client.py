@@ -37,13 +37,13 @@ from flotilla.trainer.runtime.errors import UserError
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
-    400: "fix what the message names; a multi-user instance needs --namespace",
+    400: "fix the reported problem; a multi-user instance needs --namespace",
     401: f"it does not accept the credentials: {_RENEW}",
-    403: "it accepts the credentials but denies the request: give --namespace, or ask its owner",
+    403: "it accepts the credentials but denies the request: add --namespace, or ask its owner",
     404: "check the name or id and --endpoint, which must be the root of the instance",
-    405: "check --endpoint: this is not a KFP API",
-    409: "the object already exists, or another client has just changed it: check it, and try "
-    "again",
+    405: "check --endpoint, which is not the URL of a KFP API",
+    409: "the object already exists, or another client has just changed it: check the object, "
+    "and try again",
     413: "the request is too large for the instance or the proxy in front of it",
     429: "the instance receives too many requests: try again later",
 }
@@ -132,11 +132,11 @@ def make_format_error(access: Access, where: str, answer: Any) -> InstanceError:
 def _tls(access: Access, host: str, cause: BaseException) -> str:
     words = " ".join(str(cause).split())
     if "NO_CERTIFICATE" in words or "PEM" in words:
-        return f"{access.ca_file} contains no PEM certificate: give another file with --ca-file"
+        return f"{access.ca_file} contains no PEM certificate: pass another file with --ca-file"
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
-        return f"the certificate of {host} is not trusted ({reason}): give its CA with --ca-file"
-    return f"{host} does not use TLS: check the port, or give --endpoint with http://"
+        return f"the certificate of {host} is not trusted ({reason}): pass its CA with --ca-file"
+    return f"{host} does not use TLS: check the port, or use http:// in --endpoint"
 
 
 def _describe_redirect(access: Access, error: Any) -> str:
@@ -145,7 +145,7 @@ def _describe_redirect(access: Access, error: Any) -> str:
     if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
         return f"it redirects to {place} to log in: {_RENEW}"
     if target.scheme == "https" and access.endpoint.startswith("http:"):
-        return f"it redirects to {place}: give --endpoint with https://"
+        return f"it redirects to {place}: use https:// in --endpoint"
     return f"it redirects to {place}, perhaps a login page: {_RENEW}"
 
 
@@ -339,7 +339,7 @@ def connect(access: Access) -> Client:
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a client method and discard its output. Every failure is an `InstanceError`."""
+    """Return the result of a client method. Every failure raises an `InstanceError`."""
     try:
         # Discard the links to pages that the client prints.
         with redirect_stdout(io.StringIO()):
@@ -362,7 +362,7 @@ def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str])
 def pages(
     call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
 ) -> Iterator[Any]:
-    """Yield the items of a paged list call, at most `most` (0: all)."""
+    """Yield up to `most` items of a paged list call, or all items if `most` is 0."""
     token, seen, left = "", set[str](), most or sys.maxsize
     while token not in seen:
         seen.add(token)

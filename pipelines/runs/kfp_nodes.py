@@ -307,7 +307,7 @@ def _text(client: Client, path: str) -> str:
             words = one_line(json.loads(text).get("error_message"))
         except ValueError:
             words = one_line(text)
-        raise InstanceError(f"{client.access.endpoint} has no log of this step: {words}", _GONE[0])
+        raise InstanceError(f"{client.access.endpoint} has no log of the step: {words}", _GONE[0])
     return text
 
 

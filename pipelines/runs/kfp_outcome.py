@@ -64,7 +64,7 @@ class _Published:
 
 
 WORKFLOW_GONE = (
-    "its Workflow was deleted with its pods, so the instance will never report the end of the run: "
+    "the Workflow and the pods of the run were deleted, so the instance will never report its end; "
     "archive and delete the run in the user interface, and start it again with `flotilla submit`"
 )
 
@@ -114,9 +114,9 @@ def _explain_loss(client: Client, run: RemoteRun) -> str:
     if True in logs:
         return ""
     if is_scheduled:
-        return f"its schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
+        return f"the schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
     is_gone = bool(logs) and not any(each is None for each in logs)
-    return f"its pods are gone; unless it ends within minutes, {WORKFLOW_GONE}" if is_gone else ""
+    return f"if this run does not end within minutes, {WORKFLOW_GONE}" if is_gone else ""
 
 
 def _is_deleted(client: Client, schedule_id: str) -> bool:
@@ -149,7 +149,7 @@ def _read_published(client: Client, at: str) -> _Published:
     except UserError as error:
         found = _read_through_page(client, at)
         if not found:
-            unread = f"its metrics are below {at}, which cannot be read here: {error}"
+            unread = f"this machine cannot read the run's metrics below {at}: {error}"
             return _Published(unread=unread)
     return _Published(records={each.step: each for each in found})
 
@@ -259,7 +259,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
         return _judge_registration(published)
     gate = published.find_record(GATE.name)
     if gate and gate.metrics.get("decision") == GATE.accepts:
-        return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
+        return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} did not run"
     reasons = _reasons(gate)
     return "refused", REFUSED, reasons or _and("the gate refused the model", published.unread)
 
@@ -282,7 +282,7 @@ def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
         return "done", DONE, ""
     said = published.find_record(DATA.name)
     if said and said.metrics.get("decision") == DATA.accepts:
-        message = f"the data was {DATA.accepts}, but {TRAINER.name} was not run"
+        message = f"the data was {DATA.accepts}, but {TRAINER.name} did not run"
         return "failed", FAILED, message
     if said:
         return "refused", REFUSED, _reasons(said) or "the data was refused"
@@ -350,12 +350,12 @@ def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
 
 
 _IMAGE = (
-    "give an existing image with --image of `flotilla upload` or `flotilla submit`, or check the "
-    "pull secret (`flotilla upload --pull-secret`, or the service account's secret)"
+    "pass an existing image with `flotilla upload --image` or `flotilla submit --image`, or check "
+    "the pull secret (`flotilla upload --pull-secret`, or the secret of the service account)"
 )
 _DRIVER = (
-    "check the service account, the pipeline root and its keys, and the settings of "
-    "the pods, such as --cpu of `flotilla upload`"
+    "check the service account, the pipeline root and its credentials, and the settings of "
+    "the pods, such as `flotilla upload --cpu`"
 )
 
 
@@ -390,7 +390,7 @@ CAUSES = (
     ),
     Cause(
         r"^(CreateContainerConfigError|CreateContainerError|RunContainerError)",
-        "create the secret that it names, or upload with another --store-secret",
+        "create the secret that the message names, or upload with another --store-secret",
         blocks=True,
     ),
     Cause(
@@ -400,7 +400,7 @@ CAUSES = (
     ),
     Cause(
         r"unbound immediate PersistentVolumeClaims",
-        "its persistent volume claim has no volume: see kubectl describe pvc",
+        "its persistent volume claim has no volume: see `kubectl describe pvc`",
         blocks=True,
     ),
     Cause(
@@ -413,17 +413,17 @@ CAUSES = (
     ),
     Cause(
         r"serviceaccount \S+ not found",
-        "create this service account, or give an existing one with --service-account",
+        "create the service account, or pass an existing one with --service-account",
     ),
     Cause(
         r"exceeded quota",
         "ask for a larger quota for the namespace, or upload with less --cpu and --memory",
     ),
-    Cause(r"is forbidden", "ask the owner of the namespace for the permission"),
+    Cause(r"is forbidden", "ask the owner of the namespace for permission"),
     Cause(r"OOMKilled", "it ran out of memory: upload with more --memory"),
     Cause(
         r"longer than (the )?specified deadline|exceeded its deadline",
-        "it took longer than the deadline of the step",
+        "it exceeded the deadline of the step",
     ),
 )
 
@@ -434,7 +434,7 @@ def explain_message(message: str) -> Cause | None:
 
 
 def explain_pod(pod: Pod, more: str = "") -> str:
-    """Return the message about a pod that failed or waits. `more` is the end of its log."""
+    """Return a message about a failed or waiting pod. `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "its KFP driver failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
@@ -452,7 +452,7 @@ def find_failed_pods(nodes: Nodes) -> tuple[Pod, ...]:
 
 
 def waiting_pods(nodes: Nodes) -> tuple[Pod, ...]:
-    """Return the pods that do not start and for which Argo gives a reason."""
+    """Return the pods that have not started and for which Argo gives a reason."""
     return tuple(pod for pod in nodes.pods if pod.state == "PENDING" and pod.message)
 
 

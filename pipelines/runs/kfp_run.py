@@ -67,7 +67,7 @@ def find_run(client: Client, run: str) -> RemoteRun:
         raise ConfigError(f"{client.access.endpoint} has no run {run!r}; see `flotilla runs`")
     if len(found) > 1:
         ids = ", ".join(str(each.run_id) for each in found[:3])
-        raise ConfigError(f"{len(found)} runs are named {run!r}: give the id of one, such as {ids}")
+        raise ConfigError(f"{len(found)} runs are named {run!r}: use the id of one, such as {ids}")
     return refresh_run(client, str(found[0].run_id))
 
 

@@ -239,9 +239,9 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         if sources:
             config = str(parse_value(sources[-1], _SOURCE))
         elif labels:
-            raise ConfigError("--label needs training data: give the files that have the column")
+            raise ConfigError("--label needs training data: pass the files that contain the column")
     if config is not None:
-        # Import it here, because the import takes 0.1 s and the errors above should come first.
+        # Import this here, because the import takes 0.1 s and the errors above should come first.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
 
         if not is_source(config):
@@ -305,7 +305,7 @@ def start(options: RunOptions) -> LocalRun:
     require_current_folder()
     (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
-        # Import it here, because it takes 0.1 s and commands that watch runs do not need it.
+        # Import this here, because the import is slow and commands that watch runs do not need it.
         from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
 
         require_source(config.data)
@@ -348,7 +348,7 @@ def run_name(config: Config) -> str:
 
 
 def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Prepare the run `run_id` to be resumed. Raises `ConfigError` if there is none."""
+    """Prepare to resume the run `run_id`. Raises `ConfigError` if it does not exist."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
 
@@ -502,7 +502,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first interrupt to the run as SIGTERM, and later ones as SIGKILL. Yield them all."""
+    """Forward the first interrupt as SIGTERM, and later ones as SIGKILL. Yield a list of them."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

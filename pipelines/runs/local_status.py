@@ -31,7 +31,7 @@ _COLUMNS = 2
 
 
 def is_local(workdir: Path, run_id: str) -> bool:
-    """Return whether there is a run of this id below `workdir`."""
+    """Return whether a run with this id exists below `workdir`."""
     marks = (workdir / run_id / name for name in (local.EVENTS, local.CONFIG))
     return is_name(run_id) and any(map(os.path.lexists, marks))
 

@@ -51,7 +51,7 @@ class RunResult:
         folder: the folder of a local run.
         state: KFP's state of a remote run, or empty.
         states: KFP's state of each step, by step name.
-        page: page of a remote run in the KFP user interface, or empty.
+        page: URL of a remote run in the KFP user interface, or empty.
     """
 
     run_id: str = ""
@@ -209,7 +209,7 @@ def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
     for row in STAGES:
         step = by_name.get(row.name)
         if step is None and accepted and row in WORKING:
-            message = f"{accepted}, but {row.name} was not run; see pipeline.log"
+            message = f"{accepted}, but {row.name} did not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step and is_whole and ends_well(row.name, step.metrics.get("decision")):
             message = join_reasons(step.metrics.get("reasons", []))

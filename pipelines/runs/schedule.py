@@ -1,4 +1,4 @@
-"""Recurring runs on a KFP instance. Each name has one schedule."""
+"""Recurring runs on a KFP instance. Each schedule has a unique name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def schedule(
     code: str | Path = "",
     **target: Unpack[Target],
 ) -> Scheduled:
-    """Schedule regular runs on a KFP instance. Each name has one schedule.
+    """Schedule recurring runs on a KFP instance, and replace other schedules of the same name.
 
     Args:
         config: the configuration, as for `submit`.
@@ -184,7 +184,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     reference = old.pipeline_version_reference
     if reference is None or reference.pipeline_id != version.pipeline_id:
         raise ConfigError(
-            f"the schedule {name!r} belongs to another pipeline: give that pipeline with --pipeline"
+            f"the schedule {name!r} belongs to another pipeline: pass that pipeline with --pipeline"
         )
     if not version.is_of_this_code:
         raise ConfigError(
@@ -285,8 +285,8 @@ def unschedule(
     if now:
         for run in _active_runs(client, named):
             on_note(
-                f"run {run.run_id} is active: KFP before 2.16 deletes its pods with the schedule, "
-                "so it publishes no last checkpoint or report, and its state no longer changes"
+                f"run {run.run_id} is active: KFP before 2.16 deletes its pods with the schedule; "
+                "the run then publishes no last checkpoint or report, and its state stays the same"
             )
     else:
         _wait_for_runs(client, named, on_note, cancel=cancel)
@@ -321,11 +321,11 @@ def _wait_for_runs(
 
 
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
-    what = f"the schedule is disabled, and will be removed when its run {run.run_id} has ended"
+    what = f"the schedule is disabled and will be removed when its run {run.run_id} has ended"
     if cancel:
         return f"{what}; the run is being cancelled"
     by_hand = kfp_watch.command(access, "cancel", run.run_id)
-    return f"{what} ({run.state.lower()}); to end that run: {by_hand}"
+    return f"{what} ({run.state.lower()}); to cancel the run: {by_hand}"
 
 
 def _terminate(client: Client, run_id: str) -> bool:

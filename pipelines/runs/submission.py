@@ -172,7 +172,7 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
 def package_to_send(file: str | Path | None, version: str) -> Package | None:
     """Return the compiled pipeline in a file, or None without a file. Raises `UserError`."""
     if file and version:
-        raise ConfigError("--file and --version name different pipelines: leave one out")
+        raise ConfigError("--file and --version are mutually exclusive: leave one out")
     return load_package(Path(file)) if file else None
 
 
@@ -243,5 +243,5 @@ def _start(client: Client, submission: Submission, version: Version | None) -> s
         except InstanceError as error:
             if error.status:
                 raise
-            unsure = "it is unknown whether the run was started: see `flotilla runs`"
+            unsure = "the run may have started; check with `flotilla runs`"
             raise UserError(f"{error}; {unsure}") from None

@@ -1,4 +1,4 @@
-"""Sends the data that MLflow lacks of earlier local runs, and marks killed runs as ended.
+"""Sends the missing data of earlier local runs to MLflow, and marks killed runs as ended.
 
 A run has the file `UNSENT` in its folder until MLflow has all of its data. The file is small,
 because the data itself comes from the records of the run.
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
-    """In the background, send what MLflow lacks: data of earlier runs, and a model's champion."""
+    """Send missing data of earlier runs and a model's champion to MLflow in the background."""
     if not addresses.is_tracked():
         yield
         return
@@ -105,7 +105,7 @@ def _send(folder: Path, left: Unsent) -> bool:
         # A sweep's folder has no configuration, and the end of a sweep needs none.
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
-            return sent.end("interrupted", "its process was killed")
+            return sent.end("interrupted", "the process was killed")
         result = _judge(history)
         sent = LocalRun(load_config(folder / CONFIG), folder.name, history)
     except (OSError, UserError) as error:

@@ -55,7 +55,7 @@ class Version:
 
     @property
     def origin(self) -> str:
-        """A description of where the version comes from."""
+        """The origin of the version, as a phrase for messages."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -74,7 +74,7 @@ class Upload:
 def upload(access: Access, package: Package, name: str = "") -> Upload:
     """Upload a pipeline, or a new version of it. Equal content is uploaded only once."""
     if name and not name.strip():
-        raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
+        raise ConfigError("--name is blank: give the pipeline a name, or leave the option out")
     client = connect(access)
     version, created = find_or_upload(client, package, name or package.name)
     path = f"pipelines/details/{version.pipeline_id}/version/{version.version_id}"
@@ -121,7 +121,7 @@ def find_pipeline_id(client: Client, name: str) -> str:
 def versions(
     client: Client, name: str, pipeline_id: str, part: str = "", most: int = 0
 ) -> Iterator[Version]:
-    """Yield at most `most` versions (0: all), newest first, with `part` in their names."""
+    """Yield up to `most` versions (0 means all) with `part` in their names, newest first."""
     found = pages(
         client.list_pipeline_versions,
         "pipeline_versions",

@@ -172,7 +172,7 @@ def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
         return start(options, workdir)
     if options != SweepOptions(parallel=options.parallel):
         raise ConfigError(
-            "--resume continues the trials of the sweep: give only --workdir and --parallel with it"
+            "--resume accepts only the options --workdir and --parallel; remove the other options"
         )
     return resume_sweep(resume, workdir)
 
@@ -192,13 +192,13 @@ def start(options: SweepOptions, workdir: Path) -> Study:
 
 
 def resume_sweep(sweep_id: str, workdir: Path) -> Study:
-    """Return the sweep to resume. Raises `ConfigError`."""
+    """Open the sweep with this id below `workdir`. Raises `ConfigError`."""
     local.require_current_folder()
     known = sorted(
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
     )
     if sweep_id not in known:
-        newest = f" (such as {', '.join(known[-3:])})" if known else ""
+        newest = f"; existing: {', '.join(known[-3:])}" if known else ""
         raise ConfigError(
             f"no sweep {sweep_id!r} below {workdir}{nearest(sweep_id, known) or newest}"
         )
@@ -211,7 +211,7 @@ def execute(
     on_trial: OnTrial | None = None,
     on_event: OnEvent | None = None,
 ) -> RunResult:
-    """Train all trials and promote the best one. Return how its run ended.
+    """Train all trials and promote the best one. Return the result of its run.
 
     In the main thread, SIGINT and SIGTERM stop the sweep, and each training run publishes a last
     checkpoint. A second signal stops the runs at once. `on_trial` is called in this thread with

@@ -45,11 +45,11 @@ def compile_sweep(
     if options.tpe is not None or options.auto:
         raise ConfigError(
             f"{'--auto' if options.auto else '--tpe'} chooses each trial from the results of "
-            "earlier trials, but the loop of a pipeline has a fixed list: use --random N with "
-            "--compile"
+            "earlier trials, but a compiled pipeline has a fixed list of trials; use --random N "
+            "with --compile"
         )
     if options.minutes is not None:
-        raise ConfigError("--minutes applies only to sweeps on this machine: leave it out")
+        raise ConfigError("--minutes applies only to sweeps on this machine; omit --minutes")
     sweep = plan_sweep(options)
     write_pipeline(output, sweep_pipeline(sweep, options.parallel, image or IMAGE, pods))
     return sweep

@@ -75,10 +75,10 @@ class SweepOptions:
         if not 1 <= self.parallel <= MOST_PARALLEL:
             raise ConfigError(f"--parallel {self.parallel} is not between 1 and {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
-            raise ConfigError("--random and --tpe both choose the trials: use one of them")
+            raise ConfigError("--random and --tpe both choose the trials; use only one of them")
         if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
             raise ConfigError(
-                f"--seed {self.seed} applies to --random, --tpe and --auto: leave it out for a grid"
+                f"--seed {self.seed} applies only to --random, --tpe and --auto; omit --seed"
             )
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"--seed {self.seed} is not between 0 and {MOST_SEED - 1}")
@@ -88,7 +88,7 @@ class SweepOptions:
         if self.minutes is not None and not 0 < self.minutes < MOST_MINUTES:
             raise ConfigError(f"--minutes {self.minutes:g} is not between 0 and {MOST_MINUTES}")
         if self.auto and self.random is not None:
-            raise ConfigError("--auto lets TPE choose the trials: leave --random out")
+            raise ConfigError("--auto lets TPE choose the trials; omit --random")
         if self.better not in ("", "higher", "lower"):
             raise ConfigError(f"--better {self.better!r} is neither higher nor lower")
 
@@ -103,7 +103,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
         raise ConfigError(
-            "the search space has only one trial: give more values for a key, or use `flotilla run`"
+            "the search space has only one trial; add values for a key, or use `flotilla run`"
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name

@@ -46,7 +46,7 @@ def sound(tmp_path):
         checkpoints=storage.uri_of(tmp_path / "checkpoints"),
         steps=3000,
         every=250,
-        ends=[(1, "failed | after fixing it, resume with: flotilla run"), (0, "")],
+        ends=[(1, "failed | after fixing the error, resume with: flotilla run"), (0, "")],
         events=[attempt(0), progress(700), attempt(500), progress(3000)],
         losses=1,
     )
@@ -103,7 +103,7 @@ def test_a_sound_run_violates_none(sound):
         (
             {"most_failures": 0},
             "lost",
-            "1 tries failed, and 0 may: failed | after fixing it",
+            "1 tries failed, and 0 may: failed | after fixing the error",
         ),
         ({"tracebacks": 2}, "unclear", "2 tracebacks were shown"),
         (

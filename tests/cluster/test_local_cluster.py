@@ -403,8 +403,7 @@ def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy)
         code, said = run.end()
     assert code == 2
     assert said.startswith(
-        "model blocks:frozen: it has no trainable variables: all of its variables are frozen, by "
-        "its "
+        "model blocks:frozen: nothing can be trained, because all variables are frozen, by "
         "layers or by training.freeze ("
     )
     assert run.events(AttemptBegin) == []

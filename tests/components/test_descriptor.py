@@ -61,8 +61,8 @@ def test_another_uri_is_refused(described, published):
     with pytest.raises(UserError) as refusal:
         descriptor.check(artifact, other)
     assert str(refusal.value) == (
-        f"the artifact belongs to the dataset {uri}, but the URI passed with it is {other}: pass "
-        "both from the same step"
+        f"the artifact describes the dataset {uri}, but the step received the URI {other}; pass "
+        "the artifact and the URI from the same step"
     )
 
 
@@ -148,7 +148,7 @@ def taking(run, root, tmp_path, described):
 def test_each_step_refuses_the_descriptor_of_something_else(taking, step, wrong, described, capsys):
     with pytest.raises(SystemExit):
         taking(step, wrong)
-    refusal = f"flotilla: {step}: the artifact belongs to the dataset {described[1]}, but the URI"
+    refusal = f"flotilla: {step}: the artifact describes the dataset {described[1]}, but"
     assert capsys.readouterr().err.startswith(refusal)
 
 
@@ -189,7 +189,7 @@ def test_a_matrix_that_nobody_can_look_at_is_left_out(classes, tmp_path):
     assert (
         drawn
         or confusion.metadata["left_out"]
-        == "the matrix has 51 classes, but only up to 50 can be shown"
+        == "the matrix has 51 classes, but the UI shows at most 50"
     )
 
 
@@ -206,7 +206,7 @@ def test_a_roc_curve_is_points_by_their_names(tmp_path):
 def test_without_a_curve_there_is_none(tmp_path):
     roc = artifact_in(tmp_path, dsl.ClassificationMetrics)
     descriptor.log_roc(roc, [])
-    assert roc.metadata == {"left_out": "the evaluation has no curve"}
+    assert roc.metadata == {"left_out": "the evaluation has no ROC curve"}
     assert json.loads(Path(roc.path).read_text(encoding="utf-8")) == roc.metadata
 
 

@@ -63,7 +63,7 @@ class TestResolveConfig:
     def test_without_a_root_nothing_can_be_published(self, values, capsys):
         code, line = refused(resolve, {**values, "storage_root": ""}, capsys=capsys)
         assert code == 1
-        assert line.startswith("storage.root is empty: set it to the URI")
+        assert line.startswith("storage.root is empty: set it to a URI")
 
     @pytest.mark.parametrize(
         ("output", "root"),

@@ -139,7 +139,7 @@ def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatc
     monkeypatch.setattr(descriptor, "MOST_CLASSES", 9)
     uri, metrics, confusion, _ = evaluated(run, root, tmp_path)
     assert confusion.metadata == {
-        "left_out": "the matrix has 10 classes, but only up to 9 can be shown"
+        "left_out": "the matrix has 10 classes, but the UI shows at most 9"
     }
     assert metrics.metadata["uri"] == uri
     assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10

@@ -376,7 +376,7 @@ def test_a_dry_run_takes_it(task_folder):
     ("right", "wrong", "words"),
     [
         ("tf.maximum(q * missed", "tf.maximum(q * missing", "name 'missing' is not defined"),
-        ("    def answers(", "    def answer(", "it does not define answers"),
+        ("    def answers(", "    def answer(", "does not define answers"),
         (
             '"pinball": "lower"',
             '"pinball": "less"',

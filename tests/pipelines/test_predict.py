@@ -73,7 +73,7 @@ def test_a_model_that_is_none_is_one_line(root, model, says):
 def test_a_model_without_a_champion_has_versions(tmp_path):
     root = storage.uri_of(tmp_path / "runs")
     registry.register(root, "m", published(tmp_path, 1), lineage={}, scratch=tmp_path)
-    with pytest.raises(ConfigError, match="name a version, such as m@1"):
+    with pytest.raises(ConfigError, match="add a version, such as m@1"):
         predict.model_uri("m", root)
 
 

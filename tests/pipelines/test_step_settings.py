@@ -238,7 +238,7 @@ def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path
     ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, {})
     assert ended.returncode == 1
     (line,) = re.findall(r"flotilla: resolve_config: .*", ended.stdout)
-    assert "no credentials" in line
+    assert "missing or wrong credentials" in line
 
 
 @pytest.mark.slow

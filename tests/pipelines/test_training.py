@@ -89,7 +89,7 @@ def test_a_configuration_is_the_defaults_of_the_form():
 
 
 def test_the_pipeline_says_what_it_does(spec):
-    assert spec["pipelineInfo"]["description"].startswith("Train a model that passes its gate")
+    assert spec["pipelineInfo"]["description"].startswith("Train a model, and promote it")
 
 
 def test_every_field_reaches_the_first_step(main_tasks):

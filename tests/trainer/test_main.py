@@ -252,7 +252,7 @@ def test_a_chief_that_a_strategy_does_not_know(capsys, monkeypatch, options):
     addresses = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
     monkeypatch.setenv("TF_CONFIG", tf_config("worker", cluster=addresses))
     assert main(flat(options)) == errors.USAGE
-    assert "led by worker 0; leave the chief out" in one_line(capsys.readouterr().err)
+    assert "has no chief (worker 0 leads); remove the chief" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("way", ["no folder", "a file", "no room"])

@@ -3,13 +3,13 @@
 The kinds of inputs, or the task, determine the baselines:
 
     numbers, classes    gradient boosting, and a linear model
-    texts               a linear model of TF-IDF
-    recommendation      popularity, and item-item
+    texts               a linear model of TF-IDF features
+    recommendation      popularity, and item-item similarity
 
-They are fitted to at most `MOST_ROWS` random training examples (recommenders to `_MOST_PAIRS`), and
-to fewer if there are texts, or many columns or classes. This limits the memory to about 1 GB. A
-clock, which is checked between slices of the work, limits the time. A baseline that fails does not
-fail the evaluation; it is reported as skipped, with the reason.
+A baseline is fitted to at most `MOST_ROWS` random training examples (recommenders: `_MOST_PAIRS`).
+Texts, and many columns or classes, reduce this number. This limits the memory to about 1 GB. The
+time is limited by a clock that is checked between slices of the work. A baseline that fails does
+not fail the evaluation. It is reported as skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A fitted baseline, with the number of rows it was fitted to and the time that it took.
+    """A baseline, with the number of rows it was fitted to, and the seconds that it took.
 
     If the baseline was skipped, `skipped` is the reason. `outputs` are the outputs for the first
     test examples, in the output format of the task. `validation` has the outputs for validation
@@ -223,7 +223,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return the outputs for the first examples of a split. They are a random sample."""
+    """Return the outputs for the first examples of a split, which are a random sample."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -19,7 +19,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Maximum size of a tensor of rank 2 or more. Larger tensors may be images, and are left out.
+# Maximum size of a tensor of rank 2 or more. Larger tensors may be images, and are ignored.
 _MOST_PIXELS = 256
 _VECTOR = 1
 # Above this number of columns, histograms have 63 bins instead of 255, to limit their memory.
@@ -65,7 +65,7 @@ def _code(values: Array, column: Array) -> Floats:
 
 
 class Columns:
-    """Statistics of the training rows that are needed to build a matrix from their features."""
+    """Statistics of the training rows, which are needed to convert rows to a matrix."""
 
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
         """Determine the kind of each feature for a model with `classes` classes."""
@@ -130,7 +130,7 @@ class Columns:
         return whole
 
     def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Fit scales and word weights, and return the matrix of as many rows as the time allows."""
+        """Fit scales and word weights. Return the matrix of as many rows as the time allows."""
         rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
         # Divide by the maximum first, because squares of very large numbers would overflow.
@@ -148,7 +148,7 @@ class Columns:
         return self._together(self._plain(rows.first(taken)), counts)
 
     def linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of other rows. Raises `NoBaselineError` if the time is too short."""
+        """Return the matrix of other rows. Raises `NoBaselineError` if time runs out."""
         counts, taken = self._count_words(rows.columns, rows.count, clock)
         if taken < rows.count:
             clock.check()

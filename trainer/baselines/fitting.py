@@ -1,7 +1,7 @@
 """Gradient boosting and linear models, fitted within a time limit.
 
-Models except ridge regression are fitted in slices of iterations. The speed of one slice determines
-the size of the next. Each model uses one thread, because OpenMP threads wait for each other in busy
+All models except ridge regression are fitted in slices of iterations. The speed of a slice sets the
+size of the next one. Each model uses one thread, because OpenMP threads wait for each other in busy
 loops. On a shared machine, two threads can take a hundred times as long as one.
 """
 
@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 def boosting(columns: Columns) -> Kind:
-    """Return histogram gradient boosting, which supports categories and missing numbers."""
+    """Return the `Kind` of gradient boosting. It supports categories and missing numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
@@ -74,7 +74,7 @@ def boosting(columns: Columns) -> Kind:
             categorical_features=columns.are_categories(x.shape[1]),
             max_bins=columns.bins,
             max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
-            # Each class needs some rows in both the training part and the held-out part.
+            # Both the rows to fit and the rows that stop training need examples of each class.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
 
@@ -89,7 +89,7 @@ def boosting(columns: Columns) -> Kind:
 
 
 def linear(columns: Columns) -> Kind:
-    """Return logistic regression for classes and ridge regression for numbers."""
+    """Return the `Kind` of linear models: logistic regression for classes, ridge for numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415

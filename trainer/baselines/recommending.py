@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of artificial examples, with the mean rate, to add to each item's examples.
+# Number of artificial examples to add to each item. Their rate is the mean rate of all items.
 _PRIOR = 10.0
 
 
@@ -78,8 +78,8 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
     factors = min(FACTORS, *(each - 1 for each in size))
     if factors < _FEWEST_FACTORS:
         raise NoBaselineError(
-            f"it needs at least {_FEWEST_FACTORS + 1} users and {_FEWEST_FACTORS + 1} items, but "
-            f"training has {size[0]} and {size[1]}"
+            f"item-item needs at least {_FEWEST_FACTORS + 1} users and {_FEWEST_FACTORS + 1} "
+            f"items, but the training data has {size[0]} users and {size[1]} items"
         )
     took = sparse.csr_array((np.ones(pairs.shape[1]), tuple(pairs)), shape=size)
     cosines = took @ sparse.diags_array(1 / np.sqrt(took.sum(axis=0).clip(1)))

@@ -20,7 +20,7 @@ from flotilla.trainer.tasks.base import Array, Floats
 SPLIT = "train"
 #: Maximum length of a text in bytes. Longer texts are truncated.
 TEXT_BYTES = 2000
-# Maximum size of the fetched shards, and of the records drawn from them, in bytes.
+# Maximum sizes of the fetched shards, and of the records drawn from them, in bytes.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
 # Number of records to fetch for each drawn record.
 _SLACK = 4
@@ -67,7 +67,7 @@ class Rows:
         return len(self.weights)
 
     def select(self, places: Any) -> Rows:
-        """Return the rows that `places`, a slice or a mask, selects."""
+        """Return the rows that a slice or a mask selects."""
         values = dict(self.columns), self.labels, self.weights
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
@@ -102,7 +102,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
         files.append(name)
         examples, size = examples + count, size + sizes[name]
     if not examples:
-        raise NoBaselineError(f"a training shard has more than {_MOST_BYTES >> 20} MiB")
+        raise NoBaselineError(f"the first training shard exceeds {_MOST_BYTES >> 20} MiB")
     folder = splits.scratch / SPLIT
     storage.fetch(splits.uri, folder, only=set(files).__contains__, manifest=manifest)
     most = min(most, _MOST_READ * examples // size)
@@ -122,7 +122,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
 def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
-    """Yield batches with the features `names`, of the rows that the mask `drawn` selects."""
+    """Yield batches of the rows that the mask `drawn` selects, with the features in `names`."""
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     marks = tf.constant(drawn)
 

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, retention, background publication, restoring, selection, warm starts."""
+"""Checkpoints: how to save, keep, publish, restore and select them, and warm starts."""

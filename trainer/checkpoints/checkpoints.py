@@ -95,8 +95,8 @@ class Checkpoints:
     ) -> None:
         """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
-        `fingerprint` identifies the dataset. A run does not continue with another dataset, which
-        may test on examples used in training. `awaited` indicates whether an evaluator is running.
+        `fingerprint` identifies the dataset. A run does not continue with another dataset, whose
+        test split may have training examples. `awaited` indicates whether an evaluator is running.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -128,8 +128,8 @@ class Checkpoints:
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
-                    f"{uri} was trained on other data than this run: restore the data "
-                    "section and the dataset, or start a new run"
+                    f"{uri} was trained on different data: restore the data section and "
+                    "the dataset of that training, or start a new run"
                 )
             found = RestoredCheckpoint(
                 uri=uri, global_step=step, folder=folder, fields=fields, apart=apart
@@ -172,7 +172,7 @@ class Checkpoints:
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do the slow preparations for saving these variables, ahead of the first save."""
+        """Prepare to save these variables, so that the first save is fast."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:
@@ -220,7 +220,7 @@ class Checkpoints:
             self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
 
     def prepare_publication(self) -> None:
-        """Raise if this process may no longer publish."""
+        """Raise an error if this process may no longer publish."""
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
@@ -229,7 +229,7 @@ class Checkpoints:
         return UserError(describe_divergence(f"{path} is not finite", step, last))
 
     def require(self) -> None:
-        """Raise if the lease is known to be lost, or if a save by parts failed."""
+        """Raise an error if the lease is known to be lost, or if a save by parts failed."""
         self.lease.require()
         if self.parts:
             self.parts.require()
@@ -245,12 +245,12 @@ class Checkpoints:
 
     @property
     def logs(self) -> Path | None:
-        """Return the local folder for TensorBoard's files."""
+        """The local folder for TensorBoard's files, or None if the store is remote."""
         return storage.local_path(storage.join(self.uri, "logs"))
 
     @cached_property
     def history(self) -> RowFile:
-        """Return the writer of the history of the run."""
+        """The writer of the history of the run."""
         return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
 
     def _require_lease(self) -> None:
@@ -407,7 +407,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return the variables by the path to restore: the path of the average, if there is one."""
+    """Return the variables by the path of their values: that of the average, if there is one."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

@@ -51,7 +51,7 @@ class StoredVariable:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the shape and the part are valid."""
+        """Whether the shape and the part are valid."""
         return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
 
 
@@ -95,7 +95,7 @@ def find_path(key: str) -> str:
 
 
 def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
-    """Return the manifest field `variables`."""
+    """Return the variables as the manifest field `variables`."""
     return {
         path: {"dtype": each.dtype, "shape": list(each.shape), "part": each.part}
         for path, each in variables.items()

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """An interval in global steps. The last step also ends it. With 0 steps, it never ends."""
+    """An interval in global steps, which also ends at the last step. 0 steps disable it."""
 
     steps: int
     last_step: int
@@ -41,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval(Interval):
-    """When to save a checkpoint: after a number of steps or of seconds (0: never)."""
+    """The interval between checkpoints, in steps and in seconds. Either can be 0 (disabled)."""
 
     seconds: float = 0.0
 
@@ -61,7 +61,7 @@ class SaveInterval(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
+    """The policy for keeping checkpoints: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
         every_hours: minimum time between other checkpoints to keep, in hours, starting with the
@@ -133,9 +133,9 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
-    If `choice` is "best", this is the best valid checkpoint by the main validation metric, or the
-    last one if none was measured after step 0 or all measured ones are invalid. Any other `choice`
-    selects the last one and, unless it is "last", is the reported reason. Set `main_metric` for a
+    The choice "best" selects the best valid checkpoint by the main validation metric. It selects
+    the last one, as any other choice does, if none was measured after step 0 or no measured one is
+    valid. A choice other than "best" and "last" is reported as the reason. Set `main_metric` for a
     finished run that is resumed with another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
@@ -164,8 +164,8 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
     """Select the last checkpoint of a user's program, and emit an event about it.
 
-    With `needs_model`, the checkpoint must contain a model, and `UserError` is raised if there is
-    none. Otherwise, None is returned if the program wrote no checkpoint.
+    With `needs_model`, select the last one that contains a model. Raises `UserError` if there is
+    none. Otherwise, return None if the program wrote no checkpoint.
     """
     found = read_index(uri)
     for entry in reversed(found):

@@ -183,7 +183,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 class RowFile:
-    """Writes a file of rows in a file system, and calls `require` before each write."""
+    """A writer of rows to a file in a file system. It calls `require` before each write."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
         """Store the arguments. Nothing is written yet."""
@@ -205,7 +205,7 @@ class RowFile:
 
 
 class SegmentedRowFile(RowFile):
-    """Writes a file of rows in an object store. Any thread may call `upload`."""
+    """A writer of rows to a file in an object store. Any thread may call `upload`."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
         """Store the arguments. No request is sent yet."""

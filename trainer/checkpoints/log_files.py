@@ -22,7 +22,7 @@ class LogFiles:
         self._has_failed = False
 
     def upload(self) -> None:
-        """Upload the files that have grown. Failures are logged, only the first as a warning."""
+        """Upload the files that have grown. Log failures, only the first one as a warning."""
         try:
             for path in sorted(self.folder.rglob("*")):
                 # Skip links, because a user's program may link to files that are not its own.

@@ -4,7 +4,7 @@ Values never pass through the chief. A save has three stages, and training waits
 
 1. Each server copies its variables to its memory, as a snapshot. TensorFlow copies variables with
    row lookups immediately, and others at their next update.
-2. Each server writes its snapshot to a file, unless a number is not finite, and frees it. The next
+2. Each server writes its snapshot to a file, unless a value is not finite, and frees it. The next
    save waits for the end of this stage, so there is never more than one copy.
 3. Each server adds its file to a draft of the checkpoint
    (`flotilla.trainer.checkpoints.part_server`). The chief merges the indexes and commits the draft.
@@ -52,10 +52,10 @@ class Owner(Protocol):
     """The methods of a run's checkpoints that the saver calls."""
 
     def prepare_publication(self) -> None:
-        """Raise if publication is not allowed. Otherwise, publish files that must come first."""
+        """Raise an error if publication is not allowed. If it is, publish files that come first."""
 
     def note_published(self, uri: str, step: int) -> None:
-        """Note that a checkpoint was published."""
+        """Report that a checkpoint was published."""
 
     def not_finite(self, path: str, step: int) -> UserError:
         """Return the error for a variable that is not finite."""
@@ -89,7 +89,7 @@ class _Save:
 
 
 class PartSaver:
-    """Saves checkpoints by parts. Errors of background threads are raised by the next call."""
+    """A saver of checkpoints by parts. The next call raises errors of background threads."""
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int

@@ -109,7 +109,7 @@ class Reply:
 
 
 class PartServer:
-    """Answers the requests in a server's folder one by one, and "discard" in a second thread."""
+    """Two threads that answer the requests in a server's folder. One answers only "discard"."""
 
     def __init__(self, folder: Path, task: str) -> None:
         """Store the arguments. `start` starts the threads."""
@@ -164,7 +164,7 @@ class PartServer:
     def answer_next(self, is_quick: bool | None = None) -> bool:
         """Answer one complete request, and return whether there was one.
 
-        If `is_quick` is set, only quick actions (true) or slow ones (false) are considered.
+        If `is_quick` is true, only consider quick actions. If it is false, only consider slow ones.
         """
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
@@ -201,7 +201,7 @@ class PartServer:
             self._unwritten.pop(request, None)
         except OSError as error:
             self._remember(request, reply)
-            reason = f"{self._task}: {UNWRITTEN}: {error.strerror}; free some space there"
+            reason = f"{self._task}: {UNWRITTEN}: {error.strerror}; free some disk space"
             log.warning("%s", reason)
             try:
                 _write(target, Reply(error=reason, transient=True))

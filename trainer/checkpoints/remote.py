@@ -44,7 +44,7 @@ class RemoteCheckpoints(Checkpoints):
 
     @property
     def logs(self) -> Path:
-        """Return the folder for TensorBoard's files, which are uploaded with each checkpoint."""
+        """The folder for TensorBoard's files, which are uploaded with each checkpoint."""
         return self._log_files.folder
 
     def newest(self) -> RestoredCheckpoint | None:
@@ -57,7 +57,7 @@ class RemoteCheckpoints(Checkpoints):
 
     @cached_property
     def history(self) -> RowFile:
-        """Return the writer of the history, which is uploaded before each checkpoint."""
+        """The writer of the history, which is uploaded before each checkpoint."""
         uri = storage.join(self.uri, HISTORY_FILE)
         return SegmentedRowFile(uri, self._require_lease)
 

@@ -55,7 +55,7 @@ class PartServers:
     """The parameter servers of a cluster, which answer requests. Thread-safe."""
 
     def __init__(self, count: int, io_device: str | None) -> None:
-        """Store the arguments. No request is sent yet. `io_device` is the chief's."""
+        """Store the arguments. No request is sent yet. `io_device` is the device of the chief."""
         self.count = count
         self.io_device = io_device
         self._are_ready: bool | None = None
@@ -75,7 +75,7 @@ class PartServers:
                 )
             else:
                 log.warning(
-                    "the servers do not belong to this run, so the chief writes their variables"
+                    "the chief writes all variables, because not every server can write its own"
                 )
         return self._are_ready
 
@@ -93,7 +93,7 @@ class PartServers:
             pause = min(2 * pause, LAST_SECONDS)
         if data == request.to_json().encode():
             where = self.place(server, f"{part_server.REPLIES}/{name}")
-            reason = "its disk is full or not writable; see its log"
+            reason = "the disk is full or not writable; see the log of the server"
             raise storage.Unavailable(f"{where}: {part_server.UNWRITTEN}: {reason}")
         reply = Reply.from_json(data)
         if reply.error:
@@ -105,7 +105,7 @@ class PartServers:
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
-        """Assign values of the checkpoint at `uri`, on the servers that hold the variables."""
+        """Assign the values of the checkpoint at `uri` on the servers that hold the variables."""
         places = {path: find_server(each) or 0 for path, each in wanted.items()}
 
         def restore_own(server: int) -> None:

@@ -40,7 +40,7 @@ _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno
 _REMEDIES = {
     **{os.strerror(number): "check whether the file system responds" for number in PASSING},
     os.strerror(errno.EIO): "look for disk errors in the system log of that machine",
-    os.strerror(errno.ESTALE): "mount it again",
+    os.strerror(errno.ESTALE): "mount the file system again",
 }
 _PASSING = {os.strerror(number) for number in PASSING}
 WRITE, READ = "write a checkpoint to", "read a checkpoint from"
@@ -159,7 +159,7 @@ def _read_layout(paths: tuple[str, ...], io_device: str | None, scratch: Path) -
 
 
 class BundleWriter:
-    """Writes the values of variables to this machine, with one graph for all saves."""
+    """A writer of bundles on this machine, which uses one graph for all saves."""
 
     def __init__(self, scratch: Path) -> None:
         """Keep temporary files in the folder `scratch`."""

@@ -138,7 +138,7 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Load the weights into the model, and return fields for its manifests. Raises `UserError`."""
+    """Load the weights, and return manifest fields that describe them. Raises `UserError`."""
     own = {
         path.removeprefix(_MODEL): variable
         for path, variable in variables.items()
@@ -185,8 +185,8 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
 def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights file" if is_weights_file(uri) else "checkpoint"
     raise ConfigError(
-        f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
-        "model section, select variables with {from, include, exclude}, or leave the key "
+        f"{_KEY}: {uri} is the {kind} of another model: {what}; give weights of the "
+        "same model, select variables with {from, include, exclude}, or leave the key "
         "empty" + hint
     )
 
@@ -234,8 +234,8 @@ def _load_keras(source: Source, paths: Sequence[str], io_device: str | None) -> 
     except Exception as error:
         words = user_code.short_message(error).partition(". ")[0]
         raise ConfigError(
-            f"{_KEY}: Keras cannot read {source.uri}: {words}; your own classes must be "
-            "registered (keras.saving.register_keras_serializable) by the module of model.name"
+            f"{_KEY}: Keras cannot read {source.uri}: {words}; register your own classes "
+            "with keras.saving.register_keras_serializable in the module of model.name"
         ) from None
     names = _match_paths([variable.path for variable in model.variables], paths)
     values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}

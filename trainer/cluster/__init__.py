@@ -1,1 +1,1 @@
-"""Processes of a training cluster on one machine: start, supervision, leases, liveness."""
+"""The processes of a training cluster on one machine: start, supervision, leases, liveness."""

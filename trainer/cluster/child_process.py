@@ -1,4 +1,4 @@
-"""Calls a module in a child process, and returns its answer or raises its error.
+"""Calls of a module in a child process, which return its answer or raise its error.
 
 The request is a JSON file. The answer is the last line of output that is a JSON object, and an
 error is the last line that starts with `flotilla: `. The child exits when its parent exits.
@@ -49,7 +49,7 @@ def start(
 
 
 def end(process: subprocess.Popen[Any], seconds: float) -> None:
-    """End a running process by SIGTERM, and after `seconds` by SIGKILL."""
+    """End a running process with SIGTERM or, after `seconds`, with SIGKILL."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -21,7 +21,7 @@ ALL_STEPS, EARLY_STOP = "all steps", "early stop"
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """How training ended.
+    """The record of how training ended.
 
     Attributes:
         steps: `training.steps`.

@@ -39,7 +39,7 @@ def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
 
 
 class Launcher(Protocol):
-    """Starts the tasks of a job, supervises them, and returns when training is done."""
+    """A function that starts and supervises the tasks of a job until training is done."""
 
     def __call__(self, job: Job) -> None:
         """Train until the final checkpoint is published and no task is running.

@@ -71,12 +71,12 @@ class LeaseHolder:
 
     @property
     def until(self) -> float:
-        """Return the time at which the lease expires unless it is renewed."""
+        """The time at which the lease expires unless it is renewed."""
         return self.renewed + LEASE_SECONDS
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether the file may be deleted: its writer died, or it expired a day ago."""
+        """Whether the file may be deleted: its writer died, or the lease expired a day ago."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
@@ -91,9 +91,9 @@ class LeaseHeldError(UserError):
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
         """Build the message. `watch` is how long the holder should be watched, in seconds."""
         super().__init__(
-            f"{holder} has been writing to {uri} since {clock_time(holder.started)} and holds its "
-            f"lease at least until {clock_time(holder.until)}: wait until it ends, or stop it; if "
-            "it is already dead, try again after that time"
+            f"{holder} has been writing to {uri} since {clock_time(holder.started)} and holds the "
+            f"lease at least until {clock_time(holder.until)}: wait until that run ends, or stop "
+            "it; if it is already dead, try again after that time"
         )
         self.uri = uri
         self.holder = holder
@@ -105,7 +105,7 @@ class LeaseLostError(UserError):
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
-    """Return the holders below the folder `uri` by number, or None for an unreadable file."""
+    """Return the lease holders below the folder `uri` by number. None is an unreadable file."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
@@ -214,7 +214,7 @@ class Lease(NoLease):
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def renew_or_end(self) -> bool:
-        """Renew the lease, and return whether to continue."""
+        """Renew the lease, and return whether to keep renewing it."""
         try:
             self.renew()
         except LeaseLostError as error:
@@ -256,7 +256,7 @@ class Lease(NoLease):
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
         what = f"the lease of {self._uri} was deleted or replaced"
-        remedy = "make sure that no other run writes there, and start it again"
+        remedy = "make sure that no other run writes there, and start this run again"
         if who := found.get(newest):
             what = f"{who} took over {self._uri}"
             remedy = "decide which of the two runs should continue, and stop the other"

@@ -55,7 +55,7 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Return true once heartbeats stop for `timeout` seconds, false when the writer ends."""
+    """Return true once heartbeats stop for `timeout` seconds, or false once the writer exits."""
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -95,7 +95,7 @@ def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -
 
 
 def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECONDS) -> Peers:
-    """Probe some tasks in parallel, and wait up to `timeout` seconds for answers."""
+    """Probe `tasks` in parallel, and wait up to `timeout` seconds for answers."""
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         answers = list(pool.map(lambda task: _answer(cluster.address(task), timeout), tasks))
 

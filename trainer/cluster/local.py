@@ -53,7 +53,7 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine. After a signal, a last checkpoint is saved before the end."""
+    """Train `job` on this machine. A signal ends training after a last checkpoint is saved."""
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
@@ -99,7 +99,7 @@ LineSink = Callable[[str, str], None]
 
 
 class TaskLogs:
-    """Reads the logs below a folder, each line once.
+    """A reader of the logs below a folder, which reads each line once.
 
     `traceback` is the traceback of the user's code, or empty.
     """

@@ -26,8 +26,8 @@ from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
 WARNING = (
-    "this system cannot keep TensorFlow's servers on loopback, so other machines can reach the "
-    "tasks of this run and run any graph as this user: see docs/security.md"
+    "this system cannot restrict TensorFlow's servers to loopback, so other machines can reach "
+    "the tasks of this run and run any graph as this user: see docs/security.md"
 )
 # Variable for the host of the leading task's metrics: loopback by default, `*` in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"

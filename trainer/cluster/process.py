@@ -1,4 +1,4 @@
-"""Runs one task of a local cluster as a process, with its folder, environment, resources and log.
+"""One task of a local cluster as a process, with its folder, environment, resources and log.
 
 The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, one
 thread per operation gave 15 % more steps per second, and one core per worker another 10 %.
@@ -51,7 +51,7 @@ def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
 
 
 def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
-    """Return the cores of a worker, an equal share, or an empty list if there are too few."""
+    """Return a worker's equal share of the cores, or an empty list if there are too few."""
     each = len(every) // workers if workers > 1 else 0
     if task.role != "worker" or not each:
         return []
@@ -80,7 +80,7 @@ def require_memory(config: Config, parameters: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * parameters > memory:
         raise ConfigError(
-            f"model {config.model.name}: it has {parameters:,} parameters, but this machine has "
+            f"model {config.model.name} has {parameters:,} parameters, but this machine has only "
             f"{memory >> 30} GiB of memory; make its layers smaller"
         )
 
@@ -152,7 +152,7 @@ _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a task ended.
+    """The end of a task: its exit code and, if the launcher killed it, the reason.
 
     Attributes:
         code: the exit code, or the negative number of the signal.
@@ -168,7 +168,7 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Return whether a restart cannot help after this exit code, by the rules of TFJob."""
+        """Whether a restart cannot help after this exit code, by the rules of TFJob."""
         return 0 < self.code < RETRYABLE
 
     @property
@@ -237,7 +237,7 @@ class TaskProcess:
             self._started.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the end."""
+        """Send SIGKILL, and wait for the process to exit."""
         if self._started:
             self._started.kill()
             self._started.wait()
@@ -284,7 +284,7 @@ class TaskProcess:
         return (self.last_lines(1) or ["(nothing)"])[0]
 
     def last_lines(self, count: int) -> list[str]:
-        """Return up to `count` last lines of the log, without timestamps."""
+        """Return at most the last `count` lines of the log, without timestamps."""
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")

@@ -85,7 +85,7 @@ class ServerMemory:
 
 
 class EvaluatorSupervision:
-    """Restarts the evaluator, if there is one. Its failures never end a run."""
+    """The supervision of the evaluator, if there is one. Its failures never end a run."""
 
     def __init__(self, process: TaskProcess | None) -> None:
         """Supervise `process`."""
@@ -108,7 +108,7 @@ class EvaluatorSupervision:
             self._process.kill()
 
     def handle_end(self, end: End) -> TaskProcess | None:
-        """Handle the end of the process, and return the process to restart, or None."""
+        """Return the process to restart after `end`, or None. Report failures and restarts."""
         process = self._process
         if process is None or end.code == DONE:
             self.running = False
@@ -143,7 +143,7 @@ class EvaluatorSupervision:
 
 
 class Supervisor:
-    """Runs the tasks of one job until the leader ends."""
+    """A supervisor that runs the tasks of one job until the leader ends."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class Supervisor:
         if end.is_final:
             report_failure(process, end)
             message = process.termination_message() or (
-                f"{end.cause}; its last line: {process.last_line()}"
+                f"{end.cause}; the last line of its log: {process.last_line()}"
             )
             raise error_for_exit(end.code)(f"{message} ({process.task}, log {process.log})")
         if not end.planned:

@@ -23,7 +23,7 @@ ROOM = 4096
 
 
 def reserve(workdir: Path) -> None:
-    """Reserve the space, and delete the message of an earlier attempt. Raises `OSError`."""
+    """Reserve space for a message, and delete that of an earlier attempt. Raises `OSError`."""
     (workdir / FILE).write_bytes(_pad(""))
 
 

@@ -119,8 +119,8 @@ def _shadow(name: str) -> str:
     if spec is None or not spec.origin:
         return ""
     return (
-        f"--code: {name} has the same name as an installed package ({spec.origin}), and Python "
-        "imports the package if it is installed; rename your module"
+        f"--code: {name} has the same name as an installed package ({spec.origin}), which Python "
+        "imports instead wherever it is installed; rename your module"
     )
 
 
@@ -142,7 +142,7 @@ def enter(uri: str) -> None:
     except storage.NotPublished:
         raise ConfigError(
             f"code: there is no bundle at {uri}: it was deleted, or this machine cannot reach "
-            "it; submit again with --code"
+            "the store; submit the run again with --code"
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
     if compute_digest(hashes) != digest:
@@ -150,7 +150,7 @@ def enter(uri: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
             f"code: {uri} was changed after it was published: its content does not match its "
-            "digest; delete it, and submit again with --code"
+            "digest; delete it, and submit the run again with --code"
         )
     os.environ.update({user_code.FOLDER_VARIABLE: str(folder), user_code.BUNDLE_VARIABLE: uri})
 

@@ -33,7 +33,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# Maximum number of folders to search. The limit matters if a user gives a home directory.
+# Maximum number of folders to search. The limit matters if a user passes a home directory.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"
@@ -102,15 +102,15 @@ def collect(folder: Path) -> Collected:
         collected.files.append(found)
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
-                f"--code {folder}: it has more than {MOST_FILES:,} files, the maximum for a code "
-                f"folder (most are below {_list_largest(collected.files)}); give the folder of "
-                f"your modules, or exclude the other files in {IGNORE_FILE}"
+                f"--code {folder}: the folder has more than {MOST_FILES:,} files, which is the "
+                f"maximum (most are below {_list_largest(collected.files)}); give the folder of "
+                f"your modules, or list the other files in {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
         raise ConfigError(
-            f"--code {folder}: it contains no module (*.py){_name_left_out(collected)}; give the "
-            "folder of your modules"
+            f"--code {folder}: the folder has no module (*.py){_name_left_out(collected)}; give "
+            "the folder of your modules"
         )
     collected.files.sort(key=lambda each: each.path)
     return collected
@@ -155,8 +155,8 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
         seen += 1
         if seen > _MOST_FOLDERS:
             raise ConfigError(
-                f"--code {root}: it has more than {_MOST_FOLDERS:,} folders, the maximum for a "
-                "code folder; give the folder of your modules, or exclude the other files in "
+                f"--code {root}: the folder has more than {_MOST_FOLDERS:,} folders, which is the "
+                "maximum; give the folder of your modules, or list the other folders in "
                 f"{IGNORE_FILE}"
             )
         for entry in _entries(root / above):
@@ -225,5 +225,5 @@ def _require_size(folder: Path, files: list[Found]) -> None:
     named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
     raise ConfigError(
         f"--code {folder}: the files total {total / 1e6:.1f} MB, and the limit is "
-        f"{MOST_BYTES / 1e6:.1f} MB; exclude files in {IGNORE_FILE} (the largest are {named})"
+        f"{MOST_BYTES / 1e6:.1f} MB; list large files in {IGNORE_FILE} (the largest are {named})"
     )

@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 def key(default: _Default, description: str, **limits: Any) -> _Default:
-    """Return the field of a key. The reference page and KFP show its description."""
+    """Define a configuration key. The reference page and KFP show its description."""
     return Field(default, description=description, **limits)  # type: ignore[no-any-return]
 
 

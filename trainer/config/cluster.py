@@ -26,8 +26,8 @@ class ClusterConfig(Section):
 
     launcher: Launcher = key(
         "local",
-        "how tasks are started: local processes, a TFJob or a JobSet; auto: the engine that the "
-        "cluster serves",
+        "how tasks are started: as local processes, a TFJob or a JobSet; auto: a TFJob or JobSet, "
+        "whichever the cluster supports, or local without a cluster",
     )
     parameter_servers: int = key(1, "number of parameter servers", ge=1, le=1000)
     workers: int = key(

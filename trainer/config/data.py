@@ -80,10 +80,10 @@ def _strip_ending(part: str) -> str:
 
 
 class ImageConfig(Whole):
-    """How encoded images are decoded."""
+    """Settings for decoding images."""
 
     size: tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...] = key(
-        (), "[height, width] of each image", strict=False
+        (), "[height, width] to which images are resized", strict=False
     )
     channels: Literal[1, 3, 4] = key(
         3, "number of channels: 1 for grayscale, 3 for RGB, 4 for RGBA"
@@ -99,12 +99,12 @@ class ImageConfig(Whole):
     @model_validator(mode="after")
     def _require_size(self) -> ImageConfig:
         if self.channels != len("RGB") and not self.size:
-            raise ValueError("size: set [height, width]; all images are resized to it")
+            raise ValueError("size: it is required unless channels is 3; set [height, width]")
         return self
 
 
 class SplitsConfig(Whole):
-    """How examples from files are split into training, validation and test.
+    """The training, validation and test splits of examples from files.
 
     `train`, `validation` and `test` name separate files, by a path below the source or by a URI.
     `column` contains the split of each row. Otherwise `data.validation` and `test` are shares of
@@ -124,7 +124,7 @@ class SplitsConfig(Whole):
         "", "rows with equal values in this column stay in one split; empty: data.group"
     )
     time: str = key(
-        "", "order rows by this column: the latest are the test split, those before them validation"
+        "", "column with the time of each row: the latest are for testing, the next for validation"
     )
 
     @field_validator("test")
@@ -159,7 +159,7 @@ class SplitsConfig(Whole):
 
 
 class RunnerConfig(Whole):
-    """Where and how a dataset is prepared."""
+    """Settings for preparing a dataset."""
 
     name: Literal["processes", "beam"] = key(
         "processes",
@@ -176,7 +176,7 @@ class RunnerConfig(Whole):
     def _flags(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for each in value:
             if not _FLAG.fullmatch(each):
-                raise ValueError(f"{each!r}: write each option as --name=value")
+                raise ValueError(f"the option {each!r} does not have the form --name=value")
         return value
 
     @model_validator(mode="after")
@@ -192,10 +192,10 @@ class DataConfig(Section):
     """The dataset, its splits and its shards."""
 
     dataset: str = key(
-        DEFAULT_DATASET, "TFDS name, or package.module:Builder; ignored if data.source is set"
+        DEFAULT_DATASET, "TFDS name, or package.module:Builder; set this or data.source, not both"
     )
     source: str = key(
-        "", "files to read instead of a TFDS dataset: path, URI or pattern of files or a folder"
+        "", "files to read instead of a TFDS dataset: a path, URI or pattern of files, or a folder"
     )
     format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "npz", "images"] = key(
         "", "format of the files; empty: detected from their names"
@@ -204,8 +204,8 @@ class DataConfig(Section):
     version: str = key("", "version of the TFDS dataset; empty: the newest")
     spans: str = key(
         NEWEST,
-        f"spans to read of a source with {{SPAN}} or {{DATE}}: {NEWEST}, a number N for the "
-        f"newest N, {ALL}, or {SINCE_CHAMPION}",
+        f"which spans of a source with {{SPAN}} or {{DATE}} to read: {NEWEST}, a number N for "
+        f"the newest N, {ALL}, or {SINCE_CHAMPION}",
     )
     manual_dir: str = key(
         "", "folder with the original files of a TFDS dataset, for machines without network access"
@@ -225,13 +225,13 @@ class DataConfig(Section):
     map: str = key("", "package.module:function that turns a row of a source into an example")
     shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
         {},
-        "shape of each feature whose examples differ in shape; a first size of 0 means: pad to "
-        "the longest of a batch",
+        "shape of each feature whose examples differ in shape; a first size of 0: pad to the "
+        "longest example in the batch",
     )
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
         (), "length boundaries: examples between the same boundaries share a batch", strict=False
     )
-    image: ImageConfig = key(ImageConfig(), "encoded images: {size: [height, width], channels}")
+    image: ImageConfig = key(ImageConfig(), "decoding of images: {size: [height, width], channels}")
     bad_rows: float = key(
         0.0, "share of broken rows that may be skipped; 0: fail on the first broken row", ge=0, lt=1
     )
@@ -246,8 +246,8 @@ class DataConfig(Section):
     )
     partition: Literal["disjoint", "dynamic", "reshuffle"] = key(
         "disjoint",
-        "disjoint: each worker reads its own shards; dynamic: the next free worker gets the "
-        "next range; reshuffle: each worker reads all data",
+        "disjoint: each worker reads its own shards; dynamic: each range of examples goes to the "
+        "next free worker; reshuffle: each worker reads all data",
     )
     disk: str = key("", "maximum size of the shards that a worker keeps on disk; empty: all shards")
     vocabulary: int = key(
@@ -269,7 +269,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _either(self) -> DataConfig:
-        """Let a source override the default dataset, so that a run parameter can set it alone."""
+        """Allow a source with the default dataset, so that a run need not unset the dataset."""
         if self.source and self.dataset not in ("", DEFAULT_DATASET):
             raise ValueError(
                 f"source and dataset ({self.dataset!r}) are both set; leave one of them empty"
@@ -285,7 +285,7 @@ class DataConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Return whether the user's code prepares the data, by a builder or a function of rows."""
+        """Whether the user's code prepares the data, with a builder or a function for rows."""
         return bool(self.map) or (":" in self.dataset and not self.source)
 
     @property
@@ -334,5 +334,5 @@ class DataConfig(Section):
     @classmethod
     def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if list(value) != sorted(set(value)):
-            raise ValueError("write the lengths in ascending order")
+            raise ValueError("the lengths must be in ascending order")
         return value

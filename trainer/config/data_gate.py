@@ -41,7 +41,7 @@ RULES = {
     "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
     "class_gone": (
         REFUSE,
-        "a class of a label that is missing from a split, or is the only one in it",
+        "a class of a label that is missing from a split, or is the only class in it",
     ),
     "balance": (WARN, "a label whose class shares differ from those in the champion's dataset"),
     "imbalance": (WARN, "a class that is too rare to affect accuracy noticeably"),

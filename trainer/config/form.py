@@ -79,7 +79,7 @@ FIELDS = (
         str,
         'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
     ),
-    _field("model", "model.name", str, "Keras model; auto: chosen by the inputs", AUTO, *MODELS),
+    _field("model", "model.name", str, "Keras model; auto: depends on the inputs", AUTO, *MODELS),
     _field("steps", "training.steps", int, "number of global steps (applied updates); 0: auto"),
     _field(
         "epochs",
@@ -175,7 +175,7 @@ def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Convert JSON values to the types that YAML gives, because KFP makes every number a double."""
+    """Convert whole floats to integers, because KFP passes every number as a double."""
     if isinstance(value, Mapping):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):

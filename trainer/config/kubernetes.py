@@ -146,7 +146,7 @@ class PodConfig(Section):
     labels: dict[Key, LabelText] = key({}, "labels of the pods")
     annotations: dict[Key, str] = key({}, "annotations of the pods")
     service_account: Name = key(
-        "", "service account of the pods; empty: the step's, or the default of another namespace"
+        "", "service account of the pods; empty: the step's, or in another namespace the default"
     )
     volumes: tuple[VolumeConfig, ...] = key((), "additional volumes")
     shared_memory: Size = key("", "size of /dev/shm; empty: the default of the container runtime")
@@ -178,7 +178,7 @@ class PodConfig(Section):
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
         "",
         "restart policy of the pods; empty: ExitCode, or OnFailure for the evaluator; jobset "
-        "supports only these",
+        "supports only these defaults",
     )
     grace_seconds: Seconds = key(
         0, "seconds from SIGTERM to SIGKILL, in which a last checkpoint is saved; 0: 120"

@@ -206,7 +206,7 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
 
 
 def _choose_by_source(tree: dict[str, Any]) -> None:
-    """Derive the model's name and choice from the files, unless they are set."""
+    """For files, set the name from the source and the model to `auto`, unless they are set."""
     data, model = tree.get("data"), tree.get("model") or {}
     source = data.get("source") if isinstance(data, Mapping) else None
     if not source or not isinstance(source, str) or not isinstance(model, Mapping):
@@ -332,7 +332,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
 
 
 def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply assignments. Assigned epochs replace steps in the tree, and vice versa."""
+    """Apply assignments to a tree. Assigned epochs replace steps in the tree, and vice versa."""
     given = {_assign(tree, assignment) for assignment in assignments}
     training = tree.get("training")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
@@ -344,7 +344,7 @@ def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
 def _assign(tree: dict[str, Any], assignment: str) -> str:
     key, equals, text = assignment.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
-        raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
+        raise ConfigError(f"--set {assignment!r} does not have the form section.key=value")
     node = tree
     *sections, last = key.strip().split(".")
     for section in sections:
@@ -368,7 +368,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Drop the error of a list that is invalid only because of one of its entries."""
+    """Return the errors, without those of lists that are invalid only because of an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     above = {place[:size] for place in places for size in range(len(place))}

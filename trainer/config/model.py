@@ -53,7 +53,7 @@ class ModelConfig(Section):
 
     name: str = key(
         "mlp",
-        f"{AUTO}: chosen by the inputs (the default if data.source is set); {', '.join(MODELS)}, "
+        f"{AUTO}: depends on the inputs (the default if data.source is set); {', '.join(MODELS)}, "
         "or package.module:function",
     )
     args: Free = key({}, "arguments of the model's function")
@@ -88,7 +88,7 @@ def require_table(name: str, arguments: Any) -> None:
 
 
 def require_sizes(given: Mapping[str, int]) -> None:
-    """Raise a `ValueError` if a number of a dynamic table is out of range or inconsistent."""
+    """Raise a `ValueError` if a setting of a dynamic table is out of range or inconsistent."""
     least = {"capacity": given.get("shards", 1), "min_age": 0, "max_age": 0}
     most = {"capacity": _MOST_ROWS, "min_count": MOST_COUNTED}
     for name, value in given.items():
@@ -117,11 +117,11 @@ class InitialWeights:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether some variables may keep their initial values."""
+        """Whether some variables may keep their initial values."""
         return bool(self.include or self.exclude)
 
     def value(self) -> str | dict[str, Any]:
-        """Return the value of the key, which is a string if all weights are loaded."""
+        """Return the value of `training.warm_start`, a string if all weights are loaded."""
         globs = {_INCLUDE: list(self.include), _EXCLUDE: list(self.exclude)}
         named = {name: each for name, each in globs.items() if each}
         return {_FROM: self.source, **named} if named else self.source

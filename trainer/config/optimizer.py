@@ -75,7 +75,7 @@ class ExponentialArgs(Section):
 
 
 class PiecewiseArgs(Section):
-    """The learning rate times one of `factors`. Each boundary switches to the next one."""
+    """The learning rate times one of `factors`. Each boundary switches to the next factor."""
 
     boundaries: tuple[int, ...] = Field(
         min_length=1, description="global steps, in ascending order"

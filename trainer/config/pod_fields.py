@@ -76,7 +76,7 @@ def name(text: str) -> str:
 
 
 def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Validate the labels of a node selector."""
+    """Validate the labels of a pod or of a node selector."""
     for key, value in tree.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not a valid label key, such as pool or example.com/pool")
@@ -104,7 +104,7 @@ def toleration(tree: Any) -> Any:
     _check_choice("effect", tree.get("effect", ""), _EFFECTS)
     exists = tree.get("operator") == "Exists"
     if exists and tree.get("value"):
-        raise ValueError("with the operator Exists a toleration has no value; leave it out")
+        raise ValueError("a toleration with the operator Exists has no value; leave value out")
     if not exists and not tree.get("key"):
         raise ValueError("a toleration without a key needs the operator Exists")
     if tree.get("key") and not _KEY.fullmatch(tree["key"]):

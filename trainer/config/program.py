@@ -1,4 +1,4 @@
-"""The section `program`: a training program of the user's own, used instead of the trainer.
+"""The section `program`: a user's own training program, used instead of the trainer.
 
 Flotilla starts the program in every task of the cluster, gives it the data and the cluster's
 addresses, and publishes the checkpoints and the model that it writes. A word such as `{index}` in
@@ -174,9 +174,9 @@ class ProgramConfig(Whole):
                 raise ValueError(f"{name} is set by Flotilla; choose another name")
             if names_secret(name) and not _PUBLIC.fullmatch(text):
                 raise ValueError(
-                    f"{name} looks like a secret, and a run stores its configuration; leave it "
-                    "out, and set it in the environment of flotilla, which the program inherits, "
-                    "or in cluster.kubernetes.pod.secret_env"
+                    f"{name} looks like a secret, and a run records this value; instead, set it in "
+                    "the environment of flotilla, which the program inherits, or in "
+                    "cluster.kubernetes.pod.secret_env"
                 )
         return value
 

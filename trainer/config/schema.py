@@ -89,7 +89,7 @@ _OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": 
 
 
 def _restore_name(value: object) -> object:
-    """Return the class name that YAML has parsed as a boolean or a number."""
+    """Restore a class name that YAML has parsed as a boolean or a number."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -104,7 +104,7 @@ class OutputConfig(Section):
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
     metrics: tuple[str, ...] = key((), "additional Keras metrics by name, or package.module:name")
-    weight: float = key(1.0, "weight of this loss in the sum", gt=0)
+    weight: float = key(1.0, "weight of this output in the total loss", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
     positive: Label = key("", "as in task.positive")
     args: Free = key({}, "arguments of the task's class")
@@ -129,7 +129,7 @@ class TaskConfig(Section):
         "in training (for ranking, the second one)",
     )
     main_metric: str = key(
-        "", "metric for selecting and comparing models; empty: chosen by task and data"
+        "", "metric for selecting and comparing models; empty: depends on the task and data"
     )
     args: Free = key({}, "arguments of the task's class")
 
@@ -150,8 +150,8 @@ class TrainingConfig(Section):
     )
     steps: Steps = key(
         1500,
-        "number of global steps (applied updates); auto: derived from training.epochs, or ended "
-        "by validation",
+        "number of global steps (applied updates); auto: derived from training.epochs, or "
+        "from the number of examples",
     )
     epochs: float = key(
         0.0, "passes over the training examples, instead of steps; 0: use steps", ge=0, le=MOST
@@ -386,7 +386,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_program(self) -> Config:
-        """A program trains its own model, and its keys need `program.command`."""
+        """`program.command` excludes keys of the built-in trainer. Other `program` keys need it."""
         if self.program.command:
             refuse_own_keys(dict(self))
         else:
@@ -395,7 +395,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> Config:
-        """Set only one of `training.epochs` and a number of `training.steps`."""
+        """`training.epochs` cannot be combined with a number in `training.steps`."""
         training = self.training
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
@@ -453,7 +453,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_recommender(self) -> Config:
-        """A recommender of files needs `data.inputs` or `data.map`.
+        """A recommender model for files needs `data.inputs` or `data.map`.
 
         The task `recommendation` needs `data.group`.
         """

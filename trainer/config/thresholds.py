@@ -50,7 +50,7 @@ def split_rule(
 
 
 def present_name(metric: str, known: Iterable[str]) -> str:
-    """Return a hint with the present name of an unknown metric, or the closest known name."""
+    """Return a hint with the current name of a renamed metric, or the closest known name."""
     for old, names in _RENAMED.items():
         begin = metric.removesuffix(old)
         if now := [begin + name for name in names if begin != metric and begin + name in known]:
@@ -62,16 +62,16 @@ def present_name(metric: str, known: Iterable[str]) -> str:
 
 
 class ChampionRule(Section):
-    """How much worse than the champion a model may be on the same examples."""
+    """A limit on how much worse than the champion a model may be on the same examples."""
 
     metric: str = key("", "metric to compare; empty: the main metric of the task")
     margin: float | str = key(
         "5%",
-        "non-inferiority margin: the largest loss that still counts as equal, in units of the "
+        "non-inferiority margin: the largest decline that still counts as equal, in units of the "
         "metric or as a share of the champion's gain over a constant; below 0: a required gain",
     )
     confidence: float = key(
-        0.995, "confidence level of the test that the loss is within the margin", ge=0.5, lt=1
+        0.995, "confidence level of the test that the decline is within the margin", ge=0.5, lt=1
     )
     class_margin: float | str = key(
         "50%",
@@ -110,7 +110,7 @@ class ChampionRule(Section):
         return self.margin if not isinstance(self.margin, str) else self.share * max(gain, 0.0)
 
     def compute_class_margins(self, recalls: Any) -> Any:
-        """Return the allowed loss of recall for each class, from an array of champion recalls."""
+        """Return the allowed drop in recall of each class, from an array of champion recalls."""
         if isinstance(self.class_margin, str):
             return _share(self.class_margin) * recalls
         return self.class_margin + 0 * recalls

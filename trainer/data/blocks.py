@@ -46,8 +46,8 @@ _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 def choose_rows(rows: int, size: int, largest: int) -> int:
     """Return the number of rows per block.
 
-    `size` is the total size of the rows and `largest` the size of the largest row, in bytes. All
-    blocks of a dataset have this number of rows, except the last one of each shard.
+    `size` is the total size of the rows and `largest` is the size of the largest row, in bytes. All
+    blocks of a dataset have this number of rows, except the last block of each shard.
     """
     mean, bound = BYTES * rows // max(1, size), _LARGEST_BYTES // max(1, largest)
     return max(1, min(BLOCK_ROWS, mean, bound))
@@ -56,7 +56,7 @@ def choose_rows(rows: int, size: int, largest: int) -> int:
 def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
-    """Yield blocks of `size` rows of a table from `columns.make_table`. The last may have fewer."""
+    """Yield blocks of `size` rows of a table. The last block may have fewer rows."""
     # Sort the features, because equal rows must give equal bytes, and the entries of a protobuf map
     # have no order.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
@@ -159,7 +159,7 @@ def _content(column: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
 
 
 def _frame_all(texts: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
-    """Return strings as the values of a list, each preceded by its tag and its length."""
+    """Encode strings as the values of a list, each preceded by its tag and its length."""
     sizes = pc.dictionary_encode(pc.binary_length(texts))
     heads = pa.array(
         [_FIRST + _varint(size) for size in sizes.dictionary.to_pylist()], pa.large_binary()
@@ -278,7 +278,7 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
 def permute_windows(
     features: Mapping[str, FeatureSpec], windows: tf.data.Dataset, seed: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Parse windows of blocks, and shuffle the rows of each window in a different order."""
+    """Parse windows of blocks, and shuffle the rows of each window with a different seed."""
 
     def permute(blocks: tf.Tensor, number: tf.Tensor) -> Rows:
         rows = parse_blocks(features, blocks)
@@ -301,7 +301,7 @@ def number_windows(windows: tf.data.Dataset) -> tf.data.Dataset:
 def slice_windows(
     windows: tf.data.Dataset, skip: int | tf.Tensor, take: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Return `take` rows after the first `skip` ones, without reading further."""
+    """Skip the first `skip` rows, and return the next `take` rows without reading further."""
     end = skip + take
 
     def cut(rows: Rows, before: tf.Tensor) -> Rows:
@@ -320,5 +320,5 @@ def count_rows(rows: Rows) -> tf.Tensor:
 
 
 def gather_rows(rows: Rows, order: tf.Tensor) -> Rows:
-    """Return rows by their indices."""
+    """Return the rows at the indices in `order`."""
     return {name: tf.gather(values, order) for name, values in rows.items()}

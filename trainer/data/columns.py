@@ -1,4 +1,4 @@
-"""Columns of examples in memory, and the tables of parts, without a Python object per row.
+"""Columns and tables of examples in memory, without a Python object per row.
 
 A column has one of three forms:
 
@@ -48,7 +48,7 @@ def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) 
 
 
 def make_column(feature: FeatureSpec, values: Any) -> Column:
-    """Convert one column to the forms of this module."""
+    """Convert the values of one feature to a column."""
     if isinstance(values, pa.Array):
         return values
     if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
@@ -62,7 +62,7 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
 
 
 def make_texts(values: Iterable[Any]) -> pa.Array:
-    """Convert bytes to an Arrow array."""
+    """Convert bytes to an Arrow array of binary values."""
     flat = np.ravel(values).tolist() if isinstance(values, np.ndarray) else list(values)
     return pa.array(flat, pa.large_binary())
 
@@ -96,7 +96,7 @@ def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
 
 
 def make_rows(feature: FeatureSpec, column: Any) -> Any:
-    """Convert a column for a user's Python code: strings to bytes, sequences to arrays."""
+    """Convert a column for a user's Python code. Strings become bytes, sequences become arrays."""
     if not isinstance(column, pa.Array):
         return column
     if not pa.types.is_large_list(column.type):

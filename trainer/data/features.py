@@ -170,7 +170,7 @@ def _roles(
     if keys and not (inputs or by_keys.inputs):
         raise ConfigError(
             f"data.inputs: the supervised_keys {keys} of {name} name no input; set data.inputs to "
-            f"one or several of its features ({format_names(leaves)})"
+            f"one or more of its features ({format_names(leaves)})"
         )
     if not inputs:
         # Keep a label that the dataset also names as an input, so that `_check` reports it.
@@ -224,7 +224,7 @@ def _another_label(leaves: Mapping[str, Leaf]) -> str:
     if not able:
         return _OWN_BUILDER
     likely_first = sorted(able, key=lambda each: not leaves[each].classes[0])
-    return f"set data.label to one or several of its features ({format_names(likely_first)})"
+    return f"set data.label to one or more of its features ({format_names(likely_first)})"
 
 
 def _flat(keys: Any) -> list[str]:

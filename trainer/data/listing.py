@@ -169,7 +169,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
     if not there and spans != NEWEST:
         raise UserError(
             f"data.spans: {spans}, but no file of data.source has a span; write {patterns.SPAN} or "
-            f"{patterns.DATE} into its pattern, or leave data.spans out"
+            f"{patterns.DATE} into data.source, or leave data.spans out"
         )
     if not there or spans == ALL or (spans == SINCE_CHAMPION and not seen):
         return listing
@@ -208,14 +208,14 @@ def publish(listing: Listing, root: str) -> None:
 
 
 def read_listing(root: str, digest: str) -> Listing:
-    """Return the listing with a digest. Raises `UserError` if there is none below `root`."""
+    """Return the listing with the given digest below `root`. Raises `UserError` if none exists."""
     uri = _place(root, digest)
     try:
         return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
     except storage.NotPublished:
         raise UserError(
-            f"data.version: there is no listing {digest} below {root}; leave it empty to list the "
-            "current files"
+            f"data.version: there is no listing {digest} below {root}; leave data.version empty to "
+            "list the current files"
         ) from None
 
 
@@ -279,7 +279,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # Hide a path such as "a//b": it has an empty name, so it is not the path of a file.
+    # Hide a path such as "a//b", because a path with an empty name is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 
@@ -290,8 +290,8 @@ def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
         return f"{pattern.key}: there is no file at {at} (hidden files are ignored)"
     few = ", ".join(repr(each) for each in others)
     return (
-        f"{pattern.key}: no file matches {pattern.text!r}; {count} other files are at {at}, such "
-        f"as {few}; change the pattern, or put files there"
+        f"{pattern.key}: no file matches {pattern.text!r}, but {count} other files are at {at}, "
+        f"such as {few}; change the pattern, or put files there"
     )
 
 

@@ -222,7 +222,7 @@ def _require_same(uri: str, written: Written) -> None:
     if there and there != written.fingerprint:
         raise UserError(
             "data.source: its examples differ from those of the damaged dataset "
-            f"{storage.name_of(uri)}; restore the old files, or remove {uri} to use the new ones"
+            f"{storage.name_of(uri)}; restore the old files, or remove {uri} to use the new files"
         )
 
 

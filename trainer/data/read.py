@@ -83,8 +83,8 @@ def training_batches(  # noqa: PLR0913
     `blocks.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
     the blocks (`block_index.write_index`).
 
-    Features of variable length are padded to the longest of the batch. With `buckets`, a batch has
-    examples whose lengths fall into the same bucket.
+    Sequences are padded to the longest one of the batch. With `buckets`, a batch has examples whose
+    lengths fall into the same bucket.
     """
     if fits_in_memory(spec, shuffle_buffer):
         batches = _batch_from_memory(spec, files, seed, taken)
@@ -141,8 +141,8 @@ def labelled_columns(
 ) -> tf.data.Dataset:
     """Return pairs of a batch and a dict of columns, in the order of `evaluation_batches`.
 
-    The columns may be features that no model uses. Variable lengths are padded to the longest of
-    all examples, so that the outputs of all batches have the same shape.
+    The columns may be features that no model uses. Sequences are padded to the longest one of all
+    examples, so that the outputs of all batches have the same shape.
     """
     if lengths.varying(spec):
         windows = read_rows(spec, files, lengths.length_names(spec))
@@ -307,7 +307,7 @@ def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
 def complete_features(
     spec: DatasetSpec, names: Sequence[str], rows: blocks.Rows
 ) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows. The two classes of targets in `swapped` are exchanged."""
+    """Return features of a batch of rows. Targets in `swapped` have their two classes swapped."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

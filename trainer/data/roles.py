@@ -1,4 +1,4 @@
-"""Roles of features, as configured in the data section. Does not import TensorFlow."""
+"""Roles of features in the data section. This module does not import TensorFlow."""
 
 from __future__ import annotations
 

@@ -40,33 +40,33 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """The sizes of its axes, or None for a variable size."""
+        """The size of each axis, or None if the size varies."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
-        """The NumPy name of its type, or "string"."""
+        """The NumPy name of the feature's type, or "string"."""
         name = np.dtype(self.tensor.np_dtype).name
         return "string" if name == "object" else name
 
     @property
     def is_fixed(self) -> bool:
-        """Return whether all examples have the same shape."""
+        """Whether all examples have the same shape."""
         return None not in self.shape and not self.is_dataset
 
     @property
     def is_dataset(self) -> bool:
-        """Return whether each example contains a nested dataset."""
+        """Whether each example contains a nested dataset."""
         return bool(self.tensor.dataset_lvl)
 
     @property
     def is_image(self) -> bool:
-        """Return whether it is an image or a video."""
+        """Whether the feature is an image or a video."""
         return isinstance(self.element, tfds.features.Image) and len(self.shape) >= _IMAGE_RANK
 
     @property
     def classes(self) -> tuple[int, tuple[str, ...]]:
-        """The number of classes of its values, and their names."""
+        """The number of classes, and their names."""
         named = (tfds.features.ClassLabel, tfds.features.LabeledImage)
         if isinstance(self.element, named) and self.element.num_classes:
             return self.element.num_classes, tuple(self.element.names)
@@ -135,7 +135,7 @@ def fits(
 def make_length_features(
     name: str, leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Leaf]:
-    """Return the length features of the features that keep their variable length.
+    """Return the length features of all features that keep their variable length.
 
     `shapes` are the entries of `data.shapes` that contain a 0. Raises `ConfigError`.
     """
@@ -153,7 +153,7 @@ def make_length_features(
         if length_name(feature) in leaves:
             raise ConfigError(
                 f"data.shapes: {feature}: its lengths are stored as {length_name(feature)!r}, and "
-                f"{name} already has a feature of this name; give {feature} a length"
+                f"{name} already has a feature of this name; set a fixed length for {feature}"
             )
     one = tfds.features.TensorInfo(shape=(), dtype=np.int64)
     made = Leaf(connector=None, element=None, tensor=one)
@@ -173,7 +173,7 @@ def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[i
         suits = leaf.shape[-1] in (None, shape[-1])
     if not suits:
         raise ConfigError(
-            f"data.shapes: {feature}: {list(shape)} does not match {leaf}; it can be "
+            f"data.shapes: {feature}: {list(shape)} does not match {leaf}; set a shape such as "
             f"{list(_suggest_shape(leaf))}"
         )
 

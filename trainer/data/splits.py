@@ -33,8 +33,8 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
         )
     if shards > examples["train"]:
         raise UserError(
-            f"data.shards: {shards} shards for {examples['train']} training examples of {name}; "
-            f"set data.shards to {examples['train']} or less"
+            f"data.shards: cannot divide {examples['train']} training examples of {name} into "
+            f"{shards} shards; set data.shards to {examples['train']} or less"
         )
     size = -(-examples["train"] // shards)
     others = {split: min(shards, -(-examples[split] // size)) for split in SPLITS[1:]}
@@ -47,7 +47,7 @@ def plan(
     """Assign the examples of each split of a source to the splits of the dataset.
 
     If the source has both a validation and a test split, both are used unchanged, but the
-    validation split is left out if `validation` is 0. If it has only one of them, this one is the
+    validation split is left out if `validation` is 0. If it has only one of them, that split is the
     test split, and validation examples are drawn from the training split. If it has neither, test
     examples are drawn too.
 
@@ -119,7 +119,7 @@ def split_of_folder(name: str) -> str:
 
 
 def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
-    """Return the split of each hash: the lowest are test, the next validation."""
+    """Return the split of each hash. The lowest hashes are test, the next validation."""
     place = found.astype(np.float64) / 2.0**64
     splits = np.full(len(found), TRAIN, np.int8)
     splits[place < test + validation] = VALIDATION
@@ -128,7 +128,7 @@ def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) 
 
 
 def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
-    """Return the split of each time: validation from the first bound on, test from the second."""
+    """Return the split of each time. Validation begins at the first bound, test at the second."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
     splits[values >= bounds[1]] = TEST

@@ -105,12 +105,12 @@ class Target:
         if lacking:
             yield (
                 f"the label {self.name!r} has {format_names(lacking, _NAMED)} only in validation "
-                "or test, but a model cannot learn classes that are not in train: add examples "
-                "there, or remove these rows"
+                "or test, but a model cannot learn a class without training examples; add some, or "
+                "remove these rows"
             )
         if single:
             yield (
-                f"the label {self.name!r} has only one example of {format_names(single, _NAMED)}: "
+                f"the label {self.name!r} has only one example of {format_names(single, _NAMED)}; "
                 "correct the spelling, merge classes, or add examples"
             )
 

@@ -17,8 +17,8 @@ Pair = tuple[str, FeatureProfile, FeatureProfile]
 _FEWEST = 5
 _FEWEST_ROWS = 50
 # If a sample has uncounted values, a value is compared only if it occurs at least
-# `_FEWEST_EXAMPLES` times, and more than `_TWICE` times as often as the rarest counted value. This
-# value has almost certainly been counted in both samples.
+# `_FEWEST_EXAMPLES` times, and more than `_TWICE` times as often as the rarest counted value. Then
+# it has almost certainly been counted in both samples.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -81,9 +81,9 @@ def compare_features(question: Question) -> Iterator[Finding]:
 
 
 def compare_splits(question: Question) -> Iterator[Finding]:
-    """Compare each feature of the test split with the training split.
+    """Compare each feature of the test split with the same feature of the training split.
 
-    The rule is skipped if splits are made by time, because then nearly every distribution differs.
+    The rule is skipped if splits are made by time, because nearly every distribution then differs.
     """
     dataset = question.dataset
     train, test = (dataset.features(split) for split in ("train", "test"))
@@ -98,8 +98,8 @@ def compare_splits(question: Question) -> Iterator[Finding]:
     for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
             f"{name!r} is distributed differently in test than in train (distance "
-            f"{size:.3f}{_describe_change(new, old)}); metrics of the test split do not represent "
-            "the training data; check how the test split was drawn (data.splits)"
+            f"{size:.3f}{_describe_change(new, old)}), so metrics of the test split do not "
+            "represent the training data; check how the test split was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
 

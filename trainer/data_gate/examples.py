@@ -50,8 +50,8 @@ def duplicates(question: Question) -> Iterator[Finding]:
         )
         says = (
             f"{percent(value)} of the examples of {split}{others} have the same inputs as another "
-            f"example of the split ({percent(expected)} were expected); check whether a file is "
-            "duplicated; metrics count such examples more than once"
+            f"example of the split ({percent(expected)} were expected), and metrics count them "
+            "more than once; check whether a file is duplicated"
         )
         yield Finding(
             "duplicates",
@@ -119,7 +119,7 @@ def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """The number of examples of one split that are also in another: `found` of `asked` examples.
+    """Examples of one split that are also in another split: `found` of `asked` examples.
 
     In a large split, only a sample is examined. `whole` is the size of the split, and `expected` is
     the share that is expected by chance.
@@ -132,7 +132,7 @@ class Copies:
 
     @property
     def share(self) -> float:
-        """Return the share of the examined examples that are in both splits."""
+        """The share of the examined examples that are in both splits."""
         return self.found / self.asked
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ def find_copies(
     significance: float,
     limit: float = 0.0,
 ) -> Copies | None:
-    """Return the examples of a split that are also in another split, if more than chance explains.
+    """Return the examples that two splits share, or None if chance explains their number.
 
     Args:
         dataset: the dataset of the split `asked`.

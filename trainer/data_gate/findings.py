@@ -78,7 +78,7 @@ class Question:
 
     @property
     def significance(self) -> float:
-        """Return the significance level of a rule on one dataset."""
+        """The significance level of a rule on one dataset."""
         return self.limit("significance")
 
     def limit(self, name: str) -> float:
@@ -86,7 +86,7 @@ class Question:
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield the name and both profiles of features that have the same kind in both datasets."""
+        """Yield the name and both profiles of each feature with the same kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the feature that groups examples when splits are drawn, or "" if there is none."""
+        """The feature that groups examples when splits are drawn, or "" if there is none."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 

@@ -32,7 +32,7 @@ def classes(question: Question) -> Iterator[Finding]:
             if new:
                 says = (
                     f"{target} has {some(sorted(new))}, which the champion's dataset does not "
-                    "have; correct the labels, or expect a model with other outputs"
+                    "have; correct the labels, or expect the new model to have other outputs"
                 )
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
@@ -44,7 +44,7 @@ def classes(question: Question) -> Iterator[Finding]:
 
 
 def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the class counts of the champion's dataset, under the class names of this dataset."""
+    """Return the class counts of the champion's dataset, by the class names of this dataset."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)

@@ -176,7 +176,7 @@ def _thresholds(
     errors: float,
     names: Sequence[str],
 ) -> str:
-    """Describe the first of a few thresholds that separate the classes."""
+    """Describe the first of the thresholds that separate the classes, or return ""."""
     x = np.where(np.isfinite(x), x, -np.inf)
     order = np.lexsort((y, x))
     x, y, weights = x[order], y[order], weights[order]
@@ -203,7 +203,7 @@ def _format(value: float) -> str:
 
 
 def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
-    """Return a mask that drops the smallest intervals, and the share of the dropped examples."""
+    """Return a mask that drops the smallest intervals, and the weight of the dropped examples."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(y)) + 1])
     sums = np.add.reduceat(weights, starts)
     order = np.argsort(sums, kind="stable")

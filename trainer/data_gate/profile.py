@@ -44,12 +44,12 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def present(self) -> int:
-        """Return the number of examples with a value."""
+        """The number of examples with a value."""
         return self.examples - self.missing
 
     @property
     def is_serial(self) -> bool:
-        """Return whether the feature numbers the rows, with distinct integers and few gaps."""
+        """Whether the feature numbers the rows: it has distinct integers with few gaps."""
         return (
             self.kind == NUMBER
             and 1 < self.present <= self.distinct
@@ -59,7 +59,7 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_counted(self) -> bool:
-        """Return whether `counts` covers every value."""
+        """Whether `counts` covers every value."""
         return bool(self.counts) and self.distinct <= len(self.counts)
 
 
@@ -97,7 +97,7 @@ class DatasetProfile:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Return the names of the inputs and the labels."""
+        """The names of the inputs and the labels."""
         return tuple(dict.fromkeys([*self.inputs, *self.targets]))
 
     def examples(self, split: str) -> int:

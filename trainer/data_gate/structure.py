@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 
 def features(question: Question) -> Iterator[Finding]:
-    """Compare names, types and shapes with those in the champion's dataset."""
+    """Compare the features' names, types and shapes with those in the champion's dataset."""
     if question.champion is None:
         return
     known, found = question.champion.specs, question.dataset.specs
@@ -36,7 +36,7 @@ def features(question: Question) -> Iterator[Finding]:
             why = " (whole numbers with missing values are read as floats)" if gaps else ""
             says = (
                 f"{name!r} is {_type(found[name])}, but {_type(known[name])} in the champion's "
-                f"dataset; look at its values{why}, or set its type in data.types"
+                f"dataset; check its values{why}, or set its type in data.types"
             )
             yield Finding("type", says, name, value=_type(found[name]), champion=_type(known[name]))
     for name in found:

@@ -105,7 +105,7 @@ def opponent(root: str, name: str) -> Opponent:
     except storage.Unavailable:
         raise
     except UserError as error:
-        return Opponent(version=number, note=f"nothing to compare with: {error}")
+        return Opponent(version=number, note=f"version {number} cannot be read: {error}")
 
 
 def check(config: Config, dataset: str, champion: Opponent) -> Validation:

@@ -34,7 +34,7 @@ _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find features whose numbers are distributed like the champion's after a unit conversion."""
+    """Find features whose distribution matches the champion's after a conversion of units."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
@@ -99,9 +99,9 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     says = (
-                        f"{percent(part)} of {name!r} is {word} {bound:g}, beyond every value of "
-                        f"the champion's dataset (the most extreme is {extreme:g}); look at these "
-                        "rows"
+                        f"{percent(part)} of {name!r} is {word} {bound:g}, outside the range of "
+                        f"the champion's dataset (the most extreme value is {extreme:g}); check "
+                        "these rows"
                     )
                     yield Finding("range", says, name, "train", extreme, bound, bound)
 
@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Return whether chance cannot explain that a used feature has no value in a split."""
+    """Return whether a used feature lacks values in a split for other reasons than chance."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used
@@ -190,6 +190,6 @@ def new_values(question: Question) -> Iterator[Finding]:
             names = sorted(unseen, key=lambda value: -unseen[value])
             says = (
                 f"{percent(part)} of {name!r} has values that the champion's dataset does not "
-                f"have: {some(names)}; map them to known ones, or expect a new vocabulary"
+                f"have: {some(names)}; map them to known values, or expect a new vocabulary"
             )
             yield Finding("new_values", says, name, "train", part, question.limit("new_values"))

@@ -46,7 +46,7 @@ class Table:
 
     @property
     def dimension(self) -> int:
-        """Return the length of a row."""
+        """The length of a row."""
         return int(self.shards[0].shape[1])
 
     @property
@@ -131,7 +131,7 @@ class Lookups:
         try:
             traced = tf.compat.v1.wrap_function(compute_ids, specs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise Unforeseen(str(error).partition("\n")[0]) from error
+            raise Unforeseen(f"cannot be traced: {error}".partition("\n")[0]) from error
         handles = {id(shard.value.handle) for shard in self.variables()}
         if any(id(outer) in handles for outer, _ in traced.graph.captures):
             raise Unforeseen("uses a table for something other than lookups")
@@ -183,7 +183,7 @@ def find_tables(model: keras.Model) -> list[Table]:
 
 
 def find_plain_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model whose rows are changed only by the optimizer."""
+    """Return the tables of a built model whose rows only the optimizer changes."""
     layers = model._flatten_layers()
     if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
         return []

@@ -360,8 +360,8 @@ class EmbeddingTable(keras.layers.Layer):
 def may_lack(path: str) -> bool:
     """Return whether a checkpoint of the same model may lack the variable with this path.
 
-    These are the counts of ids without a row, which then start at zero, and the seeds, because only
-    one of the runs may augment images.
+    It may lack the counts of ids without a row, which then start at zero, and the seeds, because
+    only one of the runs may augment images.
     """
     return bool(_COUNTING.search(path)) or path.endswith(SEED)
 
@@ -390,8 +390,8 @@ def advise_type(dtype: str) -> str:
     if "float" not in dtype:
         return ""
     return (
-        "; whole numbers are read as floats if some are missing or beyond 64 bits: fill them, or "
-        "read them as strings (data.types)"
+        "; whole numbers are read as floats if some are missing or beyond 64 bits: fill missing "
+        "values, or read the ids as strings (data.types)"
     )
 
 

@@ -106,7 +106,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read only rows. A full read after an update copies the table."""
+    """Make Keras's embeddings read single rows. A full read after an update copies the table."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
@@ -166,7 +166,7 @@ def _tensor(variable: Any) -> tf.Variable:
 
 
 class _Rows(ABC):
-    """Updates rows of a variable and of its slots, on their device."""
+    """An update of the rows of a variable and of its slots, on their device."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

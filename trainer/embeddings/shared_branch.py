@@ -40,7 +40,7 @@ class SharedBranch:
         device: str,
         kind: Hashable = None,
     ) -> tf.Tensor:
-        """Return `work(*given)` if it is needed, else the first of `given`.
+        """Return `work(*given)` if `is_needed` is true. Otherwise, return the first of `given`.
 
         Outside of a graph, for example in a debugger, `work` runs as Python code.
 

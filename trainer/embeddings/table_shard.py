@@ -37,7 +37,7 @@ _LATEST = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """When ids get and lose rows. Ages are in steps. A `max_age` of 0 means no limit."""
+    """Rules for when ids get and lose rows. Ages are in steps. A `max_age` of 0 means no limit."""
 
     min_count: int
     min_age: int
@@ -46,7 +46,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The unique ids of a lookup: keys [n], checks that detect equal keys, and counts [n]."""
+    """The unique ids of a lookup: keys [n], checks for ids with equal keys, and counts [n]."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -245,7 +245,7 @@ class Shard:
     def _evict(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Make room for `needed` rows. Return how many were evicted, and the change of `swept`."""
+        """Make room for `needed` rows. Return how many were evicted, and the change in `swept`."""
         room, max_age = self.room.read_value(), self._rules.max_age
         due = tf.constant(False)
         if max_age:
@@ -370,7 +370,7 @@ class Shard:
         return found
 
     def _check_keys(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
-        """Replace the slot by the last one for ids that have the key of another id."""
+        """Replace the slot with the last slot for ids that have the key of another id."""
         if self.noted.checks is None:
             return found
         there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))

@@ -85,8 +85,8 @@ def require(config: Config, model: keras.Model) -> None:
             )
         if may.aggregates and 0 < needed < workers:
             raise ConfigError(
-                f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late one "
-                f"may change the table {table.name} during a checkpoint; leave the key out"
+                f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late "
+                f"worker may change the table {table.name} during a checkpoint; leave the key out"
             )
         if may.copies:
             raise ConfigError(

@@ -34,7 +34,7 @@ KIND = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A champion: a function that predicts, or the reason why it cannot be compared.
+    """A champion: its prediction function, or the reason why it cannot be compared.
 
     `thresholds` are its decision thresholds by output.
     """
@@ -53,7 +53,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is a {manifest.kind}, not a {KIND}: it cannot be the champion")
+        raise UserError(f"{uri} is a {manifest.kind}, but the champion must be a {KIND}")
     with storage.check_form(f"the manifest of {uri}"):
         classes = _classes(uri, manifest, task)
         if difference := _difference(manifest, classes, task, spec):

@@ -76,8 +76,8 @@ def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Directi
     better = rule.better or known[metric]
     if not better:
         raise ConfigError(
-            f"{_KEY}.better: cannot tell which value of {metric!r} is better; set it to higher "
-            "or lower"
+            f"{_KEY}.better: cannot tell whether a higher or lower value of {metric!r} is better; "
+            "set the key to higher or lower"
         )
     return better
 

@@ -181,7 +181,7 @@ def _measure(objective: Objective, examples: Examples) -> dict[str, float | None
                 raise
             # A user's task may not support equal outputs for all examples.
             _log.warning(
-                "some metrics of a constant prediction are unknown: %s",
+                "could not compute some metrics of a constant prediction: %s",
                 user_code.format_error(error),
             )
     return found
@@ -194,7 +194,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Compare with a constant by permutation, or return {} if the metric cannot be tested so."""
+    """Compare with a constant by permutation, or return {} if that is not possible."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))

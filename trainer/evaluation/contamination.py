@@ -51,9 +51,9 @@ class Judges:
             )
         if found := self._find_trained(_profiles(_list_earlier_datasets(fields))):
             lines.append(
-                f"{found} were in the training split of the weights that training began with "
+                f"{found} were in the training data of the weights that training began with "
                 f"({fields['warmed_from']}), so the metrics are too optimistic; keep data.seed and "
-                "data.splits, or leave out training.warm_start"
+                "data.splits, or remove training.warm_start"
             )
         return lines
 

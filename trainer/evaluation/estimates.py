@@ -124,7 +124,7 @@ class Metric:
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # Divide a small part among few groups, because summing up each group takes a call.
+                # Divide a small part among few groups, because each group needs a separate call.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks

@@ -88,7 +88,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     if is_reusable(output, KIND, made_from):
         return _read(output)
     if not spec.examples(SPLIT):
-        raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
+        raise UserError(f"{dataset} has no {SPLIT} examples to evaluate the model on")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
     objective = tasks.make_objective(config, spec)
     trained = load_trained_model(config, spec, objective, checkpoint, scratch, dataset)
@@ -137,8 +137,8 @@ def _read_training_columns(
 def describe_request(config: Config, champion: str) -> dict[str, str]:
     """Return the inputs of an evaluation, except the examples and the model.
 
-    The champion's rule is among them because it sets the direction of a user's metric, which the
-    comparison with the constant needs too.
+    They include the rule of the champion, which sets the direction of a user's metric. The
+    comparison with the constant needs this direction too.
     """
     return {
         "slices": ",".join(config.evaluation.slices),
@@ -176,7 +176,7 @@ def _drop_undefined(metrics: dict[str, float | None]) -> dict[str, float]:
 def read_inputs(
     config: Config, dataset: str, checkpoint: str
 ) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset in the form that the task expects, and its identity for a manifest."""
+    """Return the dataset in the form that the task expects, and `made_from` for a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
@@ -190,7 +190,7 @@ def read_inputs(
 
 
 def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
-    """Return whether `output` has already been published, from the same inputs."""
+    """Return whether `output` has already been published from the same inputs."""
     try:
         there = storage.read_manifest(output)
     except storage.NotPublished:
@@ -293,7 +293,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
     if count != expected:
         raise UserError(
             f"{dataset} returned {count} {SPLIT} examples, but its manifest says {expected}; "
-            "delete it and prepare it again"
+            "delete the dataset and prepare it again"
         )
     bad, _ = found.unsound
     if bad:

@@ -88,7 +88,7 @@ def shares(pairs: Pairs, confidence: float) -> Compared:
 
 
 def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -> Floats:
-    """Return Tango's lower bounds of several differences of fractions.
+    """Return Tango's lower bounds for differences between fractions.
 
     Args:
         own: for each difference, the number of examples that only the challenger gets right.

@@ -53,7 +53,7 @@ class Worst:
         self._seen = 0
 
     def look(self, inputs: Mapping[str, Any], part: Part) -> None:
-        """Add a batch: inputs by feature name, and the model's outputs for them."""
+        """Add a batch: inputs by feature name, and a part with their labels and outputs."""
         each = self._task.example_losses(part.labels, part.outputs)
         for place in np.argsort(-each, kind="stable")[:MOST_WORST]:
             index = int(place)
@@ -276,7 +276,7 @@ class Writer:
         self.count += len(tf.nest.flatten(part.labels)[0])
 
     def close(self) -> None:
-        """Close the files. It may be called repeatedly."""
+        """Close the files. Repeated calls are allowed."""
         for column in tf.nest.flatten(self._columns):
             if column is not None:
                 column.end()
@@ -373,7 +373,7 @@ def measure_predictions(objective: Objective, examples: Examples) -> dict[str, A
 
 
 def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings recursively. Lists are joined. For other values the second one wins."""
+    """Merge two mappings recursively. Lists are joined. Otherwise, the second value wins."""
     found = dict(one)
     for name, value in other.items():
         known = found.get(name)

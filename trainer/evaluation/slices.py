@@ -39,7 +39,7 @@ class Cut:
 def slice_metrics(
     objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return for each column its slices: `value`, `examples`, `metrics` and `intervals`."""
+    """Return the slices of each column: `value`, `examples`, `metrics` and `intervals`."""
     if not names:
         return {}
     cuts = dict(_cuts(examples, names))

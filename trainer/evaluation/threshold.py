@@ -91,10 +91,10 @@ def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
     value = best(positive, sure, weights)
     if value is None:
         log.info(
-            "no threshold%s separates the %d %s examples; it stays %g", of, len(sure), SPLIT, _EVEN
+            "no threshold%s separates the %d %s examples; using %g", of, len(sure), SPLIT, _EVEN
         )
         return Threshold()
-    log.info("the threshold%s is %.4g, the best of %d %s examples", of, value, len(sure), SPLIT)
+    log.info("the threshold%s is %.4g, chosen on %d %s examples", of, value, len(sure), SPLIT)
     return Threshold(value=value, chosen_on=SPLIT, examples=len(sure))
 
 

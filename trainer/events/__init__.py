@@ -94,7 +94,7 @@ class StepResult:
         traceback: traceback of an error in the user's code, or empty.
         seconds: duration of this attempt.
         metrics: metrics for the closing table.
-        main_metric: the metric by which these models are compared, or empty.
+        main_metric: the metric by which models with this name are compared, or empty.
         better: whether a `higher` or a `lower` value of that metric is better, or empty.
         uri, output: URI and kind of the published result, or empty.
     """
@@ -398,7 +398,7 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 
 
 def append(path: Path, event: Event) -> None:
-    """Append one event to a file. Raises `OSError`."""
+    """Append one event to a file, or, if the file is full, store progress separately."""
     with open(path, "ab", buffering=0) as file:
         # The size of a pipe is 0, so it always has room.
         has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES

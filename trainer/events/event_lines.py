@@ -46,8 +46,8 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     events.MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
     events.LauncherUnwatched: lambda event: (
         "warning: the job continues if its launcher dies, because the leading task cannot watch "
-        f"it: {event.reason}; give cluster.kubernetes.pod.service_account the role "
-        "flotilla-trainer of deploy/"
+        f"the launcher: {event.reason}; give the account in "
+        "cluster.kubernetes.pod.service_account the role flotilla-trainer from deploy/"
     ),
     events.NewestVersion: lambda event: f"the newest version of {event.dataset} is {event.version}",
     events.DataNote: lambda event: f"{'warning' if event.is_warning else 'note'}: {event.text}",
@@ -90,7 +90,7 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
     events.CheckpointPublished: lambda event: (
         f"checkpoint of global step {event.global_step}: {event.uri}"
     ),
-    events.UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
+    events.UploadFailed: lambda event: f"cannot upload a checkpoint yet: {event.reason}",
     events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
         + "  ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
@@ -126,7 +126,7 @@ def format_epoch(progress: Progress) -> str:
 
 
 def drop_time_left(progress: Progress) -> Progress:
-    """Remove the remaining time from the first progress, because its speed includes tracing."""
+    """Return the first progress without the remaining time, as its speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
 
@@ -150,7 +150,7 @@ class LogLines:
     """The lines of a log, with progress lines at a limited rate."""
 
     def __init__(self) -> None:
-        """Start without any lines, so that the first progress is shown."""
+        """Start without an earlier line, so that the first progress is shown."""
         self._progress_at = -LINE_SECONDS
         self._work_at: dict[str, float] = {}
 

@@ -17,14 +17,14 @@ INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# A list of the newest 10,000 events. A run may take weeks, and have more.
+# A list of the newest 10,000 events. A run of several weeks may emit more events.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One attempt at a step. `start` is the start of the run that it belongs to.
+    """One attempt at a step. `start` is the number of the run's start that it belongs to.
 
     `end` is None while the attempt is running.
     """
@@ -106,12 +106,12 @@ class RunState:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run was asked to stop."""
+        """Whether the run was asked to stop."""
         return events.Interrupted in self._newest
 
     @property
     def traceback(self) -> str:
-        """Return the newest traceback of the user's code in a training task, or an empty string."""
+        """The newest traceback of the user's code in a training task, or an empty string."""
         failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
 

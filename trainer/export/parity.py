@@ -72,7 +72,7 @@ class Original(Subject):
         """Return the first batch of test examples. Raises `UserError` if there is none."""
         for batch in self.batches():
             return batch
-        raise UserError("there are no test examples, so the exported model cannot be verified")
+        raise UserError("cannot verify the exported model, because there are no test examples")
 
     def columns(self) -> list[dict[str, Any]]:
         """Return the columns of the predictions: `name`, `shape` for one example, and `dtype`."""
@@ -160,9 +160,9 @@ def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> Non
         difference = largest_difference(expected, _call_form(name, ask, examples))
         if difference > _GROSS and name not in _LITE:
             raise ConfigError(
-                f"export.formats: the model read from {name} returns different predictions (by "
-                f"{difference:g}): it draws random numbers, or the get_config of a custom layer is "
-                "incomplete"
+                f"export.formats: after saving as {name} and loading again, predictions differ by "
+                f"{difference:g}: the model draws random numbers, or the get_config of a custom "
+                "layer is incomplete"
             )
 
 

@@ -35,7 +35,7 @@ def normalize_text(text: str) -> str:
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number, such as `1` for `+1.0`, or "" if it is none."""
+    """Return the canonical spelling of a number, such as `1` for `+1.0`, or "" for other text."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -104,7 +104,7 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return each class's spellings if it has several, ignoring the case of boolean words."""
+        """Return the spellings of each class with more than one, ignoring the case of booleans."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:

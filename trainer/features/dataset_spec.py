@@ -137,8 +137,8 @@ def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
     """Raise `ConfigError` if `data.buckets` is set but no input or label varies in length."""
     if buckets and not varying:
         raise ConfigError(
-            "data.buckets: no input or label varies in length; leave it out, or declare a "
-            "variable length: data.shapes: {FEATURE: [0]}"
+            "data.buckets: no input or label varies in length; leave data.buckets out, or set "
+            "data.shapes: {FEATURE: [0]} for a variable length"
         )
 
 

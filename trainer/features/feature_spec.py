@@ -45,5 +45,5 @@ class FeatureSpec:
         return None in self.shape
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry for the manifest."""
+        """Return the feature's entry for the manifest."""
         return asdict(self)

@@ -66,13 +66,13 @@ class Splits(NamedTuple):
 
     @classmethod
     def read(cls, dataset: Mapping[str, Any]) -> Splits:
-        """Return the numbers that the fields of a manifest record."""
+        """Read the numbers from the fields of a dataset's manifest."""
         found = (dataset["splits"].get(name) for name in cls._fields)
         return cls(*(int(each["examples"]) if each else 0 for each in found))
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples per global step, which one worker takes if asynchronous."""
+    """Return the number of examples per global step. An asynchronous step is one worker's step."""
     training, topology = config.training, config.topology
     return (
         training.step_examples

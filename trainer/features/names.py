@@ -20,7 +20,7 @@ _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 
 
 def layer_name(name: str) -> str:
-    """Return the name of a layer for a column or an output. Its variables are named after it.
+    """Return a layer name for a column or an output. The layer's variables are named after it.
 
     The result depends only on the given name, so that a checkpoint fits even if other columns
     change. Different names give different results.

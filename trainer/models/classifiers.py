@@ -54,7 +54,7 @@ def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
 
 def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
     if min(shape, default=0) < 1:
-        raise ConfigError(f"it returns outputs of a fixed shape, not {shape}; write your own model")
+        raise ConfigError(f"outputs must have a fixed shape, not {shape}; write your own model")
     x = keras.layers.Dense(math.prod(shape), dtype="float32", name=name, **named)(x)
     if len(shape) == 1:
         return x
@@ -112,7 +112,7 @@ def cnn(  # noqa: PLR0913
     shape = tuple(spec.shape)
     if len(shape) not in {FLAT_IMAGE, DEEP_IMAGE}:
         raise ConfigError(
-            "it needs images of shape (height, width) or (height, width, channels), but the "
+            "images must have the shape (height, width) or (height, width, channels), but the "
             f"dataset's input has the shape {shape}; use mlp or softmax"
         )
     if len(shape) == FLAT_IMAGE:
@@ -180,7 +180,7 @@ def gru(
     places = tuple(spec.shape) if not isinstance(spec.shape, Mapping) else ()
     if len(places) != 1 or "int" not in str(spec.dtype):
         raise ConfigError(
-            f"it needs one sequence of whole numbers, not {spec.dtype} of shape {spec.shape}"
+            f"the input must be one sequence of integers, not {spec.dtype} of shape {spec.shape}"
         )
     given = spec.symbols()
     x = keras.layers.Embedding(

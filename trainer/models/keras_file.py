@@ -1,4 +1,4 @@
-"""`.keras` files that consist of Keras's own classes, so that any Keras can read them.
+"""`.keras` files that consist of Keras's own classes, so that Keras alone can read them.
 
 A layer of this package has a method `plain` if Keras's own layers and operations can replace it.
 The method applies them to symbolic tensors. New layers contain copies of the values. All other
@@ -78,7 +78,7 @@ def plain_model(model: keras.Model) -> keras.Model:
             return keras.Model(model._inputs_struct, outputs, name=model.name)
     # A layer may be called twice, or have arguments that the Keras layer does not support.
     except (ValueError, TypeError) as error:
-        _log.info("loading the Keras file of the model requires its classes: %s", error)
+        _log.info("loading the model's Keras file requires Flotilla's classes: %s", error)
         return model
 
 

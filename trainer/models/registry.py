@@ -77,8 +77,8 @@ def build(
     if not given:
         place = user_code.place_of_definition(function)
         raise ConfigError(
-            f"model {config.name}: it accepts no argument{place}; its first argument must be the "
-            f"`InputSpec`"
+            f"model {config.name}: the function accepts no argument{place}; its first argument "
+            f"must be the `InputSpec`"
         )
     user_code.require_arguments("model", config.name, function, config.args, given)
     try:
@@ -141,9 +141,9 @@ def require_compilable(model: keras.Model) -> None:
 def require_trainable(name: str, model: keras.Model) -> None:
     """Raise `ConfigError` if no variable of the model is trainable."""
     if not model.trainable_variables:
-        frozen = "all of its variables are frozen, by its layers or by training.freeze"
-        why = frozen if model.variables else "it has no variables"
-        raise ConfigError(f"model {name}: it has no trainable variables: {why}")
+        frozen = "all variables are frozen, by layers or by training.freeze"
+        why = frozen if model.variables else "the model has no variables"
+        raise ConfigError(f"model {name}: nothing can be trained, because {why}")
 
 
 def require_lite(model: keras.Model) -> None:
@@ -159,8 +159,8 @@ def require_lite(model: keras.Model) -> None:
             )
         if why:
             raise ConfigError(
-                f"export.formats: TensorFlow Lite has no {why}; leave tflite out, or drop the "
-                "column"
+                f"export.formats: TensorFlow Lite does not support {why}; remove tflite, or drop "
+                "the column"
             )
 
 
@@ -181,7 +181,7 @@ def require_readable(name: str, model: keras.Model) -> None:
             )
         raise ConfigError(
             f"model {name}: {unreadable}; define get_config in your own classes, replace a Lambda "
-            "by a custom layer, or leave keras out of export.formats"
+            "with a custom layer, or leave keras out of export.formats"
         )
 
 
@@ -198,7 +198,7 @@ def _unreadable(model: keras.Model) -> str:
             # Keras's message begins with the errors of enclosing objects. Find the specific error.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
-            what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
+            what = "the model" if part is model else f"layer {part.name} ({type(part).__name__})"
             return f"{what} cannot be saved as .keras and loaded again: {words}"
     return ""
 
@@ -206,24 +206,24 @@ def _unreadable(model: keras.Model) -> str:
 def _function(name: str) -> ModelFunction:
     found = user_code.find_function(f"model {name}", MODELS.get(name, name))
     if isinstance(found, keras.Model):
-        raise ConfigError(f"model {name}: it is a model, not a function that returns one")
+        raise ConfigError(f"model {name} is a Keras model, not a function that returns one")
     return found
 
 
 def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> None:
     if not isinstance(model, keras.Model):
-        raise ConfigError(f"model {name}: it is a {type(model).__name__}, not a keras.Model")
+        raise ConfigError(f"model {name} is a {type(model).__name__}, not a keras.Model")
     try:
         # The call also builds a model that has not been called yet.
         outputs = model(spec.symbols())
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"model {name}: it does not accept {_inputs(spec)}: {user_code.format_error(error)}"
+            f"model {name} does not accept {_inputs(spec)}: {user_code.format_error(error)}"
         ) from error
     if keras.tree.is_nested(outputs) and not isinstance(spec.output_shape, Mapping):
         names = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
         raise ConfigError(
-            f"model {name}: its output is a {type(outputs).__name__}{names}, but the task has one "
+            f"model {name}: the output is a {type(outputs).__name__}{names}, but the task has one "
             "output; return the tensor itself"
         )
     try:
@@ -245,7 +245,7 @@ def _check_paths(name: str, model: keras.Model) -> None:
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
         raise ConfigError(
-            f"model {name}: two variables are called {twice[0]}; give its layers different names, "
+            f"model {name}: two variables are called {twice[0]}; give layers different names, "
             "because checkpoints identify variables by name"
         )
 

@@ -49,7 +49,7 @@ def sequence(  # noqa: PLR0913
         hidden_units: the sizes of the layers on all inputs, each followed by dropout.
         dimension: the number of units per position of a sequence, and the size of an embedding row.
         blocks: the number of convolution blocks. Each one doubles the receptive field.
-        words: the maximum number of words to use of a text that is not a sequence.
+        words: the maximum number of words to use from a text that is not a sequence.
         dropout: the fraction of units that a training step drops.
     """
     rate, count = share("dropout", dropout), size("blocks", blocks)
@@ -104,7 +104,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     length = places.given.get(length_name(name))
     if x.dtype == "string":
         if len(shape) != 1:
-            raise ConfigError(f"it needs lists of strings, but {name!r} has the shape {shape}")
+            raise ConfigError(f"{name!r} must be a list of strings, but has the shape {shape}")
         layer = spec.vocabulary(name, least=_LEAST, padding=True)
         numbers = layer(x)
         # Padding is the empty string, which has the number 1.
@@ -112,7 +112,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
             name, ops.where(ops.equal(numbers, 1), 0, numbers + 1), length
         )
     if len(shape) > _VECTORS:
-        raise ConfigError(f"it needs sequences of numbers or vectors, but {name!r} has {shape}")
+        raise ConfigError(f"{name!r} must be a sequence of numbers or vectors, not {shape}")
     known = _known(name, x, length)
     found = []
     statistics, whole = spec.statistics(name), "int" in x.dtype

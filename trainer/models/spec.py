@@ -155,11 +155,11 @@ class InputSpec:
         if isinstance(self.output_shape, Mapping):
             names = ", ".join(self.output_shape)
             raise ConfigError(
-                f"it returns one output, but the task has the outputs {names}; {_OWN_MODEL}"
+                f"the model has one output, but the task has the outputs {names}; {_OWN_MODEL}"
             )
         if not self.output_shape or self.output_shape[-1] < 0:
             raise ConfigError(
-                f"it returns one row of numbers, not {self.output_shape}; {_OWN_MODEL}"
+                f"the output must be one row of numbers, not {self.output_shape}; {_OWN_MODEL}"
             )
         return self.output_shape[-1]
 
@@ -225,7 +225,7 @@ class InputSpec:
         """
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
-            raise ConfigError(f"{name!r} is a {found.kind}, which has no mean; leave it unchanged")
+            raise ConfigError(f"{name!r} is a {found.kind}, which has no mean; do not normalize it")
         # Divide a feature that is constant in training by 1, so that other values stay moderate.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
@@ -283,12 +283,12 @@ def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     """
     if isinstance(spec.shape, Mapping):
         names = ", ".join(spec.shape)
-        raise ConfigError(f"it needs one input feature, but the dataset has {names}; {_OWN_MODEL}")
+        raise ConfigError(f"one input feature is allowed, but there are {names}; {_OWN_MODEL}")
     if spec.dtype == "string":
-        raise ConfigError(f"it needs numbers, but the dataset's input is a string; {_OWN_MODEL}")
+        raise ConfigError(f"the input must be numeric, but it is a string; {_OWN_MODEL}")
     given = spec.symbols()
     scale = 1 / 255 if spec.dtype == "uint8" else 1.0
     return given, keras.layers.Rescaling(scale, name="flotilla_scale")(given)
 
 
-_OWN_MODEL = "use `tabular`, or write your own as package.module:function"
+_OWN_MODEL = "use `tabular`, or your own model as package.module:function"

@@ -51,7 +51,7 @@ def tabular(  # noqa: PLR0913
             shape, or sequences of numbers or vectors of any length.
         hidden_units: the sizes of the layers, each followed by dropout.
         dimension: the size of an embedding row.
-        words: the maximum number of words to use of a text.
+        words: the maximum number of words to use from a text.
         dropout: the fraction of units that a training step drops.
         pieces: the maximum number of quantile intervals of a number, or 0 to normalize it instead.
     """
@@ -224,7 +224,7 @@ class Places:
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(
-                f"it needs one string per example, but {name!r} has {list(shape)} of them; use "
+                f"{name!r} must be one string per example, but has the shape {list(shape)}; use "
                 "`sequence`"
             )
         known = self.spec.statistics(name)
@@ -246,8 +246,8 @@ class Places:
     def _sequence(self, name: str, x: Any, shape: tuple[int | None, ...]) -> list[Any]:
         if x.dtype == "string" or len(shape) > _VECTORS:
             raise ConfigError(
-                f"it needs sequences of numbers or vectors, but {name!r} is {x.dtype} of shape "
-                f"{shape}; use `sequence`, or write your own"
+                f"{name!r} must be a sequence of numbers or vectors, not {x.dtype} of shape "
+                f"{shape}; use `sequence`, or write your own model"
             )
         length = self.given.get(length_name(name))
         known = KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])

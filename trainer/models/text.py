@@ -38,7 +38,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
         name: the name of the feature.
         x: the texts of the feature.
         dimension: the size of a term's embedding row.
-        words: the maximum number of words, and of pairs, that are used of a text.
+        words: the maximum number of words, and of pairs, to use from a text.
     """
     known = spec.statistics(name)
     if not known.pairs:

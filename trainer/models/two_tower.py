@@ -9,7 +9,7 @@ models.
 popularity of the item and the activity of the user.
 
 `two_tower_ranker` retrieves and ranks: it returns vectors for a search, and the logit of a click.
-Its towers also use attributes, such as the segment of a user. Ids without a row share a row, so
+Its towers also use attributes, such as a user's segment. Ids without a row share a default row, so
 only their attributes distinguish them. The last element of an item's vector is a learned popularity
 score; the last element of a user's vector is 1. The model is trained with two losses:
 
@@ -158,18 +158,18 @@ def _tables(
     rows: Mapping[str, int] | None,
     tables: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, int | Mapping[str, Any] | None]:
-    """Return by feature the number of rows, the arguments of a growing table, or None."""
+    """Return, by feature, a number of rows, the arguments of a growing table, or None."""
     if spec.num_classes not in {1, CLASSES}:
         of_rating = "".join(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
         )
         raise ConfigError(
-            f"it needs {CLASSES} classes, but the dataset has {spec.num_classes}{of_rating}"
+            f"the model needs {CLASSES} classes, but the dataset has {spec.num_classes}{of_rating}"
         )
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(
-            f"it needs {TOWERS} input features, but the dataset has {_describe_inputs(spec)}; set "
-            "data.inputs: [USER, ITEM]"
+            f"the model needs {TOWERS} input features, but the dataset has {_describe_inputs(spec)}"
+            "; set data.inputs: [USER, ITEM]"
         )
     assert isinstance(spec.dtype, Mapping)
     fixed = rows if isinstance(rows, Mapping) else {}
@@ -181,7 +181,7 @@ def _tables(
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
             gaps = "; whole numbers are read as floats if some are missing: fill the missing values"
             raise ConfigError(
-                f"it needs one whole number as {name!r}, but the dataset has "
+                f"the model needs one whole number as {name!r}, but the dataset has "
                 f"{_describe_inputs(spec)}{gaps if are_floats else ''}"
             )
     if sized:
@@ -205,14 +205,14 @@ def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
             raise ConfigError(
                 f"{name!r} has about {known.distinct} values, but data.vocabulary keeps only "
                 f"{len(vocabulary.values)} of them; set data.vocabulary to {known.distinct} or "
-                "more, or use tables"
+                "more, or set tables"
             )
         return vocabulary(ids), vocabulary.size
     most = int(known.most or 0)
     if most >= max(_MOST_ROWS, _SPARSE * known.distinct):
         raise ConfigError(
             f"{name!r} has ids up to {most}, but only about {known.distinct} different ones; set "
-            f"data.types: {{{name}: text}}, or tables"
+            f"data.types: {{{name}: text}}, or set tables"
         )
     is_known = keras.ops.logical_and(ids >= 0, ids <= most)
     return keras.ops.where(is_known, ids, keras.ops.full_like(ids, most + 1)), most + 2
@@ -251,7 +251,7 @@ class FoundAndRanked(keras.layers.Layer):
         return {**super().get_config(), **own}
 
     def loss(self, x: Mapping[str, Any], y: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return the retrieval loss: the weighted mean of a softmax loss over clicks of a batch."""
+        """Return the retrieval loss: the weighted mean of a softmax loss over a batch's clicks."""
         width = (outputs.shape[-1] - 1) // 2
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
@@ -396,18 +396,18 @@ def _check(
             "popularity"
         )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
-        raise ConfigError(f"it needs several inputs; set data.inputs: [{', '.join(wanted)}]")
+        raise ConfigError(f"the model needs several inputs; set data.inputs: [{', '.join(wanted)}]")
     for name in wanted:
         if name not in spec.shape:
             hint = nearest(name, spec.shape) or f" (the inputs are {', '.join(spec.shape)})"
             raise ConfigError(f"there is no input {name!r}{hint}")
         if tuple(spec.shape[name]):
             what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
-            raise ConfigError(f"it needs one value of {name!r} per example, but it is {what}")
+            raise ConfigError(f"{name!r} must have one value per example, but is {what}")
     if others := [name for name in spec.shape if name not in wanted]:
         raise ConfigError(
-            f"it does not use the input {others[0]!r}; name it in user_attributes or "
-            "item_attributes, or leave it out of data.inputs"
+            f"the model does not use the input {others[0]!r}; add it to user_attributes or "
+            "item_attributes, or remove it from data.inputs"
         )
     if popularity and spec.dtype[popularity] in {"string", "bool"}:
         raise ConfigError(f"popularity: {popularity!r} is {spec.dtype[popularity]}, not a number")

@@ -57,7 +57,7 @@ def _make_distinct(values: Sequence[str]) -> list[str]:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Converts strings of any shape to integers: 0 for unknown strings, from 1 on for known ones.
+    """Converts strings of any shape to integers: 0 for unknown strings, 1 and up for known ones.
 
     Leading and trailing spaces are ignored.
     """

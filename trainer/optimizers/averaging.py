@@ -44,7 +44,7 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float) -> Non
 
 
 def find_averages(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
-    """Return the averages by the paths of their variables."""
+    """Return the averages, keyed by the path of the averaged variable."""
     return {variable.path: average for average, variable in _pairs(optimizer)}
 
 

@@ -22,8 +22,8 @@ GROWTH = 2000
 # Maximum scale. If all gradients are zero, the scale would grow without limit, and the largest
 # float32 is about 2**128.
 LARGEST = 2.0**60
-# Maximum number of halvings. They reduce the maximum scale to less than 1. If a gradient is still
-# not finite, the scale is not the cause.
+# Maximum number of halvings. They reduce any scale to less than 1. If a gradient is still not
+# finite, the scale is not the cause.
 MOST_HALVINGS = 64
 
 
@@ -36,14 +36,14 @@ class _Value(NamedTuple):
 
 
 class LossScale:
-    """The scale, the number of gradients, and this number at the last change of the scale.
+    """The loss scale, the number of gradients, and this number at the scale's last change.
 
     The number of gradients is incremented, so that it is exact even if several workers write at the
     same time. The other two variables are assigned.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:
-        """Create the variables on the current device, for this number of `gradients` per update."""
+        """Create the variables on the current device. Each update uses `gradients` gradients."""
         self._growth = GROWTH * gradients
         self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
         self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)

@@ -226,7 +226,7 @@ def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
 
 
 class Warmup(Schedule):
-    """Rises linearly from `rate / steps` to `rate`, and then follows `after`."""
+    """A schedule that rises linearly from `rate / steps` to `rate`, and then follows `after`."""
 
     def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
         """Store the warm-up's length, the rate at its end, and the rate or schedule after it."""

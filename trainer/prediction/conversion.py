@@ -25,7 +25,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 
 @dataclass(frozen=True)
 class Converted:
-    """The values of an input, and for each row whether its value is invalid, and why."""
+    """The values of an input. For each row, `bad` marks an invalid value, and `why` explains it."""
 
     values: Sequence[Any] | NDArray[Any]
     bad: NDArray[np.bool_]

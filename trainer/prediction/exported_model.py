@@ -1,4 +1,4 @@
-"""Fetches an exported model, verifies it by its manifest, and loads it for batch prediction."""
+"""Fetches an exported model, verifies it with its manifest, and loads it for prediction."""
 
 from __future__ import annotations
 

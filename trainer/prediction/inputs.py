@@ -127,10 +127,10 @@ class FileExamples(Examples):
     def _check_broken(self) -> None:
         if self._broken.count and not self._allowed:
             where = self._broken.first(self._files.place)[0]
-            raise UserError(f"{where}; correct it, or skip such rows with --skip-bad")
+            raise UserError(f"{where}; correct the row, or skip such rows with --skip-bad")
 
     def _columns(self, number: int, path: Path) -> list[str]:
-        """Return the columns to read from a file. Raises `UserError` if the model needs others."""
+        """Return the columns to read from a file. Raises `UserError` if a needed one is missing."""
         there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
@@ -222,9 +222,9 @@ class FileExamples(Examples):
             raise UserError(f"no row of {named} can be read; first error: {first[0]}")
         if broken > self._allowed * total:
             raise UserError(
-                f"{broken} of {total} rows of {named} are broken, but the model allows only a "
-                f"share of {self._allowed:g} (data.bad_rows); correct them, or skip them with "
-                f"--skip-bad; first error: {first[0]}"
+                f"{broken} of {total} rows of {named} cannot be read, but the model allows only a "
+                f"share of {self._allowed:g} (data.bad_rows); correct these rows, or skip them "
+                f"with --skip-bad; first error: {first[0]}"
             )
         say(f"{broken} rows were skipped, because they cannot be read: {'; '.join(first)}")
 

@@ -2,7 +2,7 @@
 
 The first part is quick and does not import TensorFlow: it lists the files, and requires that the
 header of the first file has the columns of the `data` section. The second part runs in a separate
-process: it reads the first rows, builds the model, and tries the parts of a run on it.
+process: it reads the first rows, builds the model, and tries the stages of a run with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(
     is_remote: bool = False,
     seconds: float = fitting.SECONDS,
 ) -> Checked:
-    """Check a configuration.
+    """Check a configuration, its data source and its model.
 
     Args:
         config: the configuration.
@@ -66,7 +66,7 @@ def check(
             require_program(config)
         name = " ".join(program)
         return Checked(
-            notes=(*notes, f"the model is not checked, because the program {name} trains its own")
+            notes=(*notes, f"the model is not checked, because the program {name!r} builds it")
         )
     if notes:
         return Checked(notes=notes)
@@ -117,7 +117,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 
 
 def remark_on_path(data: DataConfig) -> str:
-    """Return an error if the source is a local path, which remote steps cannot read, else ""."""
+    """Return a message if the source is a local path, which remote steps cannot read, else ""."""
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (

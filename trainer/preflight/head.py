@@ -17,8 +17,8 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Maximum number of table files in a sample, number of images that are divided among class folders,
-# and maximum number of class folders. At least one image is taken from each of these folders.
+# Maximum number of table files, approximate number of images in all class folders together, and
+# maximum number of class folders. At least one image is taken from each of these folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
 # Maximum total size of the remote files in a sample, in bytes. Other remote files are skipped.

@@ -260,7 +260,7 @@ def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterat
 def _require_label(data: DataConfig, names: Sequence[str]) -> None:
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
-            f"--label: name the column of {data.source} to predict, perhaps "
+            f"--label is missing: name the column of {data.source} to predict, perhaps "
             f"{guess(names, data.source)!r} (one of {format_names(names)})"
         )
     for each in data.label:

@@ -41,7 +41,7 @@ _TENTH = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A small dataset.
+    """A small dataset of the first rows of a source.
 
     Attributes:
         uri: URI of the dataset, or empty if there is none.
@@ -145,7 +145,7 @@ class _FirstRows(FileSource):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the rows read so far are all rows of the source."""
+        """Whether the rows read so far are all rows of the source."""
         return not (self._is_part or self._first.is_cut)
 
     def select(self) -> Any:
@@ -211,26 +211,26 @@ class _FirstOf(Reader):
         self._most = most
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """See `Reader`."""
+        """Return the names from the wrapped reader."""
         return self._reader.names(path)
 
     def notes(self, path: Path) -> tuple[str, ...]:
-        """See `Reader`."""
+        """Return the notes of the wrapped reader."""
         return self._reader.notes(path)
 
     def index(self, path: Path) -> tuple[str, ...]:
-        """See `Reader`."""
+        """Return the index from the wrapped reader."""
         return self._reader.index(path)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return the whole file, because some formats must be read to the end to be cut."""
+        """Return the whole file, because some formats must be read to the end to be split."""
         del size
         return [(0, -1)] if path else []
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """See `Reader`."""
+        """Yield the first rows of a file, at most as many as the limit allows."""
         left = self._most
         for rows in self._reader.rows(path, piece, columns, broken):
             if not left:
@@ -242,7 +242,7 @@ class _FirstOf(Reader):
             yield taken
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """See `Reader`."""
+        """Return the row number from the wrapped reader."""
         return self._reader.row(path, piece, number)
 
 
@@ -251,7 +251,7 @@ class _FirstExamples(BuilderSource):
 
     @property
     def is_here(self) -> bool:
-        """Return whether the examples can be read without a download."""
+        """Whether the examples can be read without a download."""
         return datasets.is_drawn(self._builder) or datasets.is_folder(self._builder)
 
     def parts(self) -> Sequence[Part]:

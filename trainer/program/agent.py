@@ -89,7 +89,7 @@ def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
     said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
-        memory = " (is there enough memory?)" if -code == signal.SIGKILL else ""
+        memory = " (possibly out of memory)" if -code == signal.SIGKILL else ""
         return ClusterLostError(f"the program was killed by {name}{memory}{said}")
     text = f"the program ended with exit code {code}{said}"
     if code >= RETRYABLE or (code == _BEGIN_AGAIN_CODE and several):
@@ -179,8 +179,8 @@ class Agent:
             if isinstance(error, RunInterruptedError) and self._code is not None:
                 code = self._code
         except Exception:
-            log.exception("a bug in Flotilla")
-            code, message = FAILED, "a bug in Flotilla; see the log of the agent's container"
+            log.exception("unexpected error, caused by a bug in Flotilla")
+            code, message = FAILED, "the agent failed, because of a bug in Flotilla; see its log"
         if message:
             log.error("%s", message)
         self._dismiss(self._link, code, message)
@@ -206,7 +206,7 @@ class Agent:
                 self._dismiss(self._link, DONE, "")
                 self._link.close()
                 child.wait()
-                # A guard that was killed leaves processes, which this process has adopted.
+                # If the guard was killed, this process has adopted the processes that it left.
                 guard.kill_all(self._pid or child.pid)
 
     def _train(self, link: Link) -> None:
@@ -376,8 +376,8 @@ class Agent:
         if self._leads and timeout and time.monotonic() - moved > timeout:
             what = "step" if counts else "output"
             self._why = (
-                f"no {what} for {timeout:g} s; raise program.stall_timeout if the program takes "
-                "longer"
+                f"the program wrote no {what} for {timeout:g} s; raise program.stall_timeout if it "
+                "takes longer"
             )
             events.emit(events.Stalled(tasks=(str(self._task),), seconds=timeout))
         else:
@@ -425,7 +425,7 @@ class Agent:
 
     def _step_at(self, when: float, number: int) -> int:
         assert self._metrics
-        # A program reports a step and saves it, perhaps after the last lines were read.
+        # The program may have reported and saved a step after the last lines were read.
         self._read_lines(self._metrics)
         return self._metrics.step_at(when, number)
 

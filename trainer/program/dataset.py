@@ -53,8 +53,8 @@ def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder
     names = [] if task.role == "evaluator" else spec.files("train")
     if names and of > len(names):
         raise ConfigError(
-            f"data.shards: {of} tasks cannot share the {len(names)} shards of 'train'; set it to "
-            f"{of} or more, or set data.partition to reshuffle"
+            f"data.shards: {of} tasks cannot share the {len(names)} shards of 'train'; set "
+            f"data.shards to {of} or more, or data.partition to reshuffle"
         )
     _fetch(uri, names[part::of], folder / "train")
     _fetch(
@@ -80,7 +80,7 @@ def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]
 
 
 def describe_features(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
-    """Return the content of `features.json`, by the name of the feature in a record."""
+    """Return the entries of `features.json`, by the name of each feature in a record."""
     # Names are escaped as in `data/blocks.py`. Features with a dimension of size 0 are left out.
     return {
         f"\0{name}" if name.startswith("\0") else name: _describe(spec, name, feature)
@@ -107,7 +107,7 @@ def _describe(spec: DatasetSpec, name: str, feature: FeatureSpec) -> dict[str, A
 
 def _fetch(uri: str, names: Sequence[str], folder: Path) -> None:
     storage.fetch(uri, folder, only=set(names).__contains__)
-    with report_errors(f"clean {folder}"):
+    with report_errors(f"remove old record files from {folder}"):
         for path in folder.glob("*.tfrecord"):
             if path.name not in names:
                 path.unlink()

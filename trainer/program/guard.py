@@ -64,9 +64,9 @@ def adopt_orphans() -> None:
 
 
 def reach(path: str) -> str:
-    """Return a path to a socket that is short enough to bind; see unix(7).
+    """Return a path to a socket that is short enough to bind or connect to; see unix(7).
 
-    For a longer path, this opens its folder, which stays open until the process exits.
+    If `path` is too long, this opens its folder, and keeps it open until the process exits.
     """
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return path
@@ -75,7 +75,7 @@ def reach(path: str) -> str:
 
 
 def list_processes() -> List[int]:  # noqa: UP006
-    """Return the ids of the processes of this machine or container, or empty without `/proc`."""
+    """Return the ids of all processes that this one sees, or an empty list without `/proc`."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir("/proc") if name[:1] in "123456789"]
     return []
@@ -109,7 +109,7 @@ def kill_marked(folder: str) -> None:
 
 
 def mark_of(folder: str) -> str:
-    """Identify a folder by device, inode and path, because two containers may use the same path."""
+    """Return the device, inode and path of a folder. Containers may use the same path."""
     there = os.stat(folder)
     return f"{there.st_dev}:{there.st_ino}:{folder}"
 
@@ -227,7 +227,7 @@ class Program:
 
 
 class Guard:
-    """Runs the program for the agent: the event loop of this process."""
+    """The event loop of this process, which runs the program for the agent."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Store the options of the command line."""
@@ -476,7 +476,7 @@ def main() -> None:
     )
     parser.add_argument("--termination", default="", help="file of the termination message")
     parser.add_argument(
-        "--parent", type=int, default=0, help="id of the parent process; exit when it exits"
+        "--parent", type=int, default=0, help="id of the parent process, with which the guard exits"
     )
     parser.add_argument("--umask", default="", help="umask of the program's files, in octal")
     parser.add_argument("--sweep", action="store_true", help="kill remaining processes, and exit")

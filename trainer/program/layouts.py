@@ -93,7 +93,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def require_readable(folder: Path) -> None:
-    """Raise `UserError` if this process may not read everything below a folder."""
+    """Raise `UserError` unless this process can read everything below a folder."""
     waiting = [folder]
     while waiting:
         here = waiting.pop()

@@ -1,4 +1,4 @@
-"""The agent's end of the socket between agent and guard; `guard.py` has the other end.
+"""The agent's end of the socket between agent and guard; `guard.py` is the other end.
 
 Both sides send JSON objects, one per line. The agent sends commands (`do`), and the guard sends
 reports (`is`):
@@ -60,7 +60,7 @@ class Link:
         self._connection: socket.socket | None = None
         self._is_free = threading.Event()
         self._is_free.set()
-        with report_errors(f"listen at {self._place}"):
+        with report_errors(f"listen on {self._place}"):
             folder.mkdir(parents=True, exist_ok=True)
             staged = folder / f"{GUARD_FILE}.{os.getpid()}"
             shutil.copyfile(guard.__file__, staged)
@@ -78,7 +78,7 @@ class Link:
         threading.Thread(target=self._accept, name="guard", daemon=True).start()
 
     def start_guard(self, environment: dict[str, str], folder: str) -> subprocess.Popen[bytes]:
-        """Start a guard as a child of this process, which writes to the same output."""
+        """Start a guard as a child of this process. Both write to the same output."""
         words = [sys.executable, "-IS", str(self._place.with_name(GUARD_FILE))]
         options = ["--socket", str(self._place), "--parent", str(os.getpid())]
         return subprocess.Popen(
@@ -98,7 +98,7 @@ class Link:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether a guard is connected."""
+        """Whether a guard is connected."""
         return self._connection is not None
 
     def wake(self) -> None:

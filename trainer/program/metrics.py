@@ -103,8 +103,8 @@ class Metrics:
             return
         if not self.said_steps and step < self.step:
             log.warning(
-                "the program starts at step %d, before its checkpoint of step %d: does it restore "
-                "the checkpoint in FLOTILLA_CHECKPOINTS?", step, self.step,
+                "the program starts at step %d, although its checkpoint is from step %d; check "
+                "that it restores the checkpoint in FLOTILLA_CHECKPOINTS", step, self.step,
             )  # fmt: skip
         if not self.said_steps or step != self.step:
             self.stepped_at = time.monotonic()
@@ -124,7 +124,7 @@ class Metrics:
     def step_at(self, when: float, number: int) -> int:
         """Return the newest step that was reported by the time `when`, or -1.
 
-        If `number`, the step in a checkpoint's name, was reported and is not lower, return it.
+        If the step `number` in a checkpoint's name was reported and is not lower, return `number`.
         """
         steps = [step for at, step in self._said if at <= when]
         found = steps[-1] if steps else -1
@@ -148,7 +148,7 @@ class Metrics:
             self._said.extend((float(at), int(step)) for at, step in tree["said"])
 
     def flush(self) -> None:
-        """Report the newest metrics, because no further line may follow."""
+        """Report the newest metrics now, because the program may report no more lines."""
         if self._waiting:
             self._report(self._waiting)
 

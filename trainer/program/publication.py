@@ -1,7 +1,7 @@
 """Restores published checkpoints into the folder of a program, and publishes new ones from it.
 
 A checkpoint is published when it is complete. If its layout does not tell whether it is complete,
-it must not have changed between two looks. The publication has its files below `checkpoint/` and,
+it must not have changed between two checks. The publication has its files below `checkpoint/` and,
 after the end of the program, the model below `model/`. The files are first linked into another
 folder, so that the program may delete them. If the program changes a file during the publication,
 the publication is discarded.
@@ -73,11 +73,11 @@ def _pass_over(uri: str, error: UserError) -> None:
 def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
     """Download a published checkpoint into the program's folder. Raises `UserError`.
 
-    Other content of the folder is removed, unless `keeps` is set, because the program may be
-    reading it.
+    Other content of the folder is removed, unless `keeps` is set. Set `keeps` if the program may
+    still read that content.
     """
     folder = folders.checkpoints
-    with report_errors(f"fill {folder}"):
+    with report_errors(f"restore a checkpoint to {folder}"):
         if not keeps:
             clear(folder)
         if not uri:
@@ -97,7 +97,7 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
 
 def clear(folder: Path) -> None:
     """Remove everything in a folder. Raises `UserError`."""
-    with report_errors(f"clear {folder}"):
+    with report_errors(f"empty {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -163,7 +163,7 @@ class Publisher:
         """Queue the newest checkpoint for publication if it is complete and new.
 
         If its layout does not tell whether it is complete, it must not have changed since the last
-        look. The program may have started another checkpoint since then.
+        call. The program may have started another checkpoint since then.
         """
         self._lease.require()
         newest = layouts.find_newest(self._folders.checkpoints, self._marker)
@@ -171,7 +171,7 @@ class Publisher:
         found = newest if newest and newest.is_committed else before
         digest = self._digest(found) if found else self._known
         if found and digest != self._known and self._is_unchanged(found):
-            # Remember this checkpoint, so that the next look does not queue it again.
+            # Remember this checkpoint, so that the next call does not queue it again.
             self._known = digest
             step = self._count(found, step_at(found.modified, found.number))
             self._uploads.put(CHECKPOINT, partial(self._publish, found, step, dict(metrics)))
@@ -205,7 +205,7 @@ class Publisher:
         return self.last
 
     def _count(self, found: Stored | None, said: int) -> int:
-        """Return the step of a checkpoint: as reported, or from its name, or the next one."""
+        """Return the reported step of a checkpoint, or the step in its name, or a new step."""
         if said >= 0:
             return said
         if found and found.number >= 0:
@@ -262,11 +262,11 @@ class Publisher:
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
         if is_whole:
             storage.delete(uri)
-        # Forget the checkpoint, so that the next look queues it again.
+        # Forget the checkpoint, so that the next call of `look` queues it again.
         self._known = self._read_known()
         if is_last:
             raise UserError(
-                f"{self._folders.checkpoints} changed after the program ended, so another "
+                f"{self._folders.checkpoints} changed after the program ended: another "
                 "process still writes there; make the program wait for its child processes"
             )
 

@@ -90,7 +90,7 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
 
 
 def _count_gpus(config: Config, role: str) -> int:
-    """Return the number of GPUs of a task: by the limits of its pod, else as configured."""
+    """Return the number of GPUs of a task, from its pod's limits or the configuration, or 1."""
     cluster = config.cluster
     pod = cluster.kubernetes.of(role).resources.limits if cluster.launcher != "local" else {}
     return max(1, int(pod.get(cluster.kubernetes.gpu_resource, cluster.gpus_per_worker)))

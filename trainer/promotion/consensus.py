@@ -1,4 +1,4 @@
-"""Consensus: all processes that propose a value agree on one of them, on any store.
+"""Consensus: all processes that propose a value agree on one value, on any store.
 
 Stores differ in their guarantees for conditional writes. Older ones overwrite, or check and then
 write. However, all of them guarantee that reads and listings see an object that was written. This

@@ -47,7 +47,7 @@ _MOST_TIMES = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A threshold and the model's value."""
+    """A rule of the gate: a threshold, and the model's value."""
 
     metric: str
     bound: Literal["min", "max"]
@@ -59,7 +59,7 @@ class Rule:
 
     @property
     def passed(self) -> bool:
-        """Return whether the value is within the bound."""
+        """Whether the value is within the bound."""
         if not math.isfinite(self.value):
             return False
         if self.key == CONSTANT and self.value == self.threshold:
@@ -71,7 +71,7 @@ class Rule:
 
     @property
     def gained(self) -> bool:
-        """Return whether a comparison with the champion proves a gain of at least the margin."""
+        """Whether a comparison with the champion proves a gain of at least the margin."""
         if self.key != MARGIN or not math.isfinite(self.value):
             return False
         gain = self.value if self.bound == "min" else -self.value
@@ -100,7 +100,7 @@ class Decision:
 
     @property
     def in_words(self) -> dict[str, Any]:
-        """Return the fields for users, as JSON."""
+        """The fields for users, as JSON."""
         return {
             "decision": self.word,
             "headline": self.headline,
@@ -111,12 +111,12 @@ class Decision:
 
     @property
     def gained(self) -> bool:
-        """Return whether the model is proven to beat the champion by at least the margin."""
+        """Whether the model is proven to beat the champion by at least the margin."""
         return any(rule.gained for rule in self.rules)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return one line for each failed rule or, if none failed, for each rule."""
+        """One line for each failed rule or, if none failed, for each rule."""
         failed = tuple(str(rule) for rule in self.rules if not rule.passed)
         return failed or tuple(map(str, self.rules))
 
@@ -177,7 +177,7 @@ def _read_measured(uri: str) -> dict[str, Any]:
         raise UserError(f"{uri} is of kind {kind!r}; pass the URI of an evaluation")
     tree = storage.read_json(uri, "metrics.json")
     if not isinstance(tree.get("metrics"), dict):
-        raise UserError(f"{uri}: metrics.json contains no metrics: evaluate the checkpoint again")
+        raise UserError(f"{uri}: metrics.json contains no metrics; evaluate the checkpoint again")
     return tree
 
 
@@ -201,7 +201,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the metrics of all examples or of parts of a slice, with the suffix of their names."""
+    """Yield a name suffix and the metrics, for all examples or for each part of a slice."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -210,12 +210,12 @@ def _parts(
         known = ", ".join(slices) or "nothing"
         raise ConfigError(
             f"{key}: there is no slice by {feature!r}{nearest(feature, slices)} (sliced by: "
-            f"{known}); name it in evaluation.slices"
+            f"{known}); add it to evaluation.slices"
         )
     rows = {row["value"]: row["metrics"] for row in slices[feature]}
     if value is not None and value not in rows:
         raise ConfigError(
-            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (its values: "
+            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (values: "
             f"{', '.join(rows)})"
         )
     for each in rows if value is None else [value]:
@@ -287,15 +287,15 @@ def _margin(
     best = (constant.get("metrics") or {}).get(metric)
     if best is None:
         why = (
-            f"the {metric} of a constant prediction is unknown, so {rule.margin} of the champion's "
-            "gain counts as 0"
+            f"the {metric} of a constant prediction is unknown, so the margin of {rule.margin} "
+            "counts as 0"
         )
         return 0.0, why
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:
         return (
             0.0,
-            f"the champion is not better than a constant, so {rule.margin} of its gain counts as 0",
+            f"the champion does not beat a constant, so the margin of {rule.margin} counts as 0",
         )
     return rule.compute_margin(gain), ""
 
@@ -307,7 +307,7 @@ def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rul
         return
     worst, lost = rows[0], champion["class_counts"]["lost"]
     others = [
-        f"{shorten_name(each['label'])} {each['own']:.3g} of {each['champion']:.3g}"
+        f"{shorten_name(each['label'])} ({each['own']:.3g}, champion {each['champion']:.3g})"
         for each in rows[1 : min(lost, _FEW)]
     ]
     if lost > _FEW:

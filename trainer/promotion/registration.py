@@ -92,7 +92,7 @@ def _register(request: Request, scratch: Path) -> Registration:
         decided = _read_decision(storage.read_manifest(request.model).fields["decision"])
     lineage = {**request.lineage, "measured": decided.get("measured") or {}}
     if not ours:
-        with storage.check_form(f"what was exported to {request.model}"):
+        with storage.check_form(f"the exported model {request.model}"):
             rules = tuple(_rules(request, champion))
         if champion:
             further, known = _compare_again(request, champion)
@@ -237,7 +237,7 @@ def _read_decision(uri: str) -> dict[str, Any]:
         return {}
     if parse_record(_Judged, tree) is None:
         raise storage.Corrupt(
-            f"decision.json of {uri} has fields of the wrong type: run the gate again"
+            f"decision.json of {uri} has fields of the wrong type; run the gate again"
         )
     return tree
 
@@ -280,7 +280,7 @@ def _read(uri: str) -> Registration:
     found = parse_record(Registration, {"headline": "", **tree, **facts})
     if found is None:
         raise storage.Corrupt(
-            f"registration.json of {uri} does not contain a decision: delete {uri}"
+            f"registration.json of {uri} does not contain a decision; delete {uri}"
         )
     return found
 

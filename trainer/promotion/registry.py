@@ -152,7 +152,7 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return the records below `above` by number, in order, or the error of an unreadable one."""
+    """Return each record below `above` by number, in order, or the error if it is unreadable."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
         uri = _number_uri(above, number)
@@ -165,8 +165,8 @@ def _records(
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
         return storage.Corrupt(
-            f"{uri}: its {MANIFEST} does not describe {kind} {number}: delete it and create "
-            "it again"
+            f"{uri}: {MANIFEST} does not describe {kind} {number}; delete the directory and "
+            "create it again"
         )
 
     numbers = _numbers(above)
@@ -203,7 +203,7 @@ def version(root: str, name: str, number: int) -> Version:
 
 
 def find_source(version: Version) -> str:
-    """Return the URI of the exported model that a version is a copy of, or an empty string."""
+    """Return the URI of the exported model that a version was copied from, or an empty string."""
     source = version.manifest.fields.get("source")
     return str(source.get("uri", "")) if isinstance(source, dict) else ""
 
@@ -260,7 +260,7 @@ def _restore_decided(root: str, name: str, number: int) -> bool:
 def _predecessor(name: str, made: Mapping[int, Promotion], number: int) -> Promotion | None:
     if number > 1 and number - 1 not in made:
         raise UserError(
-            f"promotion {number - 1} of {name} does not exist or cannot be read: restore it, "
+            f"promotion {number - 1} of {name} does not exist or cannot be read; restore it, "
             "or make a version the champion with `flotilla models promote`"
         )
     return made.get(number - 1)
@@ -290,7 +290,7 @@ def read_promoted(root: str, name: str, number: int) -> Version:
 def register(
     root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
 ) -> Version:
-    """Copy a model into the registry as its next version, unless it exists. Raises `UserError`."""
+    """Register a copy of a model, or return its existing version. Raises `UserError`."""
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
@@ -404,7 +404,7 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     if target.version not in {each.number for each in versions(root, name)}:
         raise UserError(
             f"{name} no longer has version {target.version}, the champion before version "
-            f"{newest.version}: make another version the champion with `flotilla models promote`"
+            f"{newest.version}; make another version the champion with `flotilla models promote`"
         )
     restores = target.restores or target.number
     return promote(root, name, target.version, after=newest.number, by=by, restores=restores)
@@ -536,7 +536,7 @@ def promoting(home: str, number: int) -> Iterator[None]:
     try:
         if is_recent(_json(_record(home, number)).get("at"), _SECONDS):
             raise UserError(
-                f"version {number} is being removed by `flotilla gc`: promote another version, or "
+                f"version {number} is being removed by `flotilla gc`; promote another version, or "
                 "try again in an hour if it still exists"
             )
         yield
@@ -545,7 +545,7 @@ def promoting(home: str, number: int) -> Iterator[None]:
 
 
 def list_requested(root: str, name: str) -> list[int]:
-    """Return the versions that are being promoted."""
+    """Return the numbers of the versions that are being promoted."""
     above = storage.join(root, "registry", "models", name, "promoting")
     found = []
     for mark in storage.names(above):

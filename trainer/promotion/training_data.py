@@ -138,7 +138,7 @@ def end(root: str, run_id: str, decision: str) -> None:
 
 
 def find_finished(config: Config, root: str) -> str:
-    """Return the run that has finished with this configuration, or "" if there is none."""
+    """Return the id of the run that finished with this configuration, or "" if there is none."""
     return _read(_mark(root, config.name, digest(config))).get("run_id", "")
 
 

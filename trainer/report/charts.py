@@ -65,12 +65,12 @@ class Line:
 
     @property
     def path(self) -> str:
-        """Return the points as the path of an SVG polyline."""
+        """The points in the format of an SVG polyline."""
         return " ".join(f"{x:.2f},{y:.2f}" for x, y in self.points)
 
     @property
     def marks(self) -> tuple[Point, ...]:
-        """Return the points that get a marker: all of them if there are few, else none."""
+        """The points that get a marker: all of them if there are few, else none."""
         return self.points if len(self.points) <= MARKED_POINTS else ()
 
 
@@ -96,7 +96,7 @@ class Chart:
 
     @property
     def compares(self) -> bool:
-        """Return whether the chart compares several lines, such as training and validation."""
+        """Whether the chart compares several lines, such as training and validation."""
         return len(self.lines) > 1
 
 
@@ -167,7 +167,7 @@ def fit_axis(
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
-    """Return the value of a column if all rows have the same one, else None."""
+    """Return the value of a column if it is the same in all rows, else None."""
     values = {value for _, value in _points(table, across, name)}
     return values.pop() if len(values) == 1 else None
 

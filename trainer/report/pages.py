@@ -22,7 +22,7 @@ _OWN = Path(__file__).parent
 
 
 def environment(folder: Path = _OWN) -> jinja2.Environment:
-    """Return the Jinja environment for `folder`. Its templates may include this package's."""
+    """Return an environment for templates in `folder`, which may include this package's."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,

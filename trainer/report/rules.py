@@ -2,9 +2,9 @@
 
 A rule is plain data as in `decision.json`: `metric`, `bound` (`min` or `max`), `threshold`,
 `value`, `key`, `note`, `passed`. The value of a comparison is a confidence bound of the difference.
-`found` describes a comparison. Its keys that are used here, if known, are `metric`, `own` with its
-`interval`, `other`, `opponent`, `label` (a class), `answer` (of a constant), `examples`, and
-`needed`, the sufficient number of examples.
+`found` describes a comparison. The keys that are used here are `metric`, `own` with its `interval`,
+`other`, `opponent`, `label` (a class), `answer` (of a constant), `examples`, and `needed`, the
+sufficient number of examples. Any of them may be missing.
 """
 
 from __future__ import annotations

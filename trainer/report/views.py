@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind` at the same place. `text` describes the first."""
+    """Events of one `kind` at the same place. `text` describes the first event."""
 
     left: float
     kind: str
@@ -275,7 +275,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
 
 
 def list_spans(tries: Iterable[Facts]) -> list[tuple[str, float, float]]:
-    """Return step, start and end of each try whose times are known."""
+    """Return the step, start and end of each try whose times are known."""
     return [
         (str(each.get("step")), began, began + seconds)
         for each in tries

@@ -82,7 +82,7 @@ def apart(*values: float, interval: object = None) -> list[str]:
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Format values with the same decimal places, and tell for each whether it is the best one."""
+    """Format values with the same decimal places, and mark the best value with true."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
     best = round_value((min if better == "lower" else max)(known), places) if known else ""

@@ -16,14 +16,14 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Create the loop. `failing` is logged with the first of successive errors."""
+        """Store the arguments. Of successive errors, only the first is logged, after `failing`."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def is_over(self) -> bool:
-        """Return whether the loop was stopped or has ended."""
+        """Whether the loop was stopped or has ended."""
         return self._over.is_set()
 
     def start(self) -> Self:

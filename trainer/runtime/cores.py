@@ -22,7 +22,7 @@ _LIMITED: dict[str, str] = {}
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the processors that this process may run on. Empty if unknown."""
+    """Return the numbers of the processors that this process may run on, or [] if unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

@@ -26,7 +26,7 @@ def _is_object(text: str) -> bool:
     return False
 
 
-_TEXT: Form = ("one line", str.isprintable)
+_TEXT: Form = ("a single line of printable text", str.isprintable)
 _PROCESS: Form = ("the id of a process", re.compile(r"[0-9]{1,9}").fullmatch)
 _OBJECT: Form = ("a JSON object", _is_object)
 _NAME: Form = ("a name of letters, digits and . _ -", re.compile(r"\w[\w.-]{0,127}").fullmatch)
@@ -52,7 +52,7 @@ VARIABLES: Mapping[str, Form] = {
     "FLOTILLA_PARENT": _PROCESS,
     "FLOTILLA_FORK_SERVER": _NAME,
     "FLOTILLA_HEARTBEAT": (
-        "DESCRIPTOR:SECONDS",
+        "of the form DESCRIPTOR:SECONDS",
         re.compile(r"[0-9]{1,9}:[0-9]{1,9}(\.[0-9]+)?").fullmatch,
     ),
     "FLOTILLA_GUARD_PORT": (

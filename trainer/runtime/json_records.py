@@ -102,7 +102,7 @@ def parse_number(text: str) -> int | None:
 def parse_time(text: object) -> datetime | None:
     """Return the time in an ISO 8601 text, or None for any other text.
 
-    Without a zone, it is UTC.
+    A time without a zone is in UTC.
     """
     try:
         found = datetime.fromisoformat(str(text))

@@ -73,7 +73,7 @@ def one_line(text: str) -> str:
 
 
 def join_lines(text: str) -> str:
-    """Return a masked text with spaces for newlines, so that it cannot start a new line."""
+    """Mask a text, and replace its newlines with spaces, so that it stays on one line."""
     return mask(_BREAKS.sub(" ", text))
 
 

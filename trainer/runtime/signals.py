@@ -37,7 +37,7 @@ _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 @contextmanager
 def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
-    """Call `callback` on SIGINT and SIGTERM in this block. Has no effect in other threads."""
+    """Call `callback` on SIGINT and SIGTERM in this block, if it runs in the main thread."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         callback()

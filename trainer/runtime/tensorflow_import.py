@@ -29,7 +29,7 @@ _MACHINERY = {"importlib", "_frozen_importlib"}
 
 
 class _Absent(MetaPathFinder):
-    """Reports certain packages as missing to certain importers. All others still find them."""
+    """A finder that reports some packages as missing, but only to some importers."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
@@ -52,7 +52,7 @@ def _importer() -> str:
 
 
 class _Uncollected(MetaPathFinder):
-    """Imports TensorFlow without garbage collection, and without its first log lines."""
+    """A finder that imports TensorFlow without garbage collection and its first log lines."""
 
     def __init__(self) -> None:
         self._searches = False

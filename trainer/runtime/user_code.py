@@ -99,7 +99,7 @@ def _remedy(name: str, error: BaseException) -> str:
         return ""
     lacking = error.name or name
     if name.endswith(".py"):
-        return f"; write it without .py: {name.removesuffix('.py')}"
+        return f"; write the name without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
     # A missing module other than the named one is probably a package, not a user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
@@ -320,7 +320,7 @@ def digest(what: str, module: str) -> str:
     """Return a digest of the source of a module and of the user's modules that it imports."""
     _look_into_folder()
     if _source_file(module) is None:
-        # Raise an error that tells what is wrong, unless the module is installed.
+        # Raise an error that explains why the module is missing, unless it is installed.
         import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]

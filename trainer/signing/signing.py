@@ -48,7 +48,7 @@ class UnsignedError(UserError):
 
 
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Sign all files below `folder` if a private key is configured, and return whether one is.
+    """If a private key is configured, sign all files below `folder` and return true.
 
     `fields` are the manifest fields that the files are published with.
 
@@ -102,7 +102,7 @@ def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool
     """Download the files of a model for which `only` returns true, and verify the model.
 
     If a public key is configured, all files are downloaded, because a signature covers all of them.
-    Raises like `verify`.
+    Raises the errors of `verify`.
     """
     if verifies():
         _refuse_unnamed(uri, manifest)
@@ -120,7 +120,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
-        raise Corrupt(f"{uri}: its manifest lists no SavedModel; export it again")
+        raise Corrupt(f"{uri}: the manifest lists no SavedModel; export the model again")
     above, _, number = place.rpartition("/")
     if not above:
         return
@@ -131,7 +131,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     for each in served:
         if each.stored_at != each.path:
             raise Corrupt(
-                f"{uri}: {each.path} is not at the path that a server reads; export it again"
+                f"{uri}: {each.path} is not where a server reads it; export the model again"
             )
 
 
@@ -155,8 +155,8 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
 
 def _unnamed_error(uri: str, path: str) -> Corrupt:
     return Corrupt(
-        f"{uri} contains {path}, which its manifest does not list: a server could load it "
-        "unverified; remove it"
+        f"{uri} contains {path}, which the manifest does not list: a server could load this file "
+        "unverified; remove the file"
     )
 
 
@@ -176,7 +176,7 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
     signed = folder / FIELDS
     if not signed.is_file() or signed.read_text(encoding="utf-8") != _text(fields):
         raise UnsignedError(
-            f"{where}: its manifest is not signed, although the signature of the files is "
+            f"{where}: the manifest is not signed, although the signature of the files is "
             f"valid for the key of {PUBLIC_KEY}; do not use this model, but export it again"
         )
     return True
@@ -197,8 +197,8 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
     signature = folder / SIGNATURE
     if not signature.is_file():
         raise UnsignedError(
-            f"{where} is not signed, and {PUBLIC_KEY} is set; sign it by running its export again "
-            f"with {PRIVATE_KEY}, or unset {PUBLIC_KEY}"
+            f"{where} is not signed, but {PUBLIC_KEY} is set; export the model again with "
+            f"{PRIVATE_KEY}, or unset {PUBLIC_KEY}"
         )
     try:
         config.set_hashing_config(_hashing()).verify(folder, signature)
@@ -236,8 +236,8 @@ def _usable(variable: str, key: Path) -> Any:
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
-            f"{variable}: {key} is not a {kind} key on an elliptic curve, in PEM format and "
-            f"without a password; create one with `{_CREATE[kind]}`"
+            f"{variable}: {key} is not a {kind} elliptic-curve key in PEM format without a "
+            f"password; create one with `{_CREATE[kind]}`"
         ) from None
 
 
@@ -254,7 +254,7 @@ def _package() -> Any:
     except ImportError:
         raise ConfigError(
             f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: "
-            "pip install 'kfp-flotilla[signing]'"
+            "run pip install 'kfp-flotilla[signing]'"
         ) from None
     return model_signing
 
@@ -277,7 +277,7 @@ def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], create
 def _statement(
     subjects: list[dict[str, Any]], name: str, lineage: Mapping[str, Any], created: str
 ) -> dict[str, Any]:
-    """Return the statement. Fields that the lineage lacks are left out or empty."""
+    """Return the provenance statement. If the lineage lacks a field, omit it or leave it empty."""
     config = {"name": name, "configuration": lineage.get("config", "")}
     return {
         "_type": STATEMENT,

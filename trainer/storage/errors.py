@@ -12,7 +12,7 @@ from flotilla.trainer.runtime.errors import TransientError, UserError
 _REMEDIES = {
     errno.ENOSPC: "free some space, or set storage.root to a location with more",
     errno.EDQUOT: "free some space, or set storage.root to a location with more",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use another file system",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or use another file system",
     errno.EACCES: "make it accessible to this user, or choose another location",
     errno.EPERM: "make it accessible to this user, or choose another location",
     errno.EROFS: "choose a writable location",
@@ -37,7 +37,7 @@ class NotPublished(Missing):
 
 
 class Corrupt(UserError):  # noqa: N818
-    """A stored file is damaged or has an unexpected format. The message names it."""
+    """A stored file is damaged or has an unexpected format. The message names the file."""
 
 
 class UnknownSchema(UserError):  # noqa: N818
@@ -84,7 +84,7 @@ def check_form(where: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise Corrupt(
-            f"{where} does not have the format of this version ({why}): create it again"
+            f"{where} is not in the format that this version reads ({why}); create it again"
         ) from error
 
 

@@ -70,7 +70,7 @@ class GcsBucket:
                 "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
                 "or use workload identity"
             ),
-            Trouble.NO_TLS: "set REQUESTS_CA_BUNDLE to the certificate of its CA",
+            Trouble.NO_TLS: "set REQUESTS_CA_BUNDLE to the certificate of the store's CA",
         }
     )
 

@@ -107,7 +107,7 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files next to the destination, verify them, flush them to disk, and rename."""
+        """Copy the files to a staging folder, verify them, flush them to disk, and rename it."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -167,7 +167,7 @@ class FileStore:
         yield from _walk(path, "", frozenset())
 
     def remove(self, uri: str) -> None:
-        """Rename a file or directory away in one step, then delete it."""
+        """Move a file or directory to a staging folder in one step, then delete it."""
         path = _path(uri)
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -185,7 +185,7 @@ class FileStore:
         return [uri_of(path) for path in delete_orphans(_path(uri))]
 
     def read_clock(self, uri: str) -> float:
-        """Set the folder's modification time to now by the file system's clock, and return it."""
+        """Set the folder's modification time to the file system's current time, and return it."""
         # Unlike creating a file, this works on a full disk.
         os.utime(_path(uri))
         return _path(uri).stat().st_mtime
@@ -353,13 +353,13 @@ def delete_orphans(root: Path) -> list[Path]:
         for stage in stages:
             with suppress(OSError):
                 if _delete_if_orphan(stage) and stage.exists():
-                    _log.warning("%s cannot be deleted: make it accessible to this user", stage)
+                    _log.warning("cannot delete %s; make it accessible to this user", stage)
         found += [stage for stage in stages if not stage.exists()]
     return found
 
 
 def is_staging(name: str) -> bool:
-    """Return whether this is the name of a staging folder."""
+    """Return whether `name` is the name of a staging folder."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
@@ -448,7 +448,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def writer() -> str:
-    """Return an identifier of this process, unique across machines. Empty without `/proc`."""
+    """Return a globally unique identifier of this process, or "" on a system without `/proc`."""
     return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
 
 
@@ -465,7 +465,7 @@ def is_living(text: str) -> bool:
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return the PID and start time in a `writer`. The PID is 0 for another machine."""
+    """Return the PID and start time in the result of `writer`, or 0 for another machine."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()

@@ -107,9 +107,9 @@ class Manifest:
         for name in ("kind", "created"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"{name}: {value!r} is not a string")
+                raise ValueError(f"{name}: {value!r} is empty or not a string")
         if taken := [name for name in self.fields if name in RESERVED]:
-            raise ValueError(f"the field names {', '.join(taken)} are reserved by the manifest")
+            raise ValueError(f"the manifest reserves these field names: {', '.join(taken)}")
         ordered = tuple(sorted(self.files, key=lambda entry: entry.path))
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is listed twice")
@@ -119,7 +119,7 @@ class Manifest:
 
     @property
     def created_at(self) -> datetime:
-        """The time of creation."""
+        """The time of creation, or the latest possible time if it is not readable."""
         return parse_time(self.created) or datetime.max.replace(tzinfo=UTC)
 
     @property
@@ -128,7 +128,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files)
 
     def same_content(self, other: Manifest) -> bool:
-        """Return whether both have the same content, regardless of the time of publication."""
+        """Return whether both manifests have the same content, whatever their creation times."""
         return self == replace(other, created=self.created)
 
     @property
@@ -156,7 +156,7 @@ class Manifest:
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:
-                raise ValueError(f"no {', '.join(missing)}")
+                raise ValueError(f"missing keys: {', '.join(missing)}")
             files = tuple(FileEntry(**entry) for entry in tree["files"])
             fields = {name: value for name, value in tree.items() if name not in RESERVED}
             if parse_time(tree["created"]) is None:
@@ -174,8 +174,8 @@ def _refuse_other_schema(schema: object, where: str) -> None:
         raise ValueError(f"{schema!r} is not a schema number")
     if schema != SCHEMA:
         raise UnknownSchema(
-            f"{where} has schema {schema}, but this version reads {SCHEMA}: use the version that "
-            "wrote it, or create it again"
+            f"{where} has schema {schema}, but this version reads only schema {SCHEMA}; use the "
+            "version that wrote it, or create it again"
         )
 
 

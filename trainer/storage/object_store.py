@@ -53,7 +53,7 @@ from flotilla.trainer.storage.uri import join, locate
 
 # Age after which the writer of an object counts as dead, in seconds.
 ORPHAN_SECONDS = 24 * 3600.0
-# Number of other paths to try for a file. More collisions cannot be a coincidence.
+# Number of other paths to try for a file. More collisions would not be a coincidence.
 _ATTEMPTS = 3
 # Suffixes of the empty objects that tools create to mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
@@ -301,7 +301,7 @@ class ObjectStore:
                     return replace(entry, at="" if at == entry.path else at)
             there = None
         raise StoreError(
-            f"{join(uri, entry.path)} is stored with content that differs from what was sent; try "
+            f"the content stored at {join(uri, entry.path)} differs from the content sent; try "
             "again"
         )
 
@@ -316,7 +316,7 @@ class ObjectStore:
                 raise ChangedError
         except ChangedError:
             raise UserError(
-                f"cannot publish {path} to {uri}: it changed during the copy, or the copy is "
+                f"cannot publish {path} to {uri}: the file changed during the copy, or the copy is "
                 "damaged; try again when nothing else writes there"
             ) from None
         except FileExistsError:
@@ -349,7 +349,7 @@ class ObjectStore:
         except OSError as error:
             # Only log the error, because the published directory is complete anyway.
             _log.warning(
-                "some objects below %s could not be deleted (%s); delete them with `flotilla gc`",
+                "cannot delete some objects below %s (%s); delete them with `flotilla gc`",
                 uri,
                 error,
             )
@@ -395,7 +395,7 @@ class ObjectStore:
 
     def _message(self, uri: str, trouble: Trouble, error: Exception) -> str:
         if trouble is Trouble.NO_BUCKET:
-            remedy = "create it, or give one that exists"
+            remedy = "create it, or use another bucket"
             return f"there is no bucket {self._home}; {remedy}"
         remedy = self._bucket.remedies.get(trouble, "")
         where = self._home if trouble is Trouble.NO_CREDENTIALS else uri

@@ -67,7 +67,7 @@ def is_local(source: str) -> bool:
 
 
 def below(source: str, path: str, split: str) -> Pattern:
-    """Return the pattern of a split's files: a path relative to the source, or any other source."""
+    """Return the pattern of a split's files. `path` is relative to the source, or a full source."""
     key = f"data.splits.{split}"
     if "://" in path or path.startswith(("/", "~")):
         return parse(key, path)
@@ -87,7 +87,7 @@ def parse(key: str, text: str) -> Pattern:
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
             raise ConfigError(
-                f"{key}: {text!r} is neither a path nor a URI of {', '.join(SCHEMES)}"
+                f"{key}: {text!r} is neither a path nor a URI of a store ({', '.join(SCHEMES)})"
             )
         query = _QUERY.search(rest)
         rest, options = (rest[: query.start()], rest[query.start() :]) if query else (rest, "")
@@ -119,7 +119,7 @@ def _path(key: str, text: str) -> str:
     try:
         expanded = Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{key}: {text!r}: that user has no home folder") from None
+        raise ConfigError(f"{key}: the user in {text!r} has no home folder") from None
     try:
         return os.path.abspath(expanded)
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(_to_expression(pattern) + "(?P<below>/.*)?", re.DOTALL)
     except (re.error, UserError) as error:
-        raise ConfigError(f"{key}: {text!r} is not a pattern: {error}") from None
+        raise ConfigError(f"{key}: {text!r} is not a valid pattern: {error}") from None
 
 
 def _to_expression(pattern: str) -> str:

@@ -15,7 +15,7 @@ from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# Time for which the requests of one action are retried, in seconds.
+# Maximum time to retry the requests of one action, in seconds.
 SECONDS = 5.0
 
 Result = TypeVar("Result")

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 def publish(
     directory: Path, uri: str, *, kind: str, fields: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Publish all files below `directory` at `uri`, verified and in one atomic step.
+    """Verify all files below `directory`, and publish them at `uri` in one atomic step.
 
     Publishing the same kind, files and fields again does nothing. In that case only the manifests
     are compared, and the published files are not read. `verify` reads them. Empty folders and a
@@ -152,7 +152,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return a small published file, verified. Raises the errors of `verify`, or `Missing`."""
+    """Return the verified content of a small file. Raises the errors of `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -191,7 +191,7 @@ def fetch(
     only: Callable[[str], bool] | None = None,
     manifest: Manifest | None = None,
 ) -> Manifest:
-    """Copy the published files at `uri`, or those that `only` selects, to `directory`, verified.
+    """Copy the published files at `uri`, or those that `only` selects, and verify the copies.
 
     Files appear only after all of them are verified, and a new directory appears atomically. Valid
     existing files are kept, including those of an interrupted fetch. Returns the whole manifest.
@@ -268,7 +268,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the newest published directory directly below `uri`, of a `kind` if given, or None."""
+    """Return the newest published directory (of `kind`, if given) directly below `uri`, or None."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -407,11 +407,11 @@ def _difference(there: Manifest, new: Manifest) -> str:
     different = sorted({entry.path for entry in set(there.files) ^ set(new.files)})
     if different:
         return f"{different[0]} differs" + (
-            f", and so do {n} more" if (n := len(different) - 1) else ""
+            f", and so do {n} more files" if (n := len(different) - 1) else ""
         )
     names = sorted(there.fields.keys() | new.fields.keys())
     fields = [name for name in names if there.fields.get(name) != new.fields.get(name)]
-    return f"fields {', '.join(fields)}"
+    return f"different fields: {', '.join(fields)}"
 
 
 def choose_store(uri: str, count: Count = count_nothing) -> Store:
@@ -434,6 +434,6 @@ def _bucket(location: Location, retry: Retrying) -> Bucket:
         from flotilla.trainer.storage.s3 import S3Bucket
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{location.scheme}:// needs {error.name}: pip install 'kfp-flotilla[s3]'"
+            f"{location.scheme}:// needs {error.name}: run pip install 'kfp-flotilla[s3]'"
         ) from None
     return S3Bucket(location.bucket, find_endpoint(location), retry)

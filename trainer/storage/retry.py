@@ -85,7 +85,7 @@ class Retry:
                 raise
             raise StoreUnavailable(
                 f"{where} has not been available for {self._seconds:g} s ({describe(error)}); "
-                f"check its endpoint, or try again when it responds (time limit: {VARIABLE})"
+                f"check its endpoint, or try again later ({VARIABLE} sets the time limit)"
             ) from error
         self._succeeded_at = time.monotonic()
         return result
@@ -123,7 +123,7 @@ class Retry:
         error = state.outcome.exception() if state.outcome else None
         pause = state.next_action.sleep if state.next_action else 0.0
         _log.warning(
-            "%s: %s; retrying in %.1f s, for %.0f s at most",
+            "%s: %s; retrying in %.1f s, for at most %.0f s",
             where,
             describe(error),
             pause,

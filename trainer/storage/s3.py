@@ -45,8 +45,8 @@ from flotilla.trainer.storage.store import (
 Result = TypeVar("Result")
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
-# A field that every response of a store contains, by operation. A response without it comes from a
-# proxy.
+# For each operation, a field that every response of a store contains. A response without this
+# field comes from a proxy.
 _ANSWERED = {
     "GetObject": "ETag",
     "HeadObject": "LastModified",
@@ -113,7 +113,7 @@ class S3Bucket:
             ),
             Trouble.NO_TLS: (
                 "for a store without TLS, write http:// in the endpoint; otherwise, set "
-                "AWS_CA_BUNDLE to the certificate of its CA"
+                "AWS_CA_BUNDLE to the certificate of the store's CA"
             ),
         }
     )
@@ -183,7 +183,7 @@ class S3Bucket:
             parts = self._parts(upload, path, expected, count)
             self._create_absent(partial(self._complete, upload, parts))
         except BaseException:
-            # If this fails, `collect` finds the upload later by its mark.
+            # If this fails, `collect` later finds the upload by its mark.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
                 self._client.delete_object(**self._object_key(mark))
@@ -285,7 +285,7 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _create_absent(self, request: Callable[..., None]) -> None:
-        """Create an object if it is absent. Ignore this condition if the store rejects it."""
+        """Create an object if it is absent. If the store rejects conditions, always create it."""
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:
@@ -384,7 +384,7 @@ def _base64(digest: bytes) -> str:
 
 @cache
 def client(_process: int, endpoint: Endpoint) -> Any:
-    """Return the client of an endpoint. Each process has one."""
+    """Return the client of this process for an endpoint."""
     # All threads can share the client, but a forked child cannot.
     made = boto3.session.Session().client(
         "s3",

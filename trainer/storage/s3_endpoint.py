@@ -28,7 +28,7 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store. boto3 chooses the values that are empty.
+    """The connection settings of a store. For empty fields, boto3 chooses a value.
 
     `kfp_secret` indicates whether the keys of KFP's secret may be used: for `minio://`, and for
     `s3://` with an endpoint that is not Amazon's.
@@ -41,7 +41,7 @@ class Endpoint:
 
 
 def find_endpoint(location: Location) -> Endpoint:
-    """Return the endpoint given in the URI, else in the environment, else the default."""
+    """Return the endpoint from the URI, else from the environment, else the default one."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}
@@ -63,13 +63,13 @@ def plain_http_remark(uri: str) -> str:
     if url == KFP_ENDPOINT or not is_sent_openly(url):
         return ""
     return (
-        f"{url} is plain http: others on the network can read the data and session tokens; "
+        f"{url} uses plain HTTP: others on the network can read the data and session tokens; "
         "use https"
     )
 
 
 def kfp_credentials() -> Mapping[str, str]:
-    """Return the keys of KFP's secret, or nothing if the environment selects other credentials."""
+    """Return the keys of KFP's secret, or {} if the environment selects other credentials."""
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or any(map(os.environ.get, _OTHERS)):
         return {}

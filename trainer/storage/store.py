@@ -125,10 +125,10 @@ class Trouble(enum.Enum):
     NO_BUCKET = "no such bucket"
     EXISTS = "the object already exists"
     DENIED = "no permission"
-    NO_CREDENTIALS = "no credentials, or wrong ones"
-    EXPIRED = "credentials that have expired"
-    NO_TLS = "no TLS connection"
-    OTHER = "another error of the store"
+    NO_CREDENTIALS = "missing or wrong credentials"
+    EXPIRED = "the credentials have expired"
+    NO_TLS = "the TLS connection failed"
+    OTHER = "the store reported an error"
     FOREIGN = "not an error of the store"
 
 
@@ -163,7 +163,7 @@ class Sink(Protocol):
 
 
 class Retrying(Protocol):
-    """Repeats a request until it succeeds or the deadline has passed."""
+    """A function that repeats a request until it succeeds or the deadline has passed."""
 
     def __call__(self, request: Callable[[], Result], /) -> Result:
         """Return the result of `request`."""
@@ -187,7 +187,7 @@ class Bucket(Protocol):
         """Create or replace an object."""
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create an object if it does not exist, verified. Its metadata records `writer`."""
+        """Create and verify an object if it does not exist. Its metadata records `writer`."""
 
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
@@ -251,7 +251,7 @@ def list_pages(
         empty = 0 if found else empty + 1
         if token in seen or empty > _EMPTY_PAGES:
             raise DamagedInTransitError(
-                "the listing of the store does not end: entries are repeated"
+                "the listing of the store does not end: its pages repeat or are empty"
             )
         seen.add(token)
 

@@ -50,12 +50,12 @@ class Location:
         return f"{self.scheme}://{self.bucket}"
 
     def option(self, *names: str) -> str:
-        """Return the first of these options that is set, or an empty string."""
+        """Return the value of the first of these options that is set, or an empty string."""
         found = dict(self.options)
         return next((found[name] for name in names if found.get(name)), "")
 
     def is_on(self, *names: str) -> bool:
-        """Return whether one of these options is true."""
+        """Return whether the first of these options that is set is true."""
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
@@ -90,7 +90,7 @@ def locate(uri: str) -> Location:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return `uri` with names or relative paths appended to its path. Raises `UserError`."""
+    """Append names or relative paths to the path of `uri`. Raises `UserError` for a bad name."""
     names = [name for part in parts for name in _names(part)]
     scheme = find_scheme(uri)
     rest = uri.removeprefix(f"{scheme}://")
@@ -137,9 +137,9 @@ def local_path(uri: str) -> Path | None:
     text = uri.removeprefix("file://").removeprefix("localhost")
     raw = unquote_to_bytes(text)
     if not raw.startswith(b"/") or b"\0" in raw:
-        raise UserError(f"{uri!r} is not a storage URI: a file URI is file:///absolute/path")
+        raise UserError(f"{uri!r} is not a storage URI: write it as file:///absolute/path")
     if "\\" in uri:
-        raise UserError(f"{uri!r} is not a storage URI: separate its names with /")
+        raise UserError(f"{uri!r} is not a storage URI: it contains a backslash; use /")
     names = raw[1:].rstrip(b"/").split(b"/") if raw.strip(b"/") else []
     too_long = len(raw) > _MOST_PATH or any(len(name) > _MOST_NAME for name in names)
     _refuse_path(uri, [os.fsdecode(name) for name in names], too_long=too_long)
@@ -166,7 +166,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute. Raises `ConfigError`."""
+    """Return the `file://` URI of a path. Raises `ConfigError` if there is no current folder."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:
@@ -194,14 +194,14 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
     if any(name in ("", ".", "..") for name in names):
         raise UserError(f"{uri!r} is not a storage URI: its path has an empty part, '.' or '..'")
     if _CONTROL.search(uri):
-        raise UserError(f"{uri!r} is not a storage URI: it has a control character")
+        raise UserError(f"{uri!r} is not a storage URI: it contains a control character")
 
 
 def web_address(text: str, where: str) -> str:
     """Return `text` if it is a server's URL. Otherwise raise a `ConfigError` that names `where`."""
     if why := find_credentials(text):
         raise ConfigError(
-            f"{where}: {why}; remove it, and pass the credentials of the store in the environment"
+            f"{where}: {why}; remove the credentials, and set them in environment variables"
         )
     try:
         parts = urlsplit(text)

@@ -1,4 +1,4 @@
-"""Waits with a timeout and log messages, and marks that expire.
+"""Functions that wait with a timeout and log messages, and time marks that expire.
 
 A mark is a small file with the time when an operation began. Its writer may have been killed, or
 its clock may be wrong, so a mark is valid only for a limited time before and after the reader's
@@ -20,7 +20,7 @@ def wait_until(
 ) -> bool:
     """Wait at most `seconds` until `is_over` returns true. Return whether it did.
 
-    Every ten seconds, a warning tells what the process is waiting for.
+    Every ten seconds, log a warning that says what the process is waiting for.
     """
     began = said = time.monotonic()
     while not is_over():

@@ -53,7 +53,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between two reads of the reports, and between two checks whether closures have ended.
+# Seconds between two reads of the reports, and between two checks for running closures.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How far ahead work is scheduled, in seconds. If the chief dies, the workers continue for about
 # that long.
@@ -103,7 +103,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Apply updates, but none past `boundary`. Wait for all if at most `steps` are left."""
+        """Schedule updates up to `boundary`. If at most `steps` are left, wait for all of them."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -139,7 +139,7 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # All turns that were dealt have been taken, so the closures end.
+        # The workers have taken all turns, so the closures end.
         self._join()
 
     def _complete(self, boundary: int) -> None:
@@ -157,8 +157,8 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Read the counters after `extend`: a worker that found no turn before it has ended its
-            # closure.
+            # Read the counters after `extend`, because a worker that found no turn earlier has
+            # ended its closure.
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
@@ -212,8 +212,8 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # TensorFlow evaluates a loop's condition on the worker. Therefore, the body takes
-                # the next turn, on the server.
+                # TensorFlow evaluates a loop's condition on the worker, so the body takes the next
+                # turn on the server.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:
@@ -263,7 +263,7 @@ class AsyncParameterServer(Served):
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a closure that applies a number of turns to leased examples."""
+        """Return a closure that runs a number of turns on leased examples."""
         applied, turns = self.applied, self._turns
 
         @tf.function(autograph=False)
@@ -275,7 +275,7 @@ class AsyncParameterServer(Served):
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # The updates do not wait for this check, so a replaced run makes at most one more
+                # The updates do not wait for this check, so a replaced run takes at most one more
                 # turn after its current one.
                 holds = turns.holds(own)
                 for _ in range(turn):

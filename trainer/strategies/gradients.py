@@ -38,7 +38,7 @@ class ScalarPlace:
 
 
 class Messages:
-    """Packs the values of a list of variables into few messages. For use in a `tf.function`."""
+    """Variables whose values travel in one message per device and dtype, in a `tf.function`."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         """Group the variables by device and dtype. A `ScalarPlace` can only be pushed."""
@@ -57,7 +57,7 @@ class Messages:
         return values
 
     def push(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Send one value for each variable to its device, and return the tensors there."""
+        """Send each value to the device of its variable, and return the tensors on the devices."""
         arrived: list[tf.Tensor] = [None] * len(self._variables)
         for (device, dtype), indices in self._together.items():
             packed = _pack([tf.cast(values[i], dtype) for i in indices])
@@ -120,8 +120,8 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Write changed state back to its variables.
 
-    For an integer (seed, count), the difference is added, so that other workers' increments are
-    kept. Other values are assigned, because adding all changes of a moving average would overshoot.
+    The function adds the change of an integer (seed, count), which keeps other workers' increments.
+    It assigns other values, because adding all changes of a moving average would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -138,7 +138,7 @@ class PureGradient:
     """A traced function from weights, state and batch to the loss, the gradients and the new state.
 
     Unless `in_place` is set, gradients are dense: a table is pulled and pushed as a whole, except
-    if its rows are passed as weights. `dense` lists the trainable variables without the tables
+    when its rows are passed as weights. `dense` lists the trainable variables without the tables
     whose rows are passed. `state` lists the variables of the loss scale and the non-trainable
     variables, except for the bookkeeping of dynamic tables.
     """
@@ -196,7 +196,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def merge_moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches. An unchanged value is the object from `before`."""
+        """Return the state after some batches. Reuse unchanged tensors of `before`."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,7 +306,7 @@ def build_rows_gradient(
     *,
     otherwise: Callable[[Batch, Unforeseen], Any],
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
-    """Return a function from a batch to loss and gradients that pulls only the batch's table rows.
+    """Return a gradient function that pulls only the table rows of its batch.
 
     For each server and dtype, one message brings the rows and one returns their gradients. The
     returned gradients are on the servers.
@@ -340,7 +340,7 @@ Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], T
 
 
 def accumulate(compute: Compute, parts: int) -> Compute:
-    """Return a function from a stack of batches to mean loss, mean gradients and final state."""
+    """Return a function from a stack of batches to its mean loss and gradients, and the state."""
 
     def accumulate_all(
         weights: Tensors, state: Tensors, batches: Batch

@@ -1,4 +1,4 @@
-"""The input position: which examples were trained on, for `data.partition: dynamic`.
+"""The input position for `data.partition: dynamic`: the examples that training has visited.
 
 All epochs form one stream of positions, and each epoch has its own order of the examples: position
 p refers to the example `Stream.numbers(p)`. The chief leases ranges of positions to free
@@ -32,7 +32,7 @@ STALENESS_WINDOW = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The positions that were trained on: all below `visited`, except those in `gaps`."""
+    """The positions that training has visited: all below `visited`, except those in `gaps`."""
 
     visited: int = 0
     gaps: tuple[Range, ...] = ()
@@ -46,7 +46,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def advance(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visiting ranges of `plan` indices. Skipped ones become gaps."""
+        """Return the position after visiting ranges of `plan`. Skipped indices become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position, or at a new epoch if it does not match."""
+        """Return the stream at a saved position, or unchanged if the saved order differs."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -172,7 +172,7 @@ class Batches:
     """An iterator over batches 0, 1, 2, ..., for use in a `tf.function`."""
 
     def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
-        """Create an iterator over batches, or over stacks of `parts` batches if that is above 1."""
+        """Create an iterator over stacks of `parts` batches, or over batches if `parts` is 1."""
         self._batches = map(batch, itertools.count())
         self._parts = parts
 
@@ -190,7 +190,7 @@ def encode_plan(position: Position) -> tf.Tensor:
 
 
 class Tally:
-    """Counts the local steps of each worker, and the staleness, in one attempt of the chief."""
+    """A tally of each worker's local steps, and of the staleness, in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
         """Start the counts at zero. A local step has `batch_size` examples."""

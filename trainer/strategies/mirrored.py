@@ -4,7 +4,7 @@ Every replica computes the gradient of a different batch and applies the mean ov
 the copies stay equal. This module handles the state that gradients do not change:
 
 - Moving averages (BatchNorm) are averaged over the replicas after each inner loop. Averaging at
-  every step would give the same result, because they are linear in their inputs.
+  every step would give the same result, because a moving average is linear.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
 `Single` runs one replica on each GPU of its process, or one on the CPU. It is the reference for the
@@ -60,7 +60,7 @@ class Replicated(KerasStrategy):
         """Return TensorFlow's strategy. Call it before any other TensorFlow operation."""
 
     def build(self, problem: Problem) -> None:
-        """Build model and optimizer on each replica, and the input of this process."""
+        """Build the model and the optimizer on each replica, and the input of this process."""
         self.replicas = self.replicate()
         with self.replicas.scope():
             self.model = problem.build_model()
@@ -137,7 +137,7 @@ class Replicated(KerasStrategy):
         return run_steps  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Callable[[Batch], tf.Tensor]:
-        """Return a replica's update, a function from its batch to the mean loss of all replicas."""
+        """Return the update of a replica: a function from its batch to the mean loss."""
         if has_own_step(self.model):
             with self.replicas.scope():
                 own = build_own_step(self.model, self.optimizer, problem.weighed)
@@ -238,7 +238,7 @@ class MultiWorkerMirrored(Replicated):
 
     @property
     def publishes(self) -> bool:
-        """Return whether this is worker 0."""
+        """Whether this is worker 0."""
         return self.task.index == 0
 
     def replicate(self) -> tf.distribute.Strategy:
@@ -248,7 +248,7 @@ class MultiWorkerMirrored(Replicated):
         if communication == "nccl" and not gpus:
             raise ConfigError(
                 f"cluster.communication: nccl needs a GPU, but {self.task} has none; "
-                "set it to ring or auto"
+                "use ring or auto"
             )
         implementations = tf.distribute.experimental.CommunicationImplementation
         options = tf.distribute.experimental.CommunicationOptions(

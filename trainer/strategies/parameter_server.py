@@ -61,7 +61,7 @@ def looks_up(model: keras.Model) -> bool:
 
 
 class Served(KerasStrategy):
-    """A strategy whose chief leads workers, and whose variables are on parameter servers."""
+    """A strategy whose chief schedules work on workers, with variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
     #: The lookups of the model, if workers pull rows and no table does its own lookup.
@@ -72,7 +72,7 @@ class Served(KerasStrategy):
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def build(self, problem: Problem) -> None:
-        """Connect, and build model, optimizer and input. Reuse values on the servers."""
+        """Connect, and build the model, optimizer and input. Reuse values on the servers."""
         self.connect()
         try:
             self.build_on_servers(problem)
@@ -89,7 +89,7 @@ class Served(KerasStrategy):
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and input. Call `keep` before tracing anything. Raises `MisfitError`."""
+        """Build the model and the input. Call `keep` before tracing. Raises `MisfitError`."""
         raise NotImplementedError
 
     def find_state(self, uri: str) -> ServerState | None:
@@ -107,7 +107,7 @@ class Served(KerasStrategy):
         optimize_once()
         self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
         # By default, TensorFlow runs a step, with a push, on each GPU of a worker, and fails at the
-        # first update of a variable. With this, a worker is one replica on its first device.
+        # first update of a variable. With this limit, a worker is one replica.
         self.connected.extended._num_gpus_per_worker = min(
             1, self.connected.extended._num_gpus_per_worker
         )
@@ -122,7 +122,7 @@ class Served(KerasStrategy):
             raise
 
     def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
-        """Build model, optimizer and counter. An update is the mean of `gradients` gradients."""
+        """Build the model and the optimizer. An update is the mean of `gradients` gradients."""
         servers, named = self.cluster.count("ps"), self.config.cluster.placement
         self._kept = KeptValues(self.state.taken if self.state else ())
         places = choose_places(problem.build_model, problem.check, servers, named)
@@ -246,7 +246,7 @@ class Served(KerasStrategy):
     def lend(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
         """Return an iterator over `batches` batches. `lease` returned `plan` and `first`."""
         if not self.stream:
-            raise AssertionError("no variable is lent without a stream")
+            raise AssertionError("lend needs a stream of examples")
         size = self.config.training.batch_size
         found = self.stream.lend(next(iterator), plan, first, batches=batches, size=size)
         with tf.device("/device:CPU:0"):

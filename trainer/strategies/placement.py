@@ -86,8 +86,8 @@ def choose_places(
     seen = {id(variable) for variable in made}
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
-            f"model: {escaped[0]} cannot be placed on a parameter server; create all layers at "
-            "each call of the model function, and do not call clear_session in it"
+            f"model: {escaped[0]} cannot be placed on a parameter server; create all layers "
+            "anew in each call of the model function, and do not call clear_session in it"
         )
     groups = {id(v): f"{n}" for n, group in enumerate(list_groups(sketch)) for v in group}
     sizes = [
@@ -98,7 +98,7 @@ def choose_places(
 
 
 class KeptValues:
-    """Skips the initialization of large variables on servers that already hold their values."""
+    """Large variables that are not initialized, because servers already hold their values."""
 
     def __init__(self, servers: Collection[int] = ()) -> None:
         """Store the numbers of the servers that already hold values."""
@@ -242,7 +242,7 @@ def _explain_memory(what: str) -> Iterator[None]:
 
 
 def optimize_once() -> None:
-    """Run TensorFlow's graph optimizer once, instead of twice, on each graph of this process.
+    """Make TensorFlow optimize each graph of this process once instead of twice.
 
     The second pass took half a second on each worker at every restart and made no step faster. The
     MLIR pass and, without a GPU, the memory pass made no step faster either, so they are disabled.

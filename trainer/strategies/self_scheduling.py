@@ -56,12 +56,12 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def choose_unroll(steps: int, *, whole: bool) -> int:
-    """Return the number of updates to unroll, or 1 in a short run or with row lookups."""
+    """Return the number of updates to unroll. It is 1 in a short run and with row lookups."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
 def choose_unit(steps: int, workers: int, turn: int) -> int:
-    """Return the number of updates per turn: `turn`, or 1 if only few of `steps` are left."""
+    """Return the number of updates per turn: `turn`, or 1 if only a few steps are left."""
     # With fewer turns, the workers would mostly wait for the last one.
     return turn if steps >= 4 * turn * workers else 1
 
@@ -159,7 +159,7 @@ class Turns:
         )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
-        """Start a run of a closure, and return its slot and number, an int64 vector for `take`."""
+        """Start a run of a closure. Return its slot and number as an int64 vector for `take`."""
         with tf.device(self._device):
             run = tf.raw_ops.ResourceCountUpTo(
                 resource=self._runs.handle, limit=tf.int64.max, T=tf.int64
@@ -208,7 +208,7 @@ class Turns:
             worker, loss = tf.unstack(tf.identity(sent))
             others = self._applied.read_value() - began - updates
             row = tf.stack([loss, tf.constant(updates, tf.float64), tf.cast(others, tf.float64)])
-            # Each row is written by one worker only.
+            # Only one worker writes each row.
             where = tf.reshape(tf.cast(worker, tf.int64), [1, 1])
             return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 

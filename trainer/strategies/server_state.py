@@ -80,7 +80,7 @@ def is_lost(error: Exception) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a server records about the variables of a run.
+    """The record of a server about the variables of a run.
 
     Attributes:
         token: the token in the names of the variables.
@@ -110,7 +110,7 @@ class State:
 
 
 class MisfitError(Exception):
-    """The servers held variables that did not match this chief's, and that have been freed."""
+    """The variables on the servers did not match this chief's variables, and were freed."""
 
 
 class ServerState:
@@ -194,7 +194,7 @@ class ServerState:
         with run_separately():
             before = next((self.found[number] for number in self.taken), None)
             if before and before.layout != layout:
-                self.remove("variables, workers or training.freeze differ")
+                self.remove("the variables, the workers or training.freeze have changed")
                 raise MisfitError
             said = replace(before, writer=self._writer) if before else self._new(layout, len(parts))
             with tf.device(server_device(0)):

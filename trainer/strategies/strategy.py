@@ -87,7 +87,7 @@ class Report:
 
 
 class Strategy(ABC):
-    """Applies updates to one model on one cluster."""
+    """The base class of strategies, which apply updates to one model on one cluster."""
 
     #: The device that reads and writes checkpoints. It belongs to the leading task.
     io_device: str | None = None
@@ -127,25 +127,25 @@ class Strategy(ABC):
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all tasks that run the outer loop. Return the maximum of each value over them.
 
-        All tasks must pass the same number of values. If a task is lost, TensorFlow's error is
-        raised.
+        All tasks must pass the same number of values. If a task is lost, TensorFlow raises an
+        error.
         """
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task, from `problem` or as every `of`-th batch of a stream."""
+        """Return the batches of one task: those of `problem`, or every `of`-th one of a stream."""
         if not self.stream:
             return self.stack(problem.batches())
         return self.stack(self.stream.endless(self.config.training.batch_size, index, of))
 
     def stack(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return stacks of `training.accumulate` batches, or `batches` if that is 1."""
+        """Return stacks of `training.accumulate` batches, or `batches` itself if the key is 1."""
         parts = self.config.training.accumulate
         return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
 
     @abstractmethod
     def build(self, problem: Problem) -> None:
-        """Connect to the cluster, and build model, optimizer and input there."""
+        """Connect to the cluster, and build the model, the optimizer and the input there."""
 
     @abstractmethod
     def run(self, steps: int) -> Report:
@@ -161,7 +161,7 @@ class Strategy(ABC):
 
     def rest(self) -> Report:
         """Stop the workers that are still running, and return the final report."""
-        raise AssertionError("no worker continues")
+        raise AssertionError("no worker is still running")
 
     def totals(self, problem: Problem) -> Sums:
         """Return the sums of `problem.totals` over all parts, with the current variables."""
@@ -396,7 +396,7 @@ def find_class(config: Config) -> type[Strategy]:
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     if not issubclass(strategy, KerasStrategy):
         _refuse_updates(
-            config, f"{name!r} is not derived from KerasStrategy, which applies this key"
+            config, f"{name!r} is not derived from KerasStrategy, which this key requires"
         )
     return strategy
 

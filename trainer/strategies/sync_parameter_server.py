@@ -43,7 +43,7 @@ class SyncParameterServer(Served):
     capabilities = find_topology("sync_parameter_server").capabilities
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and optimizer, and create the queues."""
+        """Build the model and the optimizer, and create the queues."""
         self._workers = self.cluster.count("worker")
         self._needed = self.config.training.replicas_to_aggregate or self._workers
         self.build_model(problem, gradients=self._needed)
@@ -263,7 +263,7 @@ class SyncParameterServer(Served):
         return step
 
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return means over a step's first announcements, and counts of gradients by worker."""
+        """Return a step's mean loss and gradients, the counts by worker, and the numbers used."""
         taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
@@ -279,7 +279,7 @@ class SyncParameterServer(Served):
         return losses / self._needed, means, taken, refused, tf.stack(numbers)
 
     def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the next announcement of an open step, its loss, and the drops before it.
+        """Return the next announcement of an open step, its loss, and counts of dropped gradients.
 
         A restarted loop announces its step again. The second gradient is dropped.
         """

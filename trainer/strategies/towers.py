@@ -25,7 +25,7 @@ Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], T
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """The devices of every worker, such as `/device:GPU:0`, often a single one."""
+    """The devices of every worker, such as `/device:GPU:0`. Often, there is only one."""
 
     devices: tuple[str, ...] = ("/device:CPU:0",)
 
@@ -52,7 +52,7 @@ class Towers:
         return compute_all
 
     def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
-        """Return `compute` over all devices. `state_of` lists the variables of its state."""
+        """Return a `compute` that runs on all devices. `state_of` lists the state variables."""
         if len(self) == 1:
             return compute
         seeds = [variable.path.endswith(SEED) for variable in state_of]

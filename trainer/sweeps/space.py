@@ -69,7 +69,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
         if not equals or not key:
             raise ConfigError(f"--set {assignment!r}: write it as section.key=a,b,c")
         if key in keys:
-            raise ConfigError(f"--set {assignment!r}: {key} is already searched; give it once")
+            raise ConfigError(f"--set {assignment!r}: {key} is already searched; keep one")
         values = _values(assignment, text)
         ranged = _RANGE.match(text)
         if len(values) == 1 and not ranged:
@@ -154,14 +154,14 @@ def grid(space: Space) -> tuple[Settings, ...]:
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
             raise ConfigError(
-                f"--set {key}: a range needs --random N or --tpe N; a grid needs values: a,b,c"
+                f"--set {key}: a grid has no ranges; list values, or add --random N or --tpe N"
             )
         lists[key] = values.choices
     count = math.prod(map(len, lists.values()))
     if count > MOST_TRIALS:
         raise ConfigError(
             f"the grid has {count} trials, but at most {MOST_TRIALS} are allowed: give fewer "
-            "values, or draw some of them with --random N"
+            "values, or draw N of the trials with --random N"
         )
     combined = itertools.product(*lists.values())
     return _check_trials(

@@ -87,7 +87,7 @@ class Study:
         return _read_sweep(self._study, self._plan, self.folder)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, which is waiting or new, or None if none is left."""
+        """Return the next trial to train, waiting or new, or None if there is none."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
@@ -218,7 +218,7 @@ def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
             "started it; start a new sweep (the runs of the old trials are kept)"
         )
     if not path.is_file():
-        raise ConfigError(f"no sweep {folder.name!r} below {folder.parent}")
+        raise ConfigError(f"there is no sweep {folder.name!r} below {folder.parent}; check the id")
     try:
         storage = _storage(path)
         study = optuna.load_study(study_name=None, storage=storage)
@@ -263,7 +263,7 @@ def _parse_space(plan: Sweep) -> dict[str, BaseDistribution]:
 
 def _damage_error(folder: Path) -> ConfigError:
     return ConfigError(
-        f"{folder / FILE} is damaged: start another sweep; the runs of its trials are kept"
+        f"{folder / FILE} is damaged; start a new sweep (the runs of the old trials are kept)"
     )
 
 

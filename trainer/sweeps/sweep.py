@@ -21,7 +21,7 @@ from flotilla.trainer.runtime.json_records import is_number
 
 Settings = Mapping[str, str]
 
-#: Of this many trials, one continues on the next rung.
+#: The reduction factor of halving: one of this many trials continues on the next rung.
 REDUCTION = 3
 #: Minimum number of steps after which trials can be compared.
 LEAST_STEPS = 10
@@ -64,7 +64,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trial:
-    """A trial.
+    """A trial of a sweep: the values of the searched keys, and the results with these values.
 
     Attributes:
         number: its number, starting at 1.
@@ -222,11 +222,9 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
     """
     training = config.training
     if not config.data.validation and not config.data.source:
-        raise ConfigError("a sweep compares trials on a validation split; set data.validation")
+        raise ConfigError("a sweep needs a validation split to compare trials; set data.validation")
     if not training.validate_every and not config.cluster.evaluator:
-        raise ConfigError(
-            "a sweep compares trials by their validations; set training.validate_every"
-        )
+        raise ConfigError("a sweep needs validations during training; set training.validate_every")
     if not metric:
         if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
             raise ConfigError(
@@ -234,7 +232,7 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
                 "--metric, such as --metric accuracy"
             )
         if better:
-            raise ConfigError(f"--better {better}: also give --metric")
+            raise ConfigError(f"--better {better} needs --metric; add --metric NAME")
         return Objective()
     name = f"{VALIDATION}{metric.strip().removeprefix(VALIDATION)}"
     _require_same_loss(name, keys)
@@ -242,7 +240,7 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
         return Objective(metric=name, better="lower")
     if better == "higher" or name.endswith(_HIGHER):
         return Objective(metric=name, better="higher")
-    raise ConfigError(f"--metric {metric}: set --better to higher or lower")
+    raise ConfigError(f"--metric {metric} has no known direction; add --better higher or lower")
 
 
 def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
@@ -288,23 +286,23 @@ def list_rungs(
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
-        raise ConfigError("training.steps: --asha sets the steps of each rung; give it one value")
+        raise ConfigError("training.steps: --asha sets the steps of each rung; set only one value")
     if any(make_config(base, each).training.schedule.name == "cosine" for each in every):
         raise ConfigError(
-            "training.schedule.name: cosine ends at training.steps, which differs between the "
+            "training.schedule.name: 'cosine' ends at training.steps, which differs between the "
             "rungs of --asha; choose constant, exponential or piecewise"
         )
     steps = base.training.steps
     if steps == AUTOMATIC:
         raise ConfigError(
-            "training.steps: it is derived from the examples, but --asha needs a number before "
-            "they are prepared: add --set training.steps=N (`flotilla prepare` of the same source "
-            "shows the maximum)"
+            "training.steps: --asha needs a number, but the value is derived from the examples "
+            "after they are prepared; add --set training.steps=N (`flotilla prepare` of the same "
+            "source shows the maximum)"
         )
     if count < REDUCTION:
         raise ConfigError(
-            f"--asha: one of {REDUCTION} trials continues from each rung, but there are only "
-            f"{count}; leave it out"
+            f"--asha needs at least {REDUCTION} trials, but there are only {count}; add trials, or "
+            "omit --asha"
         )
     if steps // REDUCTION < LEAST_STEPS:
         raise ConfigError(

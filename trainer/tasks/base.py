@@ -39,13 +39,13 @@ class Target:
     Attributes:
         name: the name of the feature.
         shape: the shape of one example's value: () for a scalar, with -1 for a variable axis.
-        dtype: the name of its NumPy type.
-        num_classes: the number of classes, or 0 for a quantity, and if the number is not yet known.
+        dtype: the name of the NumPy type.
+        num_classes: the number of classes, or 0 for a quantity or a number that is not yet known.
         labels: the names of the classes, if they are known.
-        counts: the number of examples of each class, by split, or empty if there are no classes,
-            and before preparation.
-        moments: mean, std, min and max of the training split, or empty if the values are not
-            numbers, and before preparation.
+        counts: the number of examples of each class, by split. It is empty if there are no classes
+            or the dataset is not prepared yet.
+        moments: mean, std, min and max of the training split. It is empty if the values are not
+            numbers or the dataset is not prepared yet.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Examples(Protocol):
         """The number of examples."""
 
     def parts(self) -> Iterator[Part]:
-        """Yield all examples in parts that fit into memory. It may be called repeatedly."""
+        """Yield all examples in parts that fit into memory. Each call starts from the beginning."""
 
 
 #: Maps a permutation of the labels to a metric and the statistic of a permutation test.
@@ -92,10 +92,10 @@ Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """A prediction without a model.
+    """A prediction that needs no model.
 
     `answer` describes the prediction, and `outputs` are its outputs for any example. If `make` is
-    set, it computes the outputs of a part instead, such as the popularity of each item.
+    set, this function computes the outputs of a part instead, such as the popularity of each item.
     """
 
     answer: str
@@ -131,7 +131,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class LazyExamples:
-    """Examples whose parts are computed again in each pass."""
+    """Examples that are recomputed part by part on each pass."""
 
     examples: Examples
     make: Callable[[Part], Part]
@@ -153,7 +153,7 @@ def example_weights(part: Part) -> Floats:
 
 
 def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats:
-    """Return the mean of values [n, ...] over all examples, weighted by example."""
+    """Return the weighted mean of values [n, ...] over all examples."""
     total: Any = 0.0
     weight = 0.0
     for part in examples.parts():
@@ -170,7 +170,7 @@ class Tally:
         """Add the examples of a part."""
 
     def condense(self) -> None:
-        """Reduce memory use, if many examples have been added."""
+        """Reduce memory use if many examples have been added."""
 
     def result(self) -> dict[str, Any]:
         """Return `metrics` and `intervals` by name, and possibly other keys of `Task.details`."""
@@ -311,7 +311,7 @@ class Task(ABC):
         return found
 
     def outputs(self, given: Any) -> Any:
-        """Convert what the model returns, which may be probabilities, to outputs."""
+        """Convert the values that the model returns, such as probabilities, to outputs."""
         if not self.from_probabilities:
             return given
         least = keras.config.epsilon()
@@ -319,7 +319,7 @@ class Task(ABC):
         return tf.math.log(p) - tf.math.log1p(-p) if self.link == "sigmoid" else tf.math.log(p)
 
     def given(self, outputs: Any) -> Any:
-        """Convert outputs back to what the model returns and its loss accepts."""
+        """Convert outputs back to the values that the model returns and its loss accepts."""
         return self.predictions(outputs) if self.from_probabilities else outputs
 
     def predictions(self, outputs: Any) -> Any:
@@ -352,7 +352,7 @@ class Task(ABC):
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the loss of each example [n]. The report lists those with the highest losses."""
+        """Return the loss of each example [n]. The report lists the highest losses."""
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
@@ -416,7 +416,7 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise `ConfigError` if the task does not support the prepared dataset.
 
-        It is called before a cluster starts, when `target.counts` and `target.moments` are known.
+        This runs before a cluster starts, when `target.counts` and `target.moments` are known.
         """
 
     def check_labels(self, labels: Any) -> None:  # noqa: B027
@@ -425,7 +425,7 @@ class Task(ABC):
     def check_output(self, output: Any, last: Any) -> None:
         """Check that a model's symbolic output and its last layer fit the task."""
         if not isinstance(output, keras.KerasTensor):
-            raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
+            raise ConfigError(f"the output must be one tensor, not a {type(output).__name__}")
         wanted = (None, *(None if size < 0 else size for size in self.output_shape))
         shape = tuple(output.shape)
         fits = len(shape) == len(wanted) and all(
@@ -434,7 +434,7 @@ class Task(ABC):
         if not fits or "float" not in output.dtype:
             sizes = ", ".join(["batch", *("any" if n < 0 else str(n) for n in self.output_shape)])
             raise ConfigError(
-                f"its output must be floats of shape ({sizes}) for {self.name} of {self.target}, "
+                f"the output must be floats of shape ({sizes}) for {self.name} of {self.target}, "
                 f"not {output.dtype} of shape {shape}"
             )
         self._check_activation(find_activation(last))
@@ -445,17 +445,17 @@ class Task(ABC):
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
             raise ConfigError(
-                "its loss needs probabilities, but its last layer returns logits; add a "
+                "the loss needs probabilities, but the last layer returns logits; add a "
                 f"{self.link} to that layer, or compile the model with from_logits=True in the loss"
             )
         if activation == "softmax" and self.output_shape[-1:] == (1,):
             raise ConfigError(
-                "its last layer is a softmax of one column, which is always 1; end it with Dense(1)"
+                "the last layer is a softmax of one column, which is always 1; use Dense(1) instead"
             )
         if not self.from_probabilities and activation == self.link:
             raise ConfigError(
-                f"it must return logits; remove the {self.link} from its last layer, or compile it "
-                "with a loss that needs probabilities"
+                f"the model must return logits; remove the {self.link} from its last layer, or "
+                "compile the model with a loss that needs probabilities"
             )
 
 

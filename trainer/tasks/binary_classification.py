@@ -57,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the class names of a target, or default names if it may have two classes, or ()."""
+    """Return a target's class names, default names if it may have two classes, or else ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -81,7 +81,7 @@ class BinaryClassification(Sigmoid):
         is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
         if target.shape or not is_number or target.num_classes not in {0, TWO}:
             raise ConfigError(
-                f"it needs true or false, 0 or 1, or one of two classes, not {target}"
+                f"the label must be true or false, 0 or 1, or one of two classes, not {target}"
             )
         super().__init__(target)
 
@@ -158,7 +158,7 @@ class BinaryClassification(Sigmoid):
         return BinaryTally(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return both classes, and the fraction of positives as a constant probability."""
+        """Return each class as a constant, and the fraction of positives as a probability."""
         share = weighted_mean(examples, lambda part: part.labels)
         more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
         sure = SURE if share > 1 / 2 else -SURE
@@ -191,8 +191,8 @@ class BinaryClassification(Sigmoid):
         """Require one logit per example. The error for two logits suggests two corrections."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
-                f"its output has two columns, but {self.name} of {self.target} needs one logit, "
-                f"for {self.labels[1]!r}: end it with Dense(1), or set task.name: classification"
+                f"the output has two columns, but {self.name} of {self.target} needs one logit, "
+                f"for {self.labels[1]!r}; end with Dense(1), or set task.name to classification"
             )
         super().check_output(output, last)
 
@@ -208,6 +208,6 @@ class BinaryClassification(Sigmoid):
             if sum(counts) and (missing or len(counts) < TWO):
                 name = missing[0] if missing else self.labels[1]
                 raise ConfigError(
-                    f"the split {split!r} has no example whose {self.target.name!r} is {name!r}: "
-                    f"{self.name} needs both classes"
+                    f"the split {split!r} has no example whose {self.target.name!r} is {name!r}, "
+                    f"but {self.name} needs both classes"
                 )

@@ -46,7 +46,7 @@ class Classification(Softmax):
     def __init__(self, target: Target) -> None:
         """Require a target with one class number per example."""
         if target.shape or np.dtype(target.dtype).kind not in "iub":
-            raise ConfigError(f"it needs one whole number per example, the class, not {target}")
+            raise ConfigError(f"the label must be one class number per example, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
             # With so few classes, the top-k accuracy would always be 1.
@@ -58,8 +58,8 @@ class Classification(Softmax):
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
-                f"the label {self.target} has values starting at {low:g}, but {self.name} counts "
-                "its classes from 0; name them in a ClassLabel, or set task.name to regression"
+                f"the label {self.target} has values from {low:g}, but {self.name} needs class "
+                "numbers from 0; use a ClassLabel feature, or set task.name to regression"
             )
         trained = self.target.counts.get("train", ())
         for split, counts in self.target.counts.items():
@@ -70,7 +70,7 @@ class Classification(Softmax):
         if len(found) == 1:
             raise ConfigError(
                 f"all examples of the split {split!r} have the same {self.target.name!r}, "
-                f"{self.labels[found[0]]!r}: a model that always predicts it would be perfect there"
+                f"{self.labels[found[0]]!r}; the split needs examples of at least two classes"
             )
         if unknown := [self.labels[number] for number in found if not trained[number]]:
             raise ConfigError(

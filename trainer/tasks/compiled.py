@@ -99,7 +99,7 @@ class State:
         return _name_results(self.measured, _result(self.measured.metric, self._variables(state)))
 
     def function(self, name: str) -> Callable[[Sums], float]:
-        """Return a function that computes the metric from a state fast, for thousands of calls."""
+        """Return a function that computes the metric from a state, fast enough for many calls."""
         measured = self.measured
         if measured is None:
             return lambda state: float(state[1] / state[0])
@@ -178,7 +178,7 @@ def _convert_errors(argument: str) -> Iterator[None]:
         line = user_code.short_message(error)
         unknown = _UNKNOWN.search(line)
         hint = named.advise_nearest(unknown[1], unknown[2]) if unknown else ""
-        raise ConfigError(f"its compile({argument}=...) does not fit: {line}{hint}") from error
+        raise ConfigError(f"the model's compile({argument}=...) fails: {line}{hint}") from error
 
 
 def read_compiled(model: keras.Model) -> Compiled | None:
@@ -191,13 +191,13 @@ def read_compiled(model: keras.Model) -> Compiled | None:
         return None
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"it is compiled with steps_per_execution={model.steps_per_execution}, but the "
+            f"the model is compiled with steps_per_execution={model.steps_per_execution}, but the "
             "strategy decides how many steps run at once; remove steps_per_execution"
         )
     if model.run_eagerly:
         raise ConfigError(
-            "it is compiled with run_eagerly=True, but the tasks of a cluster run steps as "
-            "graphs; leave it out"
+            "the model is compiled with run_eagerly=True, but the tasks of a cluster run steps as "
+            "graphs; remove run_eagerly"
         )
     loss, metrics = model._compile_loss, model._compile_metrics
     return Compiled(

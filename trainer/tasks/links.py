@@ -27,7 +27,7 @@ _SOME_CLASSES = 2
 
 
 class Softmax(Task):
-    """A task for one of several classes. Outputs are logits [n, ..., classes]."""
+    """A task that predicts one of several classes. Outputs are logits [n, ..., classes]."""
 
     link = "softmax"
 
@@ -83,7 +83,7 @@ class Softmax(Task):
 
 
 class Sigmoid(Task):
-    """A task for one or several binary labels. Outputs are logits."""
+    """A task that predicts one or more binary labels. Outputs are logits."""
 
     link = "sigmoid"
 

@@ -89,8 +89,8 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 class MacroF1(keras.Metric):
     """The mean F1 over all classes that occur in the labels or predictions.
 
-    Labels are class numbers. An example may have several positions. Those with a label below 0 are
-    ignored.
+    Labels are class numbers. An example may have several positions. Positions with a label below 0
+    are ignored.
     """
 
     def __init__(self, classes: int, name: str = "macro_f1") -> None:
@@ -336,9 +336,9 @@ def plain_rows(counts: Counts) -> list[list[float | int]]:
 
 
 def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
-    """Return the ROC and precision-recall curves of all classes that have curves.
+    """Return the ROC curve and the precision-recall curve of each class.
 
-    A class has none if all examples or no examples belong to it.
+    Classes to which all examples or no examples belong are left out.
     """
     found, probabilities = [], softmax(logits)
     for index, name in enumerate(names):

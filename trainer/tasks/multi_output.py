@@ -68,7 +68,7 @@ class MultiOutput(Task):
 
     def loss(self) -> keras.losses.Loss:
         """Raise `TypeError`, because each output has its own loss."""
-        raise TypeError(f"{self.name} has a loss for each of its parts")
+        raise TypeError(f"{self.name} has no single loss; use the loss of each output")
 
     def chance_loss(self) -> float:
         """Return the weighted sum of the outputs' chance losses."""
@@ -188,10 +188,10 @@ class MultiOutput(Task):
         names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
-            raise ConfigError(f"it must return a mapping {{{names}}}, not {found}")
+            raise ConfigError(f"the model must return a mapping {{{names}}}, not {found}")
         if output.keys() != self.parts.keys():
             raise ConfigError(
-                f"it must return a mapping {{{names}}}, but it returns {', '.join(output)}"
+                f"the model must return a mapping {{{names}}}, but returns {', '.join(output)}"
             )
         for name, part in self.parts.items():
             try:
@@ -255,8 +255,8 @@ def _unique(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> d
     found = _add_prefix(name, values)
     if twice := [each for each in found if each in known]:
         raise ConfigError(
-            f"data.label: two outputs have the metric {twice[0]!r}, one of them {name!r}; "
-            "rename its column"
+            f"data.label: two outputs have the metric {twice[0]!r}, and one of them is {name!r}; "
+            f"rename the column {name!r}"
         )
     return found
 

@@ -54,12 +54,12 @@ class MultilabelClassification(Sigmoid):
         """Require a vector target with one number or bool per class."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
         if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
-            raise ConfigError(f"it needs a vector of 0 and 1, one for each class, not {target}")
+            raise ConfigError(f"the label must be a vector of 0 or 1 for each class, not {target}")
         super().__init__(target)
         self._classes = target.shape[0]
         named = tuple(labels) or (target.labels if len(target.labels) == self._classes else ())
         if named and len(named) != self._classes:
-            raise ConfigError(f"labels: {len(named)} names for {self._classes} classes")
+            raise ConfigError(f"labels: there are {len(named)} names for {self._classes} classes")
         self._labels = named or tuple(map(str, range(self._classes)))
 
     @property
@@ -93,7 +93,7 @@ class MultilabelClassification(Sigmoid):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the curves of each class that has both kinds of examples."""
+        """Return the curves of each class that has positive and negative examples."""
         part, curves = sample_examples(examples), []
         for index, name in enumerate(self._labels):
             # The softmax of [0, logit] equals the sigmoid of the logit.
@@ -139,6 +139,6 @@ class MultilabelClassification(Sigmoid):
         low, high = (self.target.moments.get(name, 0) for name in ("min", "max"))
         if low < 0 or high > 1:
             raise ConfigError(
-                f"the label {self.target} has values from {low:g} to {high:g}; {self.name} needs 0 "
-                "and 1"
+                f"the label {self.target} has values from {low:g} to {high:g}, but {self.name} "
+                "needs 0 and 1"
             )

@@ -47,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # List the classes of these names here. Keras would create an object to look up a name, and so
-    # start TensorFlow's threads in a process from which tasks are forked.
+    # Do not look up these names with Keras, which would create an object. This would start
+    # TensorFlow's threads in a process that forks tasks.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -178,8 +178,8 @@ def _find(kind: str, name: str, key: str) -> Any:
         return user_code.find_named(key, name, kind)
     if name in known:
         return known[name]
-    hint = advise_nearest(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"
-    raise ConfigError(f"{key}: no {kind} {name!r}{hint}")
+    hint = advise_nearest(kind, name) or f" (see {_MODULES[kind][0]}, or use package.module:name)"
+    raise ConfigError(f"{key}: there is no {kind} {name!r}{hint}")
 
 
 def advise_nearest(kind: str, name: str) -> str:
@@ -194,5 +194,5 @@ def _instantiate(key: str, name: str, make: Callable[[], Any]) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{key}: {name} cannot be created without arguments: {user_code.format_error(error)}; "
-            "write a function that returns it, and name it as package.module:function"
+            "write a function that returns an instance, and use package.module:function"
         ) from error

@@ -99,8 +99,8 @@ class Objective:
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
             raise ConfigError(
-                f"task.loss: there are several outputs ({', '.join(task.parts)}); set the loss of "
-                "each in task.outputs"
+                f"task.loss: one loss is set for several outputs ({', '.join(task.parts)}); set "
+                "the loss of each output in task.outputs"
             )
         self._losses = dict.fromkeys(task.parts, ("task.loss", loss)) if loss else {}
         self._named = [(name, "task.metrics", each) for name in task.parts for each in metrics]
@@ -164,9 +164,9 @@ class Objective:
         for term in self._loss.terms:
             if term.part is not None and term.part.positive_by and named.is_by_class(term.loss):
                 raise ConfigError(
-                    f"its loss needs an output for each class, but {term.part.name} of "
-                    f"{term.part.target} has one logit: use BinaryCrossentropy(from_logits=True), "
-                    "or set task.name: classification"
+                    f"the loss needs an output for each class, but {term.part.name} of "
+                    f"{term.part.target} has one logit; use BinaryCrossentropy(from_logits=True), "
+                    "or set task.name to classification"
                 )
         self.task.check_output(outputs, last)
         self._require_measured(outputs)
@@ -180,11 +180,11 @@ class Objective:
         parts = self.task.parts
         labels: Any = {name: _label(each.target) for name, each in parts.items()}
         labels = labels.get("", labels)
-        what = "its loss does not fit"
+        what = "the loss does not fit"
         try:
             with tf.Graph().as_default():
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
-            what = "its metrics do not fit"
+            what = "the metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
             # With as many examples as classes, broadcasting could hide wrong shapes.
             rows = next(n for n in count(2) if n not in sizes)
@@ -196,7 +196,7 @@ class Objective:
         except Exception as error:
             hint = named.advise_sparse(each.loss for each in self._loss.terms)
             line = user_code.format_error(error)
-            raise ConfigError(f"{what} labels and outputs: {line}{hint}") from error
+            raise ConfigError(f"{what} the labels and outputs: {line}{hint}") from error
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -274,11 +274,11 @@ class Objective:
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """The main metric and the directions of all metrics, for a record."""
+        """The main metric and the directions of all metrics, for storage with results."""
         return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
-        """Return sums over finite batches: the number of examples, the loss, and all metric states.
+        """Return sums over a finite dataset: the number of examples, the loss, and metric states.
 
         The result is a float64 vector. The call is traced into a graph, which may run on another
         machine.
@@ -415,7 +415,7 @@ class Objective:
                 yield each
             elif each.metric.name not in named.class_name(each.metric):
                 raise ConfigError(
-                    f"two metrics are called {each.name!r}: rename one in the model or in "
+                    f"two metrics are called {each.name!r}; rename one in the model or in "
                     "task.metrics"
                 )
             seen.add(each.name)
@@ -492,7 +492,7 @@ class Measuring(Tally):
         self._task.add(part)
 
     def condense(self) -> None:
-        """Reduce memory use, if many examples have been added."""
+        """Reduce memory use if many examples have been added."""
         self._task.condense()
 
     def result(self) -> dict[str, Any]:

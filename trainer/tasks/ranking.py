@@ -1,4 +1,4 @@
-"""Ranking of offered items by the probability that they are taken, such as clicked or bought.
+"""Ranking of offered items by the probability that a user takes (clicks or buys) them.
 
     label     as in `binary_classification`, with "taken" as the positive class: by default the
               second class, even if the first class is rarer
@@ -87,7 +87,7 @@ class Ranking(BinaryClassification):
 
 
 class Queries(NamedTuple):
-    """A metric of each query for which it is defined, and the weights of these queries."""
+    """The values of a metric for the queries for which it is defined, and their weights."""
 
     values: Floats
     weights: Floats

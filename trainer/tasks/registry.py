@@ -59,8 +59,8 @@ def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
         raise ConfigError(f"task.outputs: {name} has one output; set task.name to {MULTI_OUTPUT}")
     if len(dataset.targets) > 1:
         raise ConfigError(
-            f"task.name: {name} needs one label, but there are {', '.join(dataset.targets)}; set "
-            f"task.name to {MULTI_OUTPUT}, or name one of them in data.label"
+            f"task.name: {name} needs one label, but there are several: "
+            f"{', '.join(dataset.targets)}; set task.name to {MULTI_OUTPUT}, or data.label to one"
         )
     said = OutputConfig(positive=config.positive, args=config.args)
     return {dataset.targets[0]: _Output(name, said, "task")}
@@ -70,7 +70,7 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for key in ("args", "positive"):
         if getattr(config, key):
             raise ConfigError(
-                f"task.{key}: there are several outputs; set it for each of them in task.outputs"
+                f"task.{key}: there are several outputs; set {key} for each in task.outputs"
             )
     for name in config.outputs:
         if name not in dataset.targets:
@@ -81,8 +81,8 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
             raise ConfigError(
-                f"task.outputs.{name}.name: one output cannot have several outputs itself; name "
-                "the task of this label"
+                f"task.outputs.{name}.name: a single output cannot be {MULTI_OUTPUT}; set the task "
+                f"of the label {name!r}"
             )
         kind = infer_task(dataset, name).name if said.name == AUTO else said.name
         found[name] = _Output(kind, said, f"task.outputs.{name}")
@@ -116,8 +116,8 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 # If the key is empty and the model has a champion, the first pipeline step sets the key.
 _KEPT = (
-    "; if you did not set the key, it comes from the champion, and a model with other classes "
-    "needs another name"
+    "; if you did not set this key, its value comes from the champion: give a model with other "
+    "classes another name"
 )
 
 
@@ -209,7 +209,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
     An integer is treated as a class number, because TFDS stores classes as integers and does not
     mark quantities. If the dataset declares no number of classes, the task is `classification`,
-    even if preparation has counted two.
+    even if preparation found only two classes.
     """
     target = find_target(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
@@ -235,8 +235,8 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         why = f"the label {target} marks each of {target.shape[0]} classes"
         return Choice("multilabel_classification", why)
     raise ConfigError(
-        f"task.name: no built-in task supports the label {target}; name another feature in "
-        "data.label"
+        f"task.name: no built-in task supports the label {target}; set data.label to another "
+        "feature"
     )
 
 
@@ -276,7 +276,7 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
     if given and "" not in task.parts:
         raise ConfigError(
             f"training.class_weights: there are several labels ({', '.join(task.parts)}); set "
-            "the weights of each label in task.outputs, {label: {class_weights: ...}}"
+            "the weights of each label in task.outputs.<label>.class_weights"
         )
     found = {}
     for name, part in task.parts.items():
@@ -311,7 +311,7 @@ def find_target(dataset: DatasetSpec, name: str) -> Target:
 def _class(name: str) -> type[Task]:
     found = user_code.find_named(f"task {name}", TASKS.get(name, name), "Task")
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"task {name}: it is not a subclass of flotilla.trainer.tasks.base.Task")
+        raise ConfigError(f"task {name} is not a subclass of flotilla.trainer.tasks.base.Task")
     if lacking := sorted(found.__abstractmethods__):
-        raise ConfigError(f"task {name}: it does not define {', '.join(lacking)}")
+        raise ConfigError(f"task {name} does not define {', '.join(lacking)}")
     return found

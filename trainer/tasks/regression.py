@@ -71,16 +71,16 @@ class Regression(Task):
     def __init__(self, target: Target, *, standardize: bool = False) -> None:
         """Require a target with numbers of a fixed shape."""
         if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
-            raise ConfigError(f"it needs numbers, not {target}")
+            raise ConfigError(f"the label must be numeric, not {target}")
         if target.labels and target.labels != tuple(map(str, range(len(target.labels)))):
             some = ", ".join(target.labels[:3])
             raise ConfigError(
-                f"it needs numbers, but {target.name!r} was read as classes ({some}, ...); set "
-                f"data.types: {{{target.name}: float}}"
+                f"the label must be numeric, but {target.name!r} was read as classes ({some}, "
+                f"...); set data.types: {{{target.name}: float}}"
             )
         if min(target.shape, default=0) < 0:
             raise ConfigError(
-                f"it needs numbers of a fixed shape, not {target}; set a length in data.shapes"
+                f"the label must have a fixed shape, not {target}; set a length in data.shapes"
             )
         if not isinstance(standardize, bool):
             raise ConfigError(

@@ -58,7 +58,7 @@ class SequenceToLabel(Classification):
         shape = tuple(getattr(output, "shape", ()))
         if len(shape) > len((None, *self.output_shape)):
             raise ConfigError(
-                f"its output has a row for each position, {shape}: end the sequence with a pooling "
+                f"the output of shape {shape} has a row for each position; end it with a pooling "
                 "layer or return_sequences=False, or set task.name to sequence_labelling"
             )
         super().check_output(output, last)
@@ -147,7 +147,7 @@ class SequenceLabelling(Softmax):
     def __init__(self, target: Target) -> None:
         """Require a target with one class number per position."""
         if not target.shape or np.dtype(target.dtype).kind not in "iub":
-            raise ConfigError(f"it needs a whole number for each position, not {target}")
+            raise ConfigError(f"the label must be a class number for each position, not {target}")
         super().__init__(target)
 
     @property
@@ -230,7 +230,7 @@ class SequenceLabelling(Softmax):
         return {"labels": list(self.labels)}
 
     def tally(self) -> Tally:
-        """Return an accumulator of positions."""
+        """Return an accumulator for metrics of positions."""
         return PositionTally(self.labels)
 
     def check_labels(self, labels: Any) -> None:

@@ -145,13 +145,13 @@ def _balance_classes(task: Task, names: Sequence[str]) -> Array | None:
     counts = np.asarray(task.target.counts["train"], np.float64)
     if len(counts) != len(names) or task.target.shape:
         raise ConfigError(
-            f"{BALANCED} needs one class per example, but {task.name} of {task.target} has "
-            "several; give a weight for each class"
+            f"{BALANCED!r} needs one class per example, but {task.name} of {task.target} has "
+            "several; set a weight for each class"
         )
     if lacking := [name for name, count in zip(names, counts, strict=True) if not count]:
         raise ConfigError(
-            f"{BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, for which "
-            "the training split has no example; give a weight for each class"
+            f"{BALANCED!r} needs training examples of each class, but there are none of "
+            f"{', '.join(map(repr, lacking[:3]))}; set a weight for each class"
         )
     found: Array = (counts.sum() / (len(counts) * counts)).astype(np.float32)
     return found

@@ -115,7 +115,7 @@ class RunMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the current metrics. Called at each scrape."""
+        """Yield the current metrics. The registry calls this at each scrape."""
         run = GaugeMetricFamily(
             "flotilla_run_info",
             "Information about the run; the value is always 1",

@@ -19,8 +19,8 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.telemetry.scalars import TRAIN
 
-# Minimum and maximum duration of the traces of other tasks, in milliseconds. The maximum limits the
-# memory, because traces are kept in memory.
+# Minimum and maximum duration of the traces of other tasks, in milliseconds. The maximum limits
+# memory use, because traces are kept in memory.
 SHORTEST, LONGEST = 100, 10_000
 # Maximum number of other tasks to trace. Each of them writes megabytes.
 MOST_TASKS = 8
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces a range of steps, once in an attempt."""
+    """Traces a range of steps, once per attempt."""
 
     def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
         """Trace `steps` (first and last, or none) into `folder`. `servers` are `grpc://` URLs."""
@@ -61,7 +61,7 @@ class Profiler:
 
     def _begin(self, folder: Path, step: int, steps_per_second: float) -> None:
         self._is_tracing = self._try(
-            "begin the profile", lambda: tf.profiler.experimental.start(str(folder))
+            "start the profiler", lambda: tf.profiler.experimental.start(str(folder))
         )
         if not self._is_tracing:
             self._folder = None

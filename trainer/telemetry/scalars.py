@@ -136,7 +136,7 @@ class TensorBoardLog:
 
 
 def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
-    """Return the keys of the configuration with their values. Lists and mappings are JSON."""
+    """Return the keys that affect training, with their values. Lists and mappings are JSON."""
     return dict(_leaves(config, ""))
 
 

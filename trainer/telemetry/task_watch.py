@@ -1,4 +1,4 @@
-"""The numbers of running tasks in the cluster, and of their restarts.
+"""The numbers of running tasks and of restarts in the cluster.
 
 The leading task probes the port of each other task every two seconds, or less often if there are
 more than 64. A restarted task loads TensorFlow first, so hardly any restart is missed. Restarts of
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Counts, for each role, the tasks that respond and the restarts."""
+    """A watch that counts the responding tasks and the restarts of each role."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class TaskWatch:
             )
 
     def note(self, peers: Peers) -> None:
-        """Process the result of one round."""
+        """Process the result of one round of probes."""
         absent = {str(task) for task in (*peers.silent, *peers.gone)}
         alive = [task for task in self._tasks if str(task) not in absent]
         before = (set(self._seen), set(self._lost))
@@ -120,7 +120,7 @@ class TaskWatch:
                 self.look()
             except Exception as error:
                 log.warning(
-                    "cannot count the tasks of the cluster any more: %s",
+                    "can no longer count the tasks of the cluster: %s",
                     error,
                 )
                 return

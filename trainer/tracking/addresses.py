@@ -59,8 +59,8 @@ def list_pod_variables() -> tuple[dict[str, str], dict[str, str]]:
     address = os.environ.get(URI, "")
     if words := find_credentials(address):
         log.warning(
-            "not passing %s to the pods of the job, because other users could read it there: %s; "
-            "put it into a secret (see docs/how-to/tracking.md)",
+            "not passing %s to the pods of the job: %s, which other users could read there; put "
+            "the address into a secret (see docs/how-to/tracking.md)",
             URI,
             words,
         )

@@ -99,8 +99,8 @@ def _create(client: Any, model: PromotedModel) -> str:
         client.delete_model_version(model.name, made.version)
     if int(made.version) != model.version:
         log.warning(
-            "version %d of %s is version %s in MLflow, because MLflow has other versions with this "
-            "name; load it by its alias, or find it by the tag flotilla.version",
+            "version %d of %s is version %s in MLflow, because MLflow has other versions of this "
+            "model; load it by its alias, or find it by the tag flotilla.version",
             model.version,
             model.name,
             made.version,
@@ -109,7 +109,7 @@ def _create(client: Any, model: PromotedModel) -> str:
 
 
 def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
-    """Return the id of the version's run and the address of its files. Upload local files."""
+    """Return the id of the version's run and the URI of its files. Upload a local model first."""
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
     experiment, run = find_run(client, name)
     folder = storage.local_path(model.uri)

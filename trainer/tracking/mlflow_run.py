@@ -107,7 +107,7 @@ def client_of_mlflow() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunName:
-    """Identifies a run, and holds what is needed to create it.
+    """The identity of a run, and the values for creating it.
 
     Attributes:
         run_id: Flotilla's id, or empty in a step that knows only the MLflow run.
@@ -161,7 +161,7 @@ class MlflowRun:
 
     @property
     def url(self) -> str:
-        """Return the address of the tracker, for messages."""
+        """The address of the tracker, for messages."""
         return mask(os.environ.get(addresses.URI, ""))
 
     def open(self) -> None:
@@ -300,7 +300,7 @@ def find_run(client: Any, name: RunName) -> tuple[str, Any]:
 
 
 def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
-    """Return the id of the experiment at a place, or of the experiment `default`."""
+    """Return the id of the experiment at a place, or find or create one named `default`."""
     if place.experiment:
         return place.experiment
     name = place.experiment_name or default
@@ -343,5 +343,5 @@ def health() -> str:
     except (requests.RequestException, ValueError) as error:
         raise UserError(f"{mask(url)} does not respond: {type(error).__name__}") from None
     if answer.status_code != requests.codes.ok:
-        raise UserError(f"{mask(url)} returns status {answer.status_code}: is it an MLflow server?")
+        raise UserError(f"{mask(url)} returns {answer.status_code}; check MLFLOW_TRACKING_URI")
     return f"MLflow responds at {mask(address)}"

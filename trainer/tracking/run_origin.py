@@ -48,7 +48,7 @@ def _ask_git(*words: str) -> str:
 
 
 def describe_dataset(uri: str) -> dict[str, Any]:
-    """Return the fields of MLflow's `Dataset` for a published dataset, or {} if missing."""
+    """Return the fields of MLflow's `Dataset` for a published dataset, or {} on an error."""
     try:
         fields = storage.read_manifest(uri).fields
     except UserError:

@@ -41,8 +41,8 @@ from flotilla.trainer.tracking.mlflow_run import (
 CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
-    "MLFLOW_TRACKING_URI is set, but the package for it is not installed, so nothing is tracked; "
-    "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
+    "MLFLOW_TRACKING_URI is set, but nothing is tracked, because MLflow is not installed; run "
+    "pip install 'kfp-flotilla[mlflow]'"
 )
 # Maximum number of points of a curve, the same as the number of rows of a history.
 MOST_POINTS = 2000
@@ -240,8 +240,8 @@ class Tracker:
             return
         words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
-            "MLflow at %s does not accept the data of this run (%s); the run continues, and it "
-            "or the next run sends the missing data later",
+            "cannot send the data of this run to MLflow at %s (%s); the run continues, and "
+            "Flotilla sends the missing data later",
             self._target.url,
             words,
         )
@@ -255,7 +255,7 @@ class Unsent:
         tracker: a digest of the tracker's address.
         experiment: the name of the experiment.
         parent: the id of the sweep that a trial belongs to, or empty.
-        place: where the run is in MLflow.
+        place: the location of the run in MLflow.
         sendings: number of later commands that tried to send the missing data.
     """
 

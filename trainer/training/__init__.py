@@ -1,1 +1,1 @@
-"""The tasks of a training cluster: entry, chief, outer loop, servers, evaluator."""
+"""The tasks of a training cluster: entry point, chief, outer loop, servers and evaluator."""

@@ -2,8 +2,8 @@
 
 Training has no epochs, so an epoch of a callback is the interval between two validations
 (`training.validate_every`). A callback may read metrics, write summaries with `tf.summary`, and end
-training by setting `self.model.stop_training = True`. Batch hooks are rejected, because batches are
-trained in graphs, often in other processes.
+training by setting `self.model.stop_training = True`. Batch hooks are rejected, because training
+steps run in graphs, often in other processes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KERAS_PREFIX = "val_"
 
 
 class CallbackError(UserError, AttributeError):
-    """A callback uses an attribute of the model that does not exist here.
+    """A callback uses an attribute of the model that callbacks cannot use.
 
     This error is also an `AttributeError`, so that `hasattr` returns false.
     """
@@ -119,8 +119,8 @@ def _find_class(name: str) -> type[keras.callbacks.Callback]:
         raise ConfigError(f"{KEY}: {name} is not a class derived from keras.callbacks.Callback")
     if unsupported := list(_list_unsupported(found)):
         raise ConfigError(
-            f"{KEY}: {name} has {unsupported[0]}, which is never called: batches are trained in "
-            f"graphs in other processes; use {', '.join(CALLED)}"
+            f"{KEY}: {name} has {unsupported[0]}, which is never called, because steps run in "
+            f"graphs, often in other processes; use {', '.join(CALLED)}"
         )
     return found
 

@@ -100,8 +100,8 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         spec = tasks.set_positive(job.config.task, DatasetSpec.from_manifest(dataset))
         events.emit(events.DataNote(text=tasks.describe_task(job.config.task, spec)))
     if find_topology(job.config.training.strategy).workers:
-        # Close the port to other machines before the strategy connects, because that starts a
-        # server.
+        # Close the port to other machines before the strategy connects, because connecting
+        # starts a server.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()

@@ -1,10 +1,10 @@
 """The dry run, which checks model, task, dataset and configuration before a cluster starts.
 
 The dataset is described by its manifest, its first rows or its builder. Most variables of a large
-model get no values. If the model is not too large, it is tried: one step and one validation on a
-few examples, real or artificial, and an export. Artificial values should not make any model fail:
-they are random bytes, random numbers from 0 to 1, the whole numbers 0 and 1 (also as classes), and
-the text "a".
+model get no values. The dry run tries a smaller model: one step and one validation on a few
+examples, real or artificial, and an export. Artificial values should not make any model fail: they
+are random bytes, random numbers from 0 to 1, the whole numbers 0 and 1 (also as classes), and the
+text "a".
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _require_known_lengths(model: keras.Model) -> None:
         if None in given.shape[1:]:
             raise ConfigError(
                 f"training.jit_compile: the input {given.name} varies in length, and XLA compiles "
-                "the step again for each length; set it to false, or set a length in data.shapes"
+                "the step again for each length; leave the key out, or set a length in data.shapes"
             )
 
 
@@ -158,14 +158,14 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
     name, strategy = f"model {config.model.name}", config.training.strategy
     if strategy not in OWN_STEP:
         raise ConfigError(
-            f"{name}: it has a custom train_step, which only {' and '.join(OWN_STEP)} can run, not "
-            f"training.strategy {strategy}; write a compute_loss instead, which works under every "
+            f"{name} has a custom train_step, which training.strategy {strategy} cannot run; use "
+            f"{' or '.join(OWN_STEP)}, or write a compute_loss instead, which works with every "
             "strategy"
         )
     if config.training.jit_compile:
         raise ConfigError(
-            f"training.jit_compile: {name} has a custom train_step, which runs unchanged; "
-            "set it to false"
+            f"training.jit_compile: {name} has a custom train_step, which runs without XLA; "
+            "leave the key out"
         )
     own = [key for key, value in vars(model).items() if isinstance(value, keras.Optimizer)]
     if own:
@@ -176,19 +176,19 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Reject XLA if only the model's `compile` sets it, and log if its optimizer is not used."""
+    """Reject XLA if only `compile` of the model enables it. Log if its optimizer is not used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
-            f"model {config.model.name}: it is compiled with jit_compile=True, but "
-            "training.jit_compile is false; set it there, or leave it out of compile"
+            f"model {config.model.name} is compiled with jit_compile=True, but "
+            "training.jit_compile is false; set it to true, or remove the argument from compile"
         )
     if config.training.optimizer.name == OF_MODEL:
         optimizers.accept_compiled(config.training, objective.optimizer)
     elif found:
         log.info(
-            "the optimizer %s that the model is compiled with is not used: training.optimizer "
-            "sets %s (set name: model to use it)",
+            "ignoring the optimizer %s of the compiled model, because training.optimizer sets %s; "
+            "to use the optimizer of the model, set training.optimizer.name: model",
             type(found.optimizer).__name__,
             config.training.optimizer.name,
         )
@@ -218,7 +218,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     if main and not known[main]:
         raise ConfigError(
             f"task.main_metric: cannot tell which value of {main!r} is better; set "
-            f"gate.champion: {{metric: {main}, better: higher}}, or lower"
+            f"gate.champion.metric to {main}, and gate.champion.better to higher or lower"
         )
 
 
@@ -226,8 +226,8 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     """Build the model of a configuration for its dataset, and try it unless it is large.
 
     `uri` is empty before the dataset is prepared. Temporary files in `scratch` are removed. With
-    `whole=False`, only the first rows are known, so an error is raised only if it occurs under
-    every assumption about the other rows that is tried. Raises `UserError`.
+    `whole=False`, only the first rows are known. The function then tries several assumptions about
+    the other rows, and raises an error only if all of them fail. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))

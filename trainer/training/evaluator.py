@@ -82,7 +82,7 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
         return {}
     if all(map(math.isfinite, metrics.values())):
         return metrics
-    log.warning("skipped %s: its validation returned %s", uri, metrics)
+    log.warning("skipped %s, because its metrics are not all finite: %s", uri, metrics)
     return {}
 
 

@@ -33,7 +33,7 @@ _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "second
 
 
 class Journal:
-    """Writes the history, the events and the checkpoints of an attempt."""
+    """A writer of the history, the events and the checkpoints of an attempt."""
 
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
@@ -60,12 +60,12 @@ class Journal:
 
     @property
     def logs(self) -> Path | None:
-        """Return the run's local folder for TensorBoard, or None if there is none."""
+        """The run's local folder for TensorBoard, or None if there is none."""
         return self._board.folder
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """All rows so far."""
+        """The rows of the history so far."""
         return self._history.rows
 
     @property
@@ -74,7 +74,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit the start of an attempt. `saved` is the global step of the newest checkpoint."""
+        """Emit an event for a new attempt. `saved` is the global step of the newest checkpoint."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(
@@ -116,7 +116,7 @@ class Journal:
         return self._board.as_default(step)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do the slow preparation for saving these variables."""
+        """Prepare to save these variables, so that the first save is fast."""
         self._checkpoints.prepare(variables, io_device)
 
     def save(

@@ -76,7 +76,7 @@ class Hooks:
         judged_by: called after the model is built. It returns the checkpoint fields that name the
             main metric, as `MainMetric.of` reads them.
         watch_steps: a context manager around each inner loop and around storing its step on the
-            servers, which checks that steps are made.
+            servers, which detects a stall.
         steps_of_epoch: the number of steps per epoch, or 0 if unknown.
     """
 
@@ -91,7 +91,7 @@ class Hooks:
 
 @dataclass(kw_only=True)
 class Pace:
-    """Computes the length of the next inner loop from the speed of the last one."""
+    """The length of the next inner loop, computed from the speed of the last one."""
 
     training: TrainingConfig
     steps_per_second: float = 0.0
@@ -116,7 +116,7 @@ class Pace:
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Stops after `patience` validations in a row without a new best one. 0 never stops."""
+    """A rule that ends training after `patience` validations without a new best. 0 disables it."""
 
     patience: int
     main: MainMetric = BY_LOSS
@@ -135,7 +135,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     """Train to `training.steps` from the newest valid checkpoint. Return the global step reached.
 
     A run without a checkpoint starts from `training.warm_start`, if set. The final checkpoint is
-    saved when this returns, but a background thread may still publish it.
+    saved when the function returns, but a background thread may still be publishing it.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.

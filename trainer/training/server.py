@@ -56,7 +56,7 @@ def configure_gpus(config: Config, task: Task) -> None:
 
 
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
-    """Stage this worker's shards, then serve on the task's address. It never returns.
+    """Stage the shards of a worker, and serve on the address of the task. Never returns.
 
     The chief's input pipelines run here, and read the shards of this worker from
     `shards/*.tfrecord`. Raises `UserError` if shards cannot be fetched, now or later.

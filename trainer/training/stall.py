@@ -28,7 +28,7 @@ _REMEDY = "raise training.stall_timeout if a step takes longer"
 
 
 class StallWatch:
-    """Ends this process with `BEGIN_AGAIN` if training stalls for `training.stall_timeout`."""
+    """A thread that ends this process if training stalls for `training.stall_timeout`."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
         """Watch the steps. `probe` checks the other tasks. The message is written to `folder`."""

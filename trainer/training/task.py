@@ -182,7 +182,7 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
             )
     if tasks.count("chief") and not used.chief:
         raise ConfigError(
-            f"training.strategy: {strategy} is led by worker 0; leave the chief out of the cluster"
+            f"training.strategy: {strategy} has no chief (worker 0 leads); remove the chief"
         )
 
 

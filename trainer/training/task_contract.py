@@ -1,6 +1,6 @@
 """The check of a user's learning task against the contract of `flotilla.trainer.tasks.base.Task`.
 
-It runs the task on artificial examples. Without the check, an error would appear only in the
+The check runs the task on artificial examples. Without it, an error would appear only in the
 export, or as metrics that do not add up.
 """
 
@@ -34,7 +34,7 @@ _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Artificial examples, in two parts because an evaluation may have more than one."""
+    """Artificial examples. `parts` splits them in two, because an evaluation may have several."""
 
     whole: Part
     count: int = EXAMPLES
@@ -129,7 +129,7 @@ def _require_attributes(task: Task) -> None:
 def _require_loss(task: Task, whole: Part) -> None:
     loss = call_user_code("loss()", task.loss)
     is_loss = isinstance(loss, keras.losses.Loss)
-    _require(is_loss, f"loss() is a {type(loss).__name__}; it must be a keras.losses.Loss")
+    _require(is_loss, f"loss() returns a {type(loss).__name__}, not a keras.losses.Loss")
 
     def call() -> Any:
         labels = task.loss_labels(tf.constant(whole.labels))
@@ -154,21 +154,21 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
-        _require(is_metric, f"metrics() has a {kind}; each item must be a keras.Metric")
+        _require(is_metric, f"metrics() contains a {kind}; each item must be a keras.Metric")
     objective = Objective(task)
     at_once, *parts = (
         call_user_code("metrics()", objective.sums, each)
         for each in (examples.whole, *examples.parts())
     )
     found, added = objective.means(at_once), objective.means(np.sum(parts, axis=0))
-    _require_directions(task, {name: name for name in found if name != LOSS}, "it")
+    _require_directions(task, {name: name for name in found if name != LOSS}, "the task")
     for name, value in found.items():
         other = added.get(name, math.nan)
         _require(
             np.isclose(value, other, rtol=_CLOSE, atol=_CLOSE),
             f"its {'loss' if name == LOSS else f'metric {name!r}'} of {EXAMPLES} examples is "
-            f"{value:g}, but adding the states of two parts of them gives {other:g}; a state must "
-            "be a sum over the examples, and a loss must be their mean",
+            f"{value:g}, but {other:g} if they are evaluated in two parts; a state must be a sum "
+            "over the examples, and a loss must be a mean over them",
         )
 
 

@@ -99,7 +99,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API refused a request. `is_unserved`: it does not serve this kind of object at all."""
+    """The API refused a request. `is_unserved` is true if it does not serve the kind of object."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Store the HTTP status and the message of the API."""
@@ -333,9 +333,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
-    The thread calls `on_event(object, deleted)`. After a long outage, its last version may
-    have expired (410). The thread then lists the objects again, and reports missing objects as
-    deleted, with their last known state.
+    The thread calls `on_event(object, deleted)`. After a long outage, the last resource
+    version may have expired (410). The thread then lists the objects again, and reports missing
+    objects as deleted, with their last known state.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class Watch(threading.Thread):
                 self._version = ""
             except UnreachableError as error:
                 log.warning(
-                    "the watch of %s was interrupted, retrying: %s", self._resource.plural, error
+                    "the watch of %s was interrupted; retrying: %s", self._resource.plural, error
                 )
                 self.stopped.wait(max(self._wait, error.retry_after))
                 self._wait = min(2 * self._wait, LONGEST_WAIT)

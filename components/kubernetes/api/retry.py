@@ -53,7 +53,7 @@ def call_with_retry(
     def warn(state: tenacity.RetryCallState) -> None:
         is_silent = isinstance(_error(state), SilentControllerError)
         what = "the controller does not respond" if is_silent else "the API is unreachable"
-        log.warning("%s, retrying: %s", what, _error(state))
+        log.warning("%s; retrying: %s", what, _error(state))
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnreachableError),
@@ -89,7 +89,7 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
     if error.is_of_unknown_fields:
         return kind.outdated
     if error.is_missing:
-        return "correct the namespace: flotilla doctor shows which one is missing"
+        return "correct the namespace; `flotilla doctor` shows which one does not exist"
     if error.code == HTTPStatus.FORBIDDEN and " cannot " in str(error):
         return "grant the step's service account the permissions in deploy/"
     return ""
@@ -98,8 +98,8 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
 def describe_foreign_deletion(job: str) -> str:
     """Return the message for a job that was deleted by someone other than this launcher."""
     return (
-        f"the job {job} was deleted by someone else, so the run ends; to continue from its newest "
-        "checkpoint, use Retry in the KFP UI or flotilla run --resume"
+        f"another user or program deleted the job {job}, which ended the run; to continue from its "
+        "newest checkpoint, use Retry in the KFP UI or `flotilla run --resume`"
     )
 
 

@@ -60,7 +60,7 @@ NAMES_SECONDS, LOOK_SECONDS = 90.0, 10.0
 
 
 class Guard:
-    """Forwards signals to a task and ends it. `ends_job`: whether it also ends the whole job."""
+    """Forwards signals to a task. If `ends_job` is true, the guard also ends the whole job."""
 
     def __init__(self, process: TaskProcess, grace: float) -> None:
         """Store the process, which has `grace` seconds from SIGTERM to SIGKILL."""
@@ -177,7 +177,7 @@ def main(arguments: list[str]) -> int:
         process.start()
     except OSError as error:
         what = error.filename or arguments[1]
-        streams.say(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}")
+        streams.say(f"guard: cannot start the task in {Path.cwd()}: {what}: {error.strerror}")
         return FAILED
     watched = watch_as_leader(guard, cluster, environment) if leads and cluster else {}
     code = guard.wait()

@@ -2,9 +2,9 @@
 
 An annotation on the lease asks the guard to end the job. If the lease is not renewed in time, the
 guard assumes that the launcher is dead, and ends the job. Time in which the lease cannot be read
-does not count. If the lease was never renewed, the guard waits twice as long, because such a
-launcher ends the job itself within the limit. A job without a lease was not created by a launcher,
-and the guard does not end it.
+does not count. If the lease was never renewed, the guard waits twice as long, because a launcher
+that cannot renew its lease ends the job itself. The guard never ends a job without a lease, which
+was not created by a launcher.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
 
     def refuse(error: Exception) -> None:
         log.warning(
-            "cannot watch for a cancellation, which may end this job without a last checkpoint: %s",
+            "cannot watch for a cancellation; a cancelled job may not save a last checkpoint: %s",
             error,
         )
 

@@ -68,7 +68,7 @@ class TaskEnd:
 
     @property
     def cause(self) -> str:
-        """A short description of the cause."""
+        """A short description of why the task ended."""
         if self.reason == "OOMKilled":
             return f"out of memory (OOMKilled, exit code {self.code})"
         if self.code is None:
@@ -79,7 +79,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A deleted, evicted or preempted pod. `explained`: whether Kubernetes gives a reason."""
+    """A deleted, evicted or preempted pod. `explained` is true if Kubernetes gives a reason."""
 
     task: Task
     pod: str
@@ -195,7 +195,7 @@ def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs, as it still may in a pod that is being deleted."""
+    """Return whether the task's container runs, even if its pod is being deleted."""
     return has_started(pod) and not has_ended(pod)
 
 

@@ -31,7 +31,7 @@ RECONNECT_SECONDS = 300
 INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
 # The user's container starts once the agent listens on its socket.
 _PROBE = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 600}
-# The agent needs these for uploads of checkpoints with checksums, and for reading shards.
+# The agent needs these resources for uploads of checkpoints with checksums, and for reading shards.
 _RESOURCES = {
     "requests": {"cpu": "100m", "memory": "256Mi"},
     "limits": {"cpu": "2", "memory": "1Gi"},
@@ -49,8 +49,8 @@ _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
 WITHOUT_AGENT = (
-    "program.python is empty: only Kubernetes restarts the program, and its checkpoints and its "
-    "model are not published"
+    "program.python is empty: only Kubernetes restarts the program, and Flotilla does not publish "
+    "its checkpoints or its model"
 )
 # Placeholders that have no value without the agent.
 _OF_AGENT = ("dataset_files", "checkpoints", "model", "logs", "metrics", "gpu")
@@ -63,14 +63,14 @@ def check(config: Config) -> None:
     for role in ROLES:
         if config.cluster.kubernetes.of(role).command:
             raise ConfigError(
-                f"cluster.kubernetes.{role}.command: program.command sets the command; leave this "
-                "key out"
+                f"cluster.kubernetes.{role}.command: program.command already sets the command; "
+                "remove this key"
             )
     if not config.program.python:
         if config.program.after_training == EVALUATE:
             raise ConfigError(
-                "program.after_training: evaluate needs a model, and Flotilla's agent needs "
-                "Python in the image to publish one: set program.python, or set "
+                "program.after_training: 'evaluate' needs a model, which Flotilla's agent "
+                "publishes only if the image has Python; set program.python, or set "
                 "program.after_training=stop"
             )
         for text in config.program.command:
@@ -196,6 +196,6 @@ def _require_no_agent(name: str, text: str) -> None:
     for each in _OF_AGENT:
         if f"{{{each}}}" in text:
             raise ConfigError(
-                f"program.{name}: Flotilla's agent replaces {{{each}}}, and it needs Python in the "
-                "image: set program.python, or leave the placeholder out"
+                f"program.{name}: only Flotilla's agent replaces {{{each}}}, and it needs Python "
+                "in the image; set program.python, or remove the placeholder"
             )

@@ -65,7 +65,7 @@ class EndOfPod:
     """Handles SIGTERM, which the kubelet sends after the container of the program has ended.
 
     If the guard has not announced the end, for example after an out-of-memory kill, the agent
-    publishes what the program has left behind.
+    publishes the files that the program wrote.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Reaction:
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """If the leader has succeeded, let the servers end at once. Otherwise, it may restart."""
+        """Let the servers end at once if the leader has succeeded; otherwise, it may restart."""
         if self._server and code == DONE:
             self._server.announce()
 

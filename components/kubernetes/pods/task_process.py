@@ -64,7 +64,7 @@ class NextAttempt(NamedTuple):
 
 
 class RestartRule:
-    """Decides whether to restart a task that has ended. `restarts` is the count in this pod."""
+    """Decides whether to restart an ended task. `restarts` counts the restarts in this pod."""
 
     def __init__(self, limit: float) -> None:
         """Allow `limit` counted restarts."""
@@ -176,7 +176,7 @@ class TaskProcess:
 
     def _report(self, code: int, following: NextAttempt) -> None:
         if not following.is_counted:
-            log.warning("lost the cluster during startup: starting a new attempt in this pod")
+            log.warning("%s lost the cluster during startup; restarting it in its pod", self._name)
             return
         events.emit(
             events.Restart(

@@ -110,7 +110,7 @@ def follow_logs(
         follower.look(run)
         last = run
     for step, error in follower.refused.values():
-        on_note(f"no log of {step.name}: {error}; {_instead(client, last, step)}")
+        on_note(f"cannot read the log of {step.name}: {error}; {_instead(client, last, step)}")
     if last.impasse:
         on_note(last.impasse)
     if follower.refused and not follower.has_found:
@@ -129,5 +129,5 @@ def _instead(client: Client, run: RemoteRun, step: Step) -> str:
     if run.has_ended:
         records = storage.join(run.at, STEPS) if run.at else ""
         where = f"the step's records are below {records}" if records else "see `flotilla status`"
-        return f"KFP removes the pods of a run and their logs some time after its end; {where}"
+        return f"KFP removes the pods and logs of a run some time after the run ends; {where}"
     return f"read it with `kubectl logs -n {namespace} {step.pod or '-'} -c main`"

@@ -23,7 +23,7 @@ OnLine = Callable[[LogLine], None]
 
 
 def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
-    """Pass the logs of a run to `on_line`. With `follow`, wait for its end. Raises `UserError`."""
+    """Pass a run's logs to `on_line`. With `follow`, continue until it ends. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
     tasks = [path.parent.name for path in _task_logs(folder)]

@@ -87,7 +87,7 @@ class LogView:
             raise ConfigError(f"--task: the run {run_id} has no task {self.task!r}{known}")
 
     def enter(self, step: str) -> None:
-        """Treat the following lines as lines of the pod of a step."""
+        """Treat the following lines as lines from the pod of a step."""
         self._pod, self._stage = step, self._stage_in.get(step, step)
 
     def take(self, line: Line) -> Iterator[LogLine]:

@@ -69,7 +69,7 @@ def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, capl
     message = Attempt(suspended(operator=3, queueing=5)).failure()
     assert message.startswith(
         "the job was not admitted within 5 s (cluster.kubernetes.deadlines.queueing): Kueue "
-        "suspends it until its queue has capacity; see: kubectl get workloads"
+        "suspends the job until its queue has capacity; see: kubectl get workloads"
     )
     assert caplog.messages.count("the job is suspended until its queue admits it") == 1
     kube.wait_until_deleted()
@@ -91,7 +91,7 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     assert f"deadlines.queueing): {words}" in message
     # An autoscaler may still add a suitable node, so the message is reported at once, but the job
     # fails only at its deadline.
-    assert f"worker-0 waits: {words}" in caplog.messages
+    assert f"worker-0 is waiting: {words}" in caplog.messages
     kube.wait_until_deleted()
 
 
@@ -102,9 +102,9 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
         (
             "CreateContainerConfigError",
             'secret "keys" not found',
-            "fix the cause that the message names",
+            "fix the reported cause",
         ),
-        ("CreateContainerError", "no such file", "fix the cause that the message names"),
+        ("CreateContainerError", "no such file", "fix the reported cause"),
     ],
 )
 def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason, words, remedy):
@@ -116,7 +116,7 @@ def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason,
     kube.event(tasks["worker-0"]["metadata"]["name"], "Failed", "not found")
     message = attempt.failure()
     limit = "1 s (cluster.kubernetes.deadlines.container)"
-    assert message.startswith(f"worker-0 could not start for {limit}: {reason}: {words}; {remedy}")
+    assert message.startswith(f"worker-0 did not start within {limit}: {reason}: {words}; {remedy}")
     kube.wait_until_deleted()
 
 
@@ -159,7 +159,7 @@ def test_a_registry_that_hiccups_is_waited_for():
     assert (deadlines.seconds_left(), deadlines.find_exceeded([failing])) == (30, "")
     now[0] = 230.0
     assert deadlines.find_exceeded([failing]).startswith(
-        "worker-0 could not start for 120 s (cluster."
+        "worker-0 did not start within 120 s (cluster."
     )
 
 
@@ -275,7 +275,7 @@ class TestStart:
     def test_admission(self, deadlines):
         deadlines.take_up()
         deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
-        assert deadlines.start([])[1].startswith("Kueue suspends it until its queue")
+        assert deadlines.start([])[1].startswith("Kueue suspends the job until its queue")
 
     def test_pods_that_are_not_made(self, deadlines):
         pods = [of_state("chief-0", running={})]

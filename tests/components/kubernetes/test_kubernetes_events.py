@@ -32,9 +32,9 @@ def with_account(name, **deadlines):
 
 def test_an_absent_service_account_fails_the_step_at_once(kube):
     message = Attempt(with_account("robot")).failure()
-    job = message.split()[5].rstrip(":")
+    job = message.split()[7].rstrip(":")
     assert message == (
-        f'the pods of the job {job} are rejected: Error creating: pods "{job}-ps-0" is '
+        f'Kubernetes rejects the pods of the job {job}: Error creating: pods "{job}-ps-0" is '
         f"forbidden: error looking up service account {NAMESPACE}/robot: serviceaccount "
         '"robot" not found'
     )
@@ -82,11 +82,11 @@ def test_without_permission_for_events_a_quota_is_waited_for(kube):
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
     assert message.startswith("2 of 3 pods were not created within 2 s")
-    assert "the launcher lacks the permission to list its events" in message
+    assert "the launcher lacks permission to list events" in message
 
 
 def test_events_of_an_earlier_job_of_this_name_are_not_read(kube):
-    assert "are rejected" in Attempt(with_account("robot")).failure()
+    assert "rejects the pods" in Attempt(with_account("robot")).failure()
     kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
     assert kube.store.all("events", NAMESPACE)
     quota(kube, 1)

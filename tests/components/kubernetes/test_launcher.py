@@ -132,7 +132,7 @@ def test_without_the_permission_it_goes_on_and_says_so_once(kube, caplog):
 def test_a_policy_that_is_refused_leaves_no_open_job(kube):
     kube.faults.add("POST .*networkpolicies", 403)
     message = Attempt(job_of(settings())).failure()
-    assert "the network policy of the job" in message
+    assert "cannot create the network policy of the job" in message
     assert 'cannot create resource "networkpolicies"' in message
     kube.wait_until_deleted()
 
@@ -277,7 +277,7 @@ def test_a_job_that_is_deleted_before_it_is_watched_ends_the_step(kube, monkeypa
         kube.store.remove("tfjobs", NAMESPACE, job["metadata"]["name"])
 
     monkeypatch.setattr(Heartbeat, "hold", hold_and_lose)
-    assert "was deleted by someone else" in Attempt(job_of(settings())).failure()
+    assert "another user or program deleted" in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 
@@ -289,7 +289,7 @@ def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):
     attempt = Attempt(job_of(settings()))
     kube.wait_watched()
     kube.store.remove("pods", NAMESPACE, "step")
-    assert "was deleted by someone else" in attempt.failure()
+    assert "another user or program deleted" in attempt.failure()
     kube.wait_until_deleted()
 
 
@@ -297,7 +297,7 @@ def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):
 def test_a_job_that_is_deleted_before_its_first_heartbeat_is_said_to_be(kube):
     kube.faults.add("PATCH .*leases", 404)
     message = Attempt(job_of(settings())).failure()
-    assert "was deleted by someone else, so the run ends; to continue from its newest" in message
+    assert "which ended the run; to continue from its newest checkpoint" in message
     assert "namespace" not in message
 
 
@@ -375,7 +375,7 @@ def test_without_permission_for_events_everything_else_works(kube):
     kube.run_all()
     kube.finish("worker-0", 137)
     message = attempt.failure()
-    assert "the launcher lacks the permission to list its events" in message
+    assert "the launcher lacks permission to list events" in message
     kube.wait_until_deleted()
 
 

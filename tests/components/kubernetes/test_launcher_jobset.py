@@ -152,7 +152,7 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
     kube.install_jobset(replicas=0)
     evict(kube, "worker-0")
     kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
-    assert "the JobSet controller is not running, or it cannot create the pod; see" in caplog.text
+    assert "the JobSet controller is not running, or it cannot create the pod; check" in caplog.text
     kube.install_jobset()
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)
@@ -340,7 +340,7 @@ class TestRefused:
         kube.install_jobset("v0.2.0", lacks=["spec.ttlSecondsAfterFinished"])
         message = Attempt(job_of(tree_of())).failure()
         assert 'unknown field "spec.ttlSecondsAfterFinished"' in message
-        assert "the JobSet version of this cluster is too old for this field" in message
+        assert "the JobSet version of this cluster does not know the field" in message
         assert not kube.jobsets()
 
     def test_a_webhook_that_nobody_answers_is_named(self, kube):
@@ -356,8 +356,8 @@ class TestRefused:
         Api(connect(), NAMESPACE).create(engine.kind.resource, job)
         message = Attempt(job_of(tree_of())).failure()
         assert message == (
-            f"the JobSet {job['metadata']['name']} does not belong to Flotilla and was not "
-            "changed: delete it, or rename the model"
+            f"the JobSet {job['metadata']['name']} does not belong to Flotilla, and "
+            "Flotilla did not change it; delete it, or rename the model"
         )
         assert kube.jobsets()
 
@@ -375,7 +375,7 @@ class TestRefused:
             return
         message = Attempt(job_of(tree_of())).failure()
         assert message.startswith(
-            f"the Service {name} already exists and does not belong to a JobSet"
+            f"the Service {name} does not belong to a JobSet, and would prevent"
         )
         assert f"kubectl delete service {name}" in message
         assert not kube.jobsets()
@@ -395,7 +395,7 @@ class TestRefused:
         tree = tree_of()
         tree["cluster"]["kubernetes"]["pod"] = {"security": "image"}
         message = Attempt(job_of(tree)).failure()
-        assert message.startswith("the pods of the job ")
+        assert message.startswith("Kubernetes rejects the pods of the job ")
         assert "violates PodSecurity" in message
         kube.wait_until_deleted()
 

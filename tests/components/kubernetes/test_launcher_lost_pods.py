@@ -208,7 +208,7 @@ def test_a_job_that_someone_deletes_is_not_made_again(kube, restarts):
     job = kube.job()["metadata"]["name"]
     kube.store.delete("tfjobs", NAMESPACE, job)
     message = failure(kube, attempt)
-    assert message.startswith(f"the job {job} was deleted by someone else, so the run ends")
+    assert message.startswith(f"another user or program deleted the job {job}, which ended the run")
     assert not restarts()
     kube.wait_until_deleted()
 

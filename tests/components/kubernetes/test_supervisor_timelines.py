@@ -118,7 +118,7 @@ def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
     kube.finish("chief-0", 137, reason="OOMKilled")
     assert attempt.failure() == (
         "cluster.max_restarts (1) is exceeded: chief-0 ended with out of memory (OOMKilled, exit "
-        f"code 137) (pod {name}); last events: Killing: memory; its last lines: allocating | more"
+        f"code 137) (pod {name}); last events: Killing: memory; last log lines: allocating | more"
     )
     kube.wait_until_deleted()
 
@@ -210,8 +210,8 @@ def test_the_deletion_by_someone_else_is_reported(kube):
     kube.run_all()
     kube.store.delete("tfjobs", NAMESPACE, job)
     assert attempt.failure() == (
-        f"the job {job} was deleted by someone else, so the run ends; to continue from its newest "
-        "checkpoint, use Retry in the KFP UI or flotilla run --resume"
+        f"another user or program deleted the job {job}, which ended the run; to continue from its "
+        "newest checkpoint, use Retry in the KFP UI or `flotilla run --resume`"
     )
     kube.wait_until_deleted()
 

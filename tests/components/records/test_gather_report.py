@@ -282,7 +282,7 @@ def test_a_run_that_was_interrupted_after_the_last_stage_of_a_step(run):
     run.events(begun("train_model"), ended("train_model"), Interrupted())
     page = run.report("FAILED")
     assert verdict(page) == "interrupted"
-    assert "left no record" not in page.text
+    assert "has no record" not in page.text
     # An interruption before the last start of the run no longer matters.
     run.events(
         begun("train_model"), ended("train_model"), Interrupted(), RunBegin(run_id="r", number=2),
@@ -358,7 +358,7 @@ def test_a_damaged_decision_is_left_out(run, caplog, damage):
     assert verdict(page) == "failed"
     assert "export_model: no space" in page.text
     assert page.heads() == ["Test metrics", "Steps and lineage"]
-    assert "omitted from the report: " in caplog.text
+    assert "the report is incomplete: " in caplog.text
     assert "decision.json" in caplog.text
 
 
@@ -366,7 +366,7 @@ def test_what_was_published_as_no_json_is_left_out(run, caplog):
     run.publish("decision", "decision.json", ["not", "a mapping"])
     run.publish("evaluation", "metrics.json", {"metrics": None})
     assert run.report("FAILED").heads() == []
-    assert "omitted from the report: " in caplog.text
+    assert "the report is incomplete: " in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
@@ -397,7 +397,7 @@ def test_a_store_that_cannot_be_read_is_left_out(run, caplog):
     run.config(Config().model_dump_json())
     run.root = storage.uri_of(run.folder / "config.json")
     assert verdict(run.report("FAILED")) == "failed"
-    assert "omitted from the report: " in caplog.text
+    assert "the report is incomplete: " in caplog.text
 
 
 def test_damaged_events_are_left_out(run):

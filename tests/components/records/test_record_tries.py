@@ -82,7 +82,7 @@ def test_a_failure_that_passes_is_two_tries_in_the_record(at, caplog):
     (first,) = found.earlier
     assert (first.status, first.error) == ("failed", OUT)
     assert first.began <= found.began
-    assert caplog.text.count(f"{OUT}; trying again in 0 s (try 2 of {TRIES})") == 1
+    assert caplog.text.count(f"{OUT}; retrying in 0 s (attempt 2 of {TRIES})") == 1
 
 
 def test_only_the_stage_that_fails_is_tried_again(at):

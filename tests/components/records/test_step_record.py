@@ -129,7 +129,7 @@ def test_a_try_that_was_killed_went_on_until_the_next_one_began(disk):
     (killed,) = written(disk, "train_model")["earlier"]
     assert 999 < killed["seconds"] < 1100
     assert killed["status"] == "failed"
-    assert "its pod was killed" in killed["error"]
+    assert "the pod of the step was killed" in killed["error"]
 
 
 def test_or_until_the_exit_step_saw_it(disk):
@@ -159,7 +159,7 @@ def test_the_last_one_without_an_end_was_killed(disk):
     # A later step has started, so this step had ended and only the write of its end failed.
     assert (prepared.status, prepared.error) == ("done", "")
     assert trained.status == "failed"
-    assert "its pod was killed" in trained.error
+    assert "the pod of the step was killed" in trained.error
     assert 59 < trained.seconds < 120
 
 

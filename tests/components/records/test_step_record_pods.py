@@ -259,8 +259,8 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     assert page.verdict == "failed"
     # The message also mentions a stop, because a cancelled step leaves the same records if the
     # store is down.
-    said = "train_model: it started but did not record how it ended: it was stopped with the run,"
-    assert f"{said} its pod was killed" in page.text
+    said = "train_model: the step started but did not record how it ended: the run was stopped,"
+    assert f"{said} the pod of the step was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text
     assert "KFP says: OOMKilled \\(exit code 137\\)" in summary
     assert cells(summary, "train_model")[1] == "failed"
@@ -272,7 +272,7 @@ def test_a_state_that_kfp_lost_count_of_does_not_hide_a_killed_pod(pod, pods):
     process.communicate()
     page, _ = pods.finished("RUNNING")
     assert page.verdict == "failed"
-    assert "train_model: it started but did not record how it ended" in page.text
+    assert "train_model: the step started but did not record how it ended" in page.text
 
 
 def test_a_pod_that_is_asked_to_end_says_so(pod, pods):
@@ -289,15 +289,15 @@ def test_a_pod_that_was_killed_between_two_stages_is_said_to_be(pods):
     pods.resolved()
     page, _ = pods.finished(words="OOMKilled")
     assert page.verdict == "failed"
-    assert "its process ended before prepare_data began; KFP says: OOMKilled" in page.text
+    assert "process of the step ended before prepare_data began; KFP says: OOMKilled" in page.text
 
 
 def test_a_pod_that_never_began_is_named(pods):
     pods.prepared()
     page, summary = pods.finished(words="ErrImagePull")
     assert page.verdict == "failed"
-    assert "left no record: its pod did not start" in page.text
-    assert "train_model left no record" in page.text
+    assert "has no record: its pod did not start" in page.text
+    assert "train_model has no record" in page.text
     assert "KFP says: ErrImagePull" in summary
 
 

@@ -39,7 +39,7 @@ def remedy(run, pipeline="train", status="failed", exit_code=1, **given):
 @pytest.mark.usefixtures("checkpoint")
 def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
-    assert remedy(run) == f"after fixing it, resume with: flotilla train {resume}"
+    assert remedy(run) == f"after fixing the error, resume with: flotilla train {resume}"
     assert remedy(run, dataset="file:///d").endswith(f"train {resume} --dataset file:///d")
     # The resumed run uses the corrected modules instead of the failing ones.
     assert remedy(run, code="mine").endswith(f"train {resume} --code mine")

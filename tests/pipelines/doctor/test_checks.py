@@ -27,7 +27,7 @@ OF_THE_CLUSTER = [
     "admission",
     "permissions of this user",
     "account of the KFP UI",
-    "permissions of that account",
+    "permissions of the KFP UI account",
     "permissions of the tasks",
     "quota",
 ]
@@ -121,9 +121,9 @@ def test_without_a_permission_of_the_account(kube, of_job):
     kube.server.control.deny(RUNNER, "delete tfjobs")
     report = of_job()
     # Tasks without a service account use the launcher's account.
-    assert report.failed() == ["permissions of that account"]
+    assert report.failed() == ["permissions of the KFP UI account"]
     assert report["permissions of the tasks"]["state"] == "warn"
-    found = report["permissions of that account"]
+    found = report["permissions of the KFP UI account"]
     assert (
         found["message"] == f"{RUNNER} lacks permissions in {NAMESPACE}: delete tfjobs.kubeflow.org"
     )
@@ -136,7 +136,7 @@ def test_permissions_of_a_jobset(jobset, of_jobset):
     report = of_jobset()
     # A run works without these permissions.
     assert (report.code, report.failed()) == (0, [])
-    assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
+    assert report["permissions of the KFP UI account"]["message"].endswith(": delete jobs.batch")
     found = report["permissions of the tasks"]
     assert (found["state"], found["message"]) == (
         "warn", f"{RUNNER} lacks permissions in {NAMESPACE}: watch leases.coordination.k8s.io",
@@ -168,7 +168,7 @@ def test_who_may_not_ask_for_others_is_reported_how_to(kube, of_job):
     kube.faults.add("/subjectaccessreviews", 403)
     report = of_job()
     assert report.code == 0
-    found = report["permissions of that account"]
+    found = report["permissions of the KFP UI account"]
     assert (found["state"], RUNNER in found["message"]) == ("warn", True)
     assert found["remedy"] == (
         f"kubectl auth can-i create tfjobs.kubeflow.org --namespace {NAMESPACE} --as {RUNNER}"
@@ -197,9 +197,7 @@ def test_an_expired_token(kube, of_job):
     assert "does not accept the credentials" in report["Kubernetes API"]["message"]
     assert report["Kubernetes API"]["remedy"] == "kubectl auth whoami"
     assert {report.states()[name] for name in OF_THE_CLUSTER} == {"skipped"}
-    assert (
-        report["quota"]["message"] == "it depends on a check that did not succeed: Kubernetes API"
-    )
+    assert report["quota"]["message"] == "a required check did not succeed: Kubernetes API"
     assert "a-token" not in str(report)
 
 
@@ -336,7 +334,7 @@ def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monke
     report = doctor(options=("--endpoint", instance.url))
     assert report.failed() == ["KFP instance"]
     assert of(report)["message"] == (
-        f"{instance.url} is a multi-user instance: give --namespace, or set KFP_NAMESPACE"
+        f"{instance.url} is a multi-user instance: add --namespace, or set KFP_NAMESPACE"
     )
     assert of(report)["remedy"] == "flotilla doctor --namespace NAMESPACE"
     assert not [path for path in instance.paths if path.startswith(EXPERIMENTS)]
@@ -353,7 +351,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
     instance.closed[EXPERIMENTS] = 403
     report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
     assert report.failed() == ["KFP instance"]
-    assert "but denies the request: give --namespace" in of(report)["message"]
+    assert "but denies the request: add --namespace" in of(report)["message"]
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
@@ -423,7 +421,7 @@ def test_trackers_are_checked_only_where_they_are_named(doctor, monkeypatch):
     assert found.code == 0
     message = found["MLflow"]["message"]
     assert f"{AWAY}/health does not respond: ConnectionError" in message
-    assert message.endswith("a run continues without it")
+    assert message.endswith("a run continues without this server")
 
 
 def test_a_registry_that_answers_and_one_that_is_away():
@@ -438,7 +436,7 @@ def test_a_registry_that_answers_and_one_that_is_away():
             patch.setenv(addresses.URI, address)
             found = _answers(mlflow_run.health)
     assert found.state == "warn"
-    assert "returns status 401: is it an MLflow server?" in found.message
+    assert "returns 401; check MLFLOW_TRACKING_URI" in found.message
     assert _answers(Hub(AWAY).check).state == "warn"
 
 

@@ -68,9 +68,7 @@ def test_an_api_that_fails_or_is_not_there(kube, of_auto):
     kube.faults.down = True
     report = of_auto()
     assert report.failed() == ["Kubernetes API"]
-    assert (
-        report["engine"]["message"] == "it depends on a check that did not succeed: Kubernetes API"
-    )
+    assert report["engine"]["message"] == "a required check did not succeed: Kubernetes API"
 
 
 def test_a_setting_that_the_engine_does_not_have(jobset, of_auto):
@@ -143,7 +141,7 @@ def test_without_the_kind(kube, doctor, kinds, launcher, said):
     assert name in ("TFJob CRD", "JobSet CRD")
     assert report[name]["message"].startswith(said[0])
     assert report[name]["remedy"].endswith(said[1])
-    assert report["admission"]["message"] == f"it depends on a check that did not succeed: {name}"
+    assert report["admission"]["message"] == f"a required check did not succeed: {name}"
 
 
 @pytest.mark.usefixtures("kube")
@@ -175,7 +173,7 @@ def test_a_kind_whose_operator_is_gone(kube, of_job):
 def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
     kube.faults.add("/deployments", 403)
     found = of_job()["training operator"]
-    assert (found["state"], "cannot check whether it runs" in found["message"]) == ("warn", True)
+    assert (found["state"], "whether the controller runs" in found["message"]) == ("warn", True)
     assert found["remedy"].startswith("kubectl get deployments --all-namespaces --selector")
 
 
@@ -225,7 +223,8 @@ def test_a_version_that_is_too_old(jobset, of_jobset):
     assert report.code == 0
     found = report["JobSet controller"]
     assert (found["state"], found["message"]) == (
-        "warn", f"the deployment {CONTROLLER} in {PLACE} is ready; JobSet must be 0.9 or later",
+        "warn",
+        f"the deployment {CONTROLLER} in {PLACE} is ready; Flotilla requires JobSet 0.9 or later",
     )  # fmt: skip
 
 
@@ -273,7 +272,7 @@ def test_a_job_of_another_namespace_is_launched_from_that_of_the_steps(team, of_
     )
     assert report.failed() == []
     assert report["namespace"]["message"] == "jobs"
-    found = report["permissions of that account"]["message"]
+    found = report["permissions of the KFP UI account"]["message"]
     assert found.startswith("system:serviceaccount:team:pipeline-runner has all permissions")
 
 
@@ -318,8 +317,8 @@ def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part
     [
         ("2.17.0", "ok", "it"),
         ("v2.17.0", "ok", "it"),
-        ("2.18.1", "ok", "it; Flotilla was not tested with this version, only with: 2.17.0"),
-        ("2.5.0", "warn", "it; Kubeflow Pipelines must be 2.17 or later"),
+        ("2.18.1", "ok", "it; Flotilla was tested only with 2.17.0"),
+        ("2.5.0", "warn", "it; Flotilla requires Kubeflow Pipelines 2.17 or later"),
         ("dev", "ok", "it"),
     ],
 )
@@ -341,9 +340,9 @@ def test_the_version_of_the_cluster_is_judged(kube, of_job):
     report = of_job(options=("--namespace", NAMESPACE))
     assert report.code == 0
     assert report["training operator"]["state"] == "warn"
-    assert "training operator must be 1.9 or later" in report["training operator"]["message"]
+    assert "requires training operator 1.9 or later" in report["training operator"]["message"]
     assert "v1.31.4" in report["Kubernetes API"]["message"]
-    assert "not tested with this version, only with: 1.33" in report["Kubernetes API"]["message"]
+    assert "tested only with 1.33" in report["Kubernetes API"]["message"]
 
 
 def test_a_cluster_without_native_sidecars_runs_no_program(kube, of_job):

@@ -52,19 +52,19 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "two_tower"}},
             "fail",
-            "model two_tower: it needs 2 classes, but the dataset has 10; set data.types: {label: "
-            "float} if it is a rating",
+            "model two_tower: the model needs 2 classes, but the dataset has 10; set data.types: "
+            "{label: float} if it is a rating",
         ),
         (
             {"data": {"dataset": "digitz"}},
             "fail",
             "data.dataset: TFDS has no dataset 'digitz'; did you mean 'digits'?; "
-            "for your own builder, set data.dataset to package.module:Builder",
+            "to use your own builder, set data.dataset to package.module:Builder",
         ),
         (
             {"model": {"name": "blocks:table"}},
             "fail",
-            "model blocks:table: it has 1,600,000,000,170 parameters, but this machine has",
+            "model blocks:table has 1,600,000,000,170 parameters, but this machine has only",
         ),
     ],
 )

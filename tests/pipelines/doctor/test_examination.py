@@ -104,7 +104,7 @@ def test_what_needs_a_check_that_failed_is_not_looked_at():
         ]
     )
     assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
-    assert found["c"][1] == "it depends on a check that did not succeed: b"
+    assert found["c"][1] == "a required check did not succeed: b"
 
 
 def test_one_that_hangs_is_given_up(release):
@@ -117,9 +117,9 @@ def test_one_that_hangs_is_given_up(release):
         ]
     )
     assert found == {
-        "a": ("fail", "no answer within 0.2 s"),
+        "a": ("fail", "the check did not finish within 0.2 s"),
         "b": ("ok", "fine"),
-        "c": ("skipped", "it depends on a check that did not succeed: a"),
+        "c": ("skipped", "a required check did not succeed: a"),
         "d": ("ok", "fine"),
     }
 
@@ -147,8 +147,8 @@ def test_what_a_check_that_hangs_has_left_is_removed_or_named(release, firm):
     mark = Mark(release, firm=firm)
     found = looked([Check(name="a", look=mark.hang, seconds=0.1, trace=mark)])
     assert mark.is_left == firm
-    word = "; gs://b/doctor-1 may be left over: remove it" if firm else ""
-    assert found["a"] == ("fail", f"no answer within 0.1 s{word}")
+    word = "; gs://b/doctor-1 may still exist; delete it" if firm else ""
+    assert found["a"] == ("fail", f"the check did not finish within 0.1 s{word}")
 
 
 def interrupted(check):

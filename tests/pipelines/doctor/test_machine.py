@@ -127,7 +127,7 @@ def test_files_that_are_not_here_may_be_where_the_steps_run(
     found = report["configuration"]
     assert (found["state"], found["message"]) == (
         "warn",
-        "data.manual_dir: /no/such folder is not on this machine; for steps on an instance, it "
+        "data.manual_dir: /no/such folder is not on this machine; on a KFP instance, the folder "
         "must be in the image or in a volume",
     )
     assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"

@@ -83,7 +83,7 @@ def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data,
 def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
     report = of_job(KFP_ROOT)
     assert report[STORE]["state"] == "warn"
-    assert report[STORE]["message"].startswith(f"{KFP_SECRET} does not exist: the pods can use")
+    assert report[STORE]["message"].startswith(f"the secret {KFP_SECRET} does not exist: the pods")
     assert STORE not in report.failed()
 
 
@@ -142,8 +142,8 @@ def test_a_queue_of_kueue(of_job, kube, there):
     # The queue is missing both without Kueue and after the loop has installed Kueue.
     for _ in range(2):
         report = of_job(queue, "cluster.kubernetes.job.suspend=true")
-        assert report.failed() == ["queues of Kueue"]
-        assert report["queues of Kueue"]["message"] == f"missing in {NAMESPACE}: gpus"
+        assert report.failed() == ["Kueue queues"]
+        assert report["Kueue queues"]["message"] == f"missing in {NAMESPACE}: gpus"
         kube.server.control.install_kueue()
     there("localqueues", "gpus")
     assert of_job(queue).failed() == []
@@ -223,8 +223,8 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
     found = report["image"]
     assert (report.failed(), found["state"]) == ([], "warn")
     assert found["message"] == (
-        "the image is unknown here: give the image of the uploaded pipeline with --image, or set "
-        f"cluster.kubernetes.pod.image; the default, {IMAGE}, is not in a registry"
+        "no image is given: pass the image of the uploaded pipeline with --image, or set "
+        f"cluster.kubernetes.pod.image; the default image, {IMAGE}, is not in a registry"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
 
@@ -233,8 +233,8 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
 def test_the_default_is_named_where_it_is_given(doctor):
     report = doctor(JOB, options=("--image", IMAGE))
     said = (
-        "without a registry in the image name, a node that does not have the image looks for it "
-        f"on Docker Hub: {IMAGE}"
+        "the image name contains no registry, so a node that does not have the image pulls it "
+        f"from Docker Hub: {IMAGE}"
     )
     assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
     assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
@@ -244,7 +244,7 @@ def test_the_default_is_named_where_it_is_given(doctor):
 @pytest.mark.usefixtures("kube")
 def test_one_role_without_a_name_of_its_own_is_enough(doctor):
     report = doctor(JOB, f"cluster.kubernetes.worker.image={OURS}")
-    assert report["image"]["message"].startswith("the image is unknown here")
+    assert report["image"]["message"].startswith("no image is given: ")
     roles = [f"cluster.kubernetes.{role}.image={OURS}" for role in ("chief", "ps", "worker")]
     assert (report["image"]["state"], doctor(JOB, *roles)["image"]["message"]) == ("warn", OURS)
 
@@ -264,8 +264,8 @@ def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
     found = report["image"]
     assert found["state"] == "warn"
     said = (
-        "without a registry in the image name, a node that does not have the image looks for it "
-        "on Docker Hub: flotilla:1"
+        "the image name contains no registry, so a node that does not have the image pulls it "
+        "from Docker Hub: flotilla:1"
     )
     assert found["message"] == said
     assert found["remedy"].endswith("&& flotilla doctor --image HOST/NAME:TAG")

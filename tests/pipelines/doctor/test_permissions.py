@@ -10,7 +10,7 @@ def test_pods_that_pod_security_refuses(kube, of_job):
     report = of_job("cluster.kubernetes.worker.security=image")
     assert report.failed() == ["admission"]
     found = report["admission"]
-    assert found["message"].startswith(f"{NAMESPACE} refuses a worker pod: pods ")
+    assert found["message"].startswith(f"the namespace {NAMESPACE} refuses a worker pod: pods ")
     assert 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation' in found["message"]
     assert found["remedy"] == "flotilla doctor --set cluster.kubernetes.pod.security=restricted"
 
@@ -21,7 +21,7 @@ def test_a_service_account_that_may_not_be_read(kube, of_job):
     assert report.failed() == ["service accounts of tasks"]
     assert (
         report["admission"]["message"]
-        == "it depends on a check that did not succeed: service accounts of tasks"
+        == "a required check did not succeed: service accounts of tasks"
     )
     kube.faults.add("GET .*/serviceaccounts/robot", 403)
     report = of_job(robot)
@@ -35,7 +35,7 @@ def test_a_full_quota(kube, of_job):
     tree = {"metadata": {"name": "team"}, "spec": {"hard": {"count/tfjobs.kubeflow.org": "0"}}}
     kube.store.create("resourcequotas", NAMESPACE, tree)
     found = of_job()["admission"]
-    assert found["message"].startswith(f"{NAMESPACE} refuses the job: tfjobs.kubeflow.org ")
+    assert found["message"].startswith(f"the namespace {NAMESPACE} refuses the job: tfjobs.")
     assert found["remedy"] == f"kubectl describe resourcequotas --namespace {NAMESPACE}"
 
 
@@ -51,7 +51,7 @@ def test_who_may_not_make_pods_gets_a_warning(kube, of_job):
     report = of_job()
     found = report["admission"]
     assert (report.code, found["state"]) == (0, "warn")
-    assert f"cannot determine whether {NAMESPACE} admits a ps pod: pods is" in found["message"]
+    assert f"whether the namespace {NAMESPACE} admits a ps pod: pods is" in found["message"]
     assert found["remedy"] == f"kubectl auth can-i create pods --namespace {NAMESPACE}"
 
 
@@ -73,7 +73,7 @@ def test_a_kind_that_is_too_old_for_a_field(jobset, of_jobset):
     report = of_jobset()
     assert report.failed() == ["admission"]
     found = report["admission"]
-    said = "the JobSet of this cluster is too old: install 0.12.0, or remove the setting"
+    said = "the JobSet of this cluster does not know a field of the job: "
     assert found["message"].startswith(said)
     assert "spec.network.publishNotReadyAddresses" in found["message"]
     assert found["remedy"].endswith("/v0.12.0/manifests.yaml")

@@ -98,7 +98,7 @@ def test_a_quota_for_some_pods_is_left_out(of_job, quota):
     quota({"pods": "1"}, scopes=["BestEffort"])
     found = of_job()["quota"]
     assert (found["state"], found["message"]) == (
-        "warn", "the quotas team apply only to some pods and are ignored",
+        "warn", "the quotas team apply only to some pods; this check ignores them",
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def test_what_may_not_be_deleted_is_named(doctor, store):
     report = doctor(f"storage.root={store.root}")
     [key] = store.keys(store.bucket)
     probe = f"{store.scheme}://{store.bucket}/{key}"
-    assert f"{probe} could not be removed: remove it" in of(report)["message"]
+    assert f"{probe} could not be deleted; delete it" in of(report)["message"]
 
 
 def test_an_unreachable_store(doctor, store, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     store.plan.add(Fault("silence", method="GET", times=1, seconds=9.0))
     report = doctor(f"storage.root={store.root}")
     assert report.failed() == ["storage"]
-    assert of(report)["message"] == "no answer within 3 s"
+    assert of(report)["message"] == "the check did not finish within 3 s"
     assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
     assert store.keys(store.bucket) == []
 
@@ -99,9 +99,9 @@ def test_what_hangs_with_what_it_wrote_is_named(doctor, store, monkeypatch):
     monkeypatch.setattr(examination, "TIDY_SECONDS", 0.5)
     store.plan.add(Fault("silence", times=10**6, seconds=3.0))
     found = of(doctor(f"storage.root={store.root}"))
-    assert "no answer within 0.5 s" in found["message"]
+    assert "the check did not finish within 0.5 s" in found["message"]
     assert f"{store.root}/doctor-" in found["message"]
-    assert found["message"].endswith("may be left over: remove it")
+    assert found["message"].endswith("may still exist; delete it")
 
 
 def test_no_credentials(doctor, s3, monkeypatch):

@@ -79,8 +79,8 @@ class TestArguments:
         config, remarks = trained(debug=True)
         assert config.training.strategy == "single"
         assert remarks == [
-            "the debugger needs a single process, so the replay uses the strategy single instead "
-            "of async_parameter_server"
+            "the debugger needs a single process, so the replay uses the strategy 'single' instead "
+            "of 'async_parameter_server'"
         ]
 
     def test_the_first_step_publishes_below_its_own_root(self):
@@ -135,7 +135,7 @@ class TestArguments:
         whole = step_of(values, "prepare_data", artifacts=artifacts, version="0.9").given
         replays.require_arguments(whole)
         del values["steps"]
-        line = r"also needs steps, but the run was made by 0\.9: replay it with that version"
+        line = r"needs steps, which Flotilla 0\.9 did not record; replay the run with that version"
         with pytest.raises(UserError, match=line):
             replays.require_arguments(whole)
 
@@ -193,7 +193,7 @@ class TestLookedUp:
         published(tmp_path, at, "model", files, version=3, saved_model="serving/model/3")
         registry.promote(root, "model", 3, after=0, by="me")
         (said,) = self.looked_up(root, tmp_path / "own")
-        assert said == "the champion is the current one, version 3; the run may have used another"
+        assert said == "the replay uses the current champion, version 3; the run may use another"
         found = registry.champion(storage.uri_of(tmp_path / "own"), "model")
         assert storage.read_file(found.uri, "a.json") == b"3"
         storage.write_bytes(storage.join(at, "a.json"), b"4")

@@ -102,8 +102,8 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     with pytest.raises(UserError) as caught:
         replay.require_arguments(find(settings=settings).given)
     assert re.fullmatch(
-        r"prepare_data of Flotilla \S+ also needs batch_size, epochs, gpus and 12 more, but "
-        r"the run was made by 0\.1: replay it with that version",
+        r"prepare_data of Flotilla \S+ needs batch_size, epochs, gpus and 12 more, which "
+        r"Flotilla 0\.1 did not record; replay the run with that version",
         str(caught.value),
     )
 
@@ -178,5 +178,5 @@ def test_a_store_that_has_another_address_here_is_one_line(instance, remote, mon
     instance.store.workflows[run_id].begin("prepare_data")
     ended = remote("replay", run_id, "prepare_data", "--endpoint", instance.url)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "no credentials" in ended.err
+    assert "missing or wrong credentials" in ended.err
     assert "add --set storage.root=URI, such as minio://BUCKET/FOLDER?endpoint=" in ended.err

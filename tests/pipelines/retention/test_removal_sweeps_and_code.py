@@ -174,7 +174,7 @@ def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):
     note.write_text("{")
     plan = make_plan(read(storage.uri_of(tmp_path), Path()), policy("30d", None), datetime.now(UTC))
     assert not plan.going
-    assert "nightly.json is damaged; all code is kept until you remove it" in plan.remarks[0]
+    assert "nightly.json is damaged; all code is kept until you remove this file" in plan.remarks[0]
     note.write_text(json.dumps({"bundles": []}))
     assert swept_bundles(tmp_path) == [f"code/{DIGESTS[0]}"]
 

@@ -93,7 +93,7 @@ def test_status_by_name(remote, started):
     assert started in remote("status", "mine").out
     remote("submit", "--name", "mine")
     answer = remote("status", "mine")
-    assert (answer.code, "2 runs are named 'mine': give the id" in answer.err) == (2, True)
+    assert (answer.code, "2 runs are named 'mine': use the id" in answer.err) == (2, True)
     answer = remote("status", "your")
     assert (answer.code, "has no run 'your'; see `flotilla runs`" in answer.err) == (2, True)
 
@@ -171,7 +171,7 @@ def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     assert answer.code == 0
     assert "error_message" not in answer.out
     assert "train_model     done in 1.5 s" in answer.out
-    [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]
+    [line] = [line for line in answer.err.splitlines() if "read the log of prepare_data" in line]
     records = f"{workflow.root}/{started}/steps"
     assert f'pods "{gone}" not found' in line
     assert line.endswith(f"the step's records are below {records}")
@@ -205,8 +205,8 @@ def test_without_an_archive_it_is_one_line_where_the_record_is(instance, remote,
     assert (answer.code, answer.out) == (1, "")
     records = f"{workflow.root}/{started}/steps"
     assert answer.err.splitlines()[-1] == (
-        f"flotilla: {instance.url} returns no log of the run {started}; KFP removes the pods of a "
-        f"run and their logs some time after its end; the step's records are below {records}"
+        f"flotilla: {instance.url} returns no log of the run {started}; KFP removes the pods and "
+        f"logs of a run some time after the run ends; the step's records are below {records}"
     )
 
 
@@ -249,7 +249,7 @@ def test_a_second_cancel_says_that_it_is_ending(instance, remote, started):
     assert remote("cancel", started).code == 0
     answer = remote("cancel", started, "--json")
     assert (answer.code, answer.json["status"]) == (0, "canceling")
-    assert f"run {started} is already ending; see: flotilla status {started}" in answer.err
+    assert f"run {started} is already ending; check with: flotilla status {started}" in answer.err
     assert len(instance.asked("terminate")) == 1
 
 
@@ -289,7 +289,7 @@ def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):
     monkeypatch.setattr(links, "open_page", lambda uri: not opened.append(uri))
     answer = remote("open", started)
     assert (answer.code, answer.out, opened) == (1, "", [])
-    assert f"no link: {instance.url} serves only the API; give the address of" in answer.err
+    assert f"no link: {instance.url} serves only the API; set the URL of" in answer.err
     page = f"https://ui.example.com/#/runs/details/{started}"
     answer = remote("open", started, "--ui", "https://ui.example.com", "--json")
     assert (answer.code, answer.json["artifacts"], opened) == (0, {"run": page}, [page])

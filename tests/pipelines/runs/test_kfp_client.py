@@ -41,12 +41,12 @@ def in_one_line(answer, *words):
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, "fix what the message names"),
+        (400, "fix the reported problem"),
         (401, "renew the token or cookies"),
-        (403, "but denies the request: give --namespace"),
+        (403, "but denies the request: add --namespace"),
         (404, "check the name or id and --endpoint"),
-        (405, "this is not a KFP API"),
-        (409, "check it, and try again"),
+        (405, "is not the URL of a KFP API"),
+        (409, "check the object, and try again"),
         (413, "too large"),
         (418, "check --endpoint"),
         (429, "try again later"),
@@ -92,7 +92,7 @@ def test_a_redirect_is_not_followed(instance, remote, location, words):
 def test_a_redirect_to_tls_names_it(instance, remote):
     place = instance.url.replace("http:", "https:")
     instance.faults.add(".", 301, headers={"Location": f"{place}/"}, body=b"moved")
-    in_one_line(remote("runs"), f"it redirects to {place}: give --endpoint with https://")
+    in_one_line(remote("runs"), f"it redirects to {place}: use https:// in --endpoint")
 
 
 @pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
@@ -189,7 +189,7 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     )
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    in_one_line(remote("runs"), "is not trusted", "give its CA with --ca-file")
+    in_one_line(remote("runs"), "is not trusted", "pass its CA with --ca-file")
     in_one_line(remote("runs", "--ca-file", other), "is not trusted")
     assert remote("runs", "--ca-file", made).code == 0
     (tmp_path / "no.pem").write_text("no PEM certificate")
@@ -457,7 +457,7 @@ def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, u
     run_id = made.json["run_id"]
     assert (made.code, made.json["artifacts"]) == (0, {})
     assert (
-        f"no link: {instance.url} serves only the API; give the address of the user interface"
+        f"no link: {instance.url} serves only the API; set the URL of the user interface"
         in made.err
     )
     assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err

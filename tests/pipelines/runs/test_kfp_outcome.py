@@ -235,8 +235,8 @@ def test_without_the_store_it_says_what_it_knows(waited, play, code, status, mes
     answer = waited(play)
     assert (answer.code, answer.json["status"]) == (code, status)
     assert answer.json["message"].startswith(
-        f"{message}its metrics are below {INSIDE}/flotilla/{answer.json['run_id']}, which cannot "
-        "be read here: "
+        f"{message}this machine cannot read the run's metrics below {INSIDE}/flotilla/"
+        f"{answer.json['run_id']}: "
     )
 
 
@@ -354,7 +354,7 @@ def test_a_service_account_that_is_not_there(waited):
     answer = waited([refused, over("FAILED")])
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
-        f"the run: its KFP driver failed ({NO_ACCOUNT}): create this service account, or give an "
+        f"the run: its KFP driver failed ({NO_ACCOUNT}): create the service account, or pass an "
         "existing one with --service-account"
     )
 
@@ -376,7 +376,7 @@ def test_a_driver_that_failed_is_its_step_with_the_end_of_its_log(
     assert answer.json["message"] == (
         "train_model: its KFP driver failed (main: Error (exit code "
         f"1){more if has_logs else ''}): check the service account, the pipeline root and its "
-        "keys, and the settings of the pods, such as --cpu of `flotilla upload`"
+        "credentials, and the settings of the pods, such as `flotilla upload --cpu`"
     )
 
 
@@ -451,7 +451,7 @@ def pod(message, state="FAILED", **more):
         ("main: OOMKilled (exit code 137)", "upload with more --memory", False),
         (
             "Pod was active on the node longer than the specified deadline",
-            "longer than the deadline of the step",
+            "it exceeded the deadline of the step",
             False,
         ),
         ("PodInitializing", "", False),
@@ -486,7 +486,7 @@ def test_a_driver_of_the_run_is_no_step():
 @pytest.mark.usefixtures("inside")
 @pytest.mark.parametrize("code", [1, 2])
 def test_the_cause_of_a_step_without_a_record_is_the_message_of_its_pod(waited, code):
-    words = "prepare_data: s3://b: no credentials, or wrong ones: set AWS_ACCESS_KEY_ID"
+    words = "prepare_data: s3://b: missing or wrong credentials: set AWS_ACCESS_KEY_ID"
     message = f"main: Error (exit code {code}): {words}"
     answer = waited(failed("prepare_data", message=message))
     assert (answer.code, answer.json["message"]) == (code, words)

@@ -160,11 +160,11 @@ def test_a_mistake_of_the_user_is_2(instance, remote):
     [
         (PREPARED[:1], "unchanged", ("unchanged", "why")),
         (PREPARED, "refused", ("refused", "why")),
-        (PREPARED, "accepted", ("failed", "the data was accepted, but train_model was not run")),
+        (PREPARED, "accepted", ("failed", "the data was accepted, but train_model did not run")),
         (EVALUATED[:4], "", ("done", "")),
         (EVALUATED, "refused", ("refused", "why")),
         (EVALUATED, "blessed",
-         ("failed", "the model was blessed, but register_model was not run")),
+         ("failed", "the model was blessed, but register_model did not run")),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("has_nodes", [True, False])

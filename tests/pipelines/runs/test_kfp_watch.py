@@ -123,7 +123,7 @@ def test_before_the_start_is_known(instance, calling, submit):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON)
     assert process.returncode == 130
-    assert "it is unknown whether the run was started: see `flotilla runs`" in err
+    assert "the run may have started; check with `flotilla runs`" in err
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ class TestLayingOut:
     def test_pods_share_its_root(self, workdir, launcher):
         cluster = {"launcher": launcher}
         options = {"pipeline": "run", "config": {"cluster": cluster}, "workdir": workdir}
-        with pytest.raises(ConfigError, match=r"that the pods of .*chief do not share; set it"):
+        with pytest.raises(ConfigError, match=r"that the pods of .*chief do not share; use a"):
             local.start(local.RunOptions(**options))
         assert not workdir.exists()
         local.start(local.RunOptions(**{**options, "pipeline": "prepare"}))
@@ -456,6 +456,6 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     assert not (tmp_path / "kept.json").exists()
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
-    assert step.error.startswith("storage.root is empty: set it to the URI")
+    assert step.error.startswith("storage.root is empty: set it to a URI")
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

@@ -253,7 +253,7 @@ def test_open_shows_the_page_of_a_sweep(flotilla, tmp_path, monkeypatch):
 def test_open_of_a_run_without_a_report(flotilla, folder):
     answer = flotilla("open", folder.name, "--workdir", folder.parent)
     assert (answer.code, answer.out) == (1, "")
-    assert answer.err.startswith(f"flotilla: run {folder.name} has no report: it is ")
+    assert answer.err.startswith(f"flotilla: run {folder.name} is ")
     assert answer.err.endswith(f"; read its log with: flotilla logs {folder.name}\n")
 
 

@@ -33,7 +33,7 @@ KILLED = "the step was killed, or user code ended the process; see pipeline.log"
 INTERRUPTED = "interrupted at global step 70; checkpoint file:///r/step-00000070"
 STOPPED = [begun("train_model"), ended("train_model", "interrupted", 130, error=INTERRUPTED)]
 RESOLVED = done("resolve_config")
-NOT_RUN = "the model was blessed, but {} was not run; see pipeline.log"
+NOT_RUN = "the model was blessed, but {} did not run; see pipeline.log"
 LOST = "the run did not finish: its process ended before {} started; see pipeline.log"
 RUNNER = "the local runner ended with exit code {}; see pipeline.log"
 

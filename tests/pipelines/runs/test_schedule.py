@@ -147,7 +147,7 @@ def test_a_time_zone_is_said_in_both_clocks(instance, remote):
     answer = remote(*NIGHTLY, "--timezone", "Asia/Kolkata")
     assert answer.code == 0
     assert "02:30:00 Asia/Kolkata (" in answer.err
-    assert "UTC); this needs an instance with CRON_SCHEDULE_TIMEZONE=Asia/Kolkata" in answer.err
+    assert "UTC); the instance must set CRON_SCHEDULE_TIMEZONE=Asia/Kolkata" in answer.err
     # The API has no field for the time zone.
     assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
 

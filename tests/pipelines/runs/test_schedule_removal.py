@@ -47,7 +47,7 @@ def test_a_schedule_is_removed_once_its_run_has_ended(instance, remote, fire, lo
     assert (answer.code, answer.json["schedule"]["removed"]) == (0, 1)
     assert not looks
     assert (
-        answer.err.count(f"its run {run} has ended (running); to end that run: flotilla cancel")
+        answer.err.count(f"its run {run} has ended (running); to cancel the run: flotilla cancel")
         == 1
     )
     writes = [each for each in instance.requests if not each.startswith("GET")]
@@ -94,7 +94,7 @@ def test_a_run_whose_workflow_is_gone_is_not_waited_for(instance, remote, fire):
     instance.store.workflows[run].collect()
     answer = remote("unschedule", "digits", "--cancel")
     assert (answer.code, instance.store.recurring) == (0, {})
-    assert f"not waiting for run {run}: its Workflow was deleted" in answer.err
+    assert f"not waiting for run {run}: the Workflow and the pods" in answer.err
 
 
 def test_one_that_is_ending_already_is_not_cancelled_twice(instance, remote, fire, looks):
@@ -114,7 +114,7 @@ def test_now_says_what_may_be_lost(instance, remote, fire):
     assert not instance.store.workflows[run].is_gone
     assert "running" in remote("status", run).out
     answer = remote("unschedule", "digits", "--now", "--cancel")
-    assert (answer.code, "leave one out" in answer.err) == (2, True)
+    assert (answer.code, "cannot be combined" in answer.err) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["status", "cancel", "cancel, then status"])
@@ -127,7 +127,7 @@ def test_a_run_whose_workflow_went_with_its_schedule_is_said_to_be_lost(
     assert remote("unschedule", "digits", "--now").code == 0
     answer = [remote(each, run, "--json") for each in command.split(", then ")][-1]
     assert answer.json["status"] == "failed"
-    assert "its Workflow was deleted with its pods" in answer.json["message"]
+    assert "the Workflow and the pods of the run were deleted" in answer.json["message"]
     assert "archive and delete the run in the user interface" in answer.json["message"]
 
 
@@ -137,7 +137,7 @@ def test_a_cancelled_run_without_pods_is_said_to_be_lost(instance, remote, fire)
     assert "Workflow" not in remote("status", run).err
     # A user deletes the workflow by hand.
     instance.store.workflows[run].collect()
-    assert "its pods are gone; unless it ends" in remote("status", run).err
+    assert "if this run does not end within minutes, the Workflow" in remote("status", run).err
     instance.store.end_run(run, "FAILED")
     assert "Workflow" not in remote("status", run).err
 
@@ -194,7 +194,7 @@ def test_ctrl_c_leaves_it_disabled_and_its_run_alone(instance, remote, fire, loo
     looks += [nothing, interrupt]
     answer = remote("unschedule", "digits", "--json")
     assert (answer.code, answer.json["status"]) == (130, "interrupted")
-    assert "repeat the command later" in answer.json["message"]
+    assert "repeat the command to remove it" in answer.json["message"]
     [made] = instance.store.recurring.values()
     assert (made["mode"], instance.store.runs[run]["state"]) == ("DISABLE", "RUNNING")
     instance.store.end_run(run, "SUCCEEDED")

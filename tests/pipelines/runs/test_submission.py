@@ -191,7 +191,7 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     instance.faults.add("POST .*/runs$", 0, late=True)
     answer = remote("submit")
     assert answer.code == 1
-    assert "it is unknown whether the run was started: see `flotilla runs`" in answer.err
+    assert "the run may have started; check with `flotilla runs`" in answer.err
     # Only GET requests are retried.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1

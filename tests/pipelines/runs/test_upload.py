@@ -54,7 +54,7 @@ def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_
     assert answer.json["version"]["name"] == names(instance)[0]
     assert answer.json["artifacts"] == {}
     assert (
-        f"no link: {instance.url} serves only the API; give the address of the user interface"
+        f"no link: {instance.url} serves only the API; set the URL of the user interface"
         in answer.err
     )
     assert "uploaded: flotilla-training version" in answer.err

@@ -22,10 +22,10 @@ def test_each_trial_has_a_run_of_its_own():
     ("named", "message"),
     [
         ({"parallel": 0}, "--parallel 0"),
-        ({"seed": 3}, "--seed 3 applies to --random"),
+        ({"seed": 3}, "--seed 3 applies only to --random"),
         ({"seed": -1, "random": 3}, "--seed -1 is not between 0 and"),
         ({"seed": 1 << 32, "tpe": 3}, "--seed 4294967296 is not between 0 and"),
-        ({"random": 3, "tpe": 3}, "use one of them"),
+        ({"random": 3, "tpe": 3}, "use only one of them"),
         ({"random": 0}, "--random 0"),
         ({"tpe": 1001}, "--tpe 1001"),
         ({"better": "up"}, "--better 'up'"),

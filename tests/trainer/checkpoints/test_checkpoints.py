@@ -322,7 +322,7 @@ def test_no_attempt_resumes_with_other_data(tmp_path):
     variables = {"global_step": tf.Variable(10, dtype=tf.int64)}
     checkpoints("aa").save(variables, io_device=None, fields={})
     assert checkpoints("aa").newest().global_step == 10
-    with pytest.raises(UserError, match="step-00000010 was trained on other data") as caught:
+    with pytest.raises(UserError, match="step-00000010 was trained on different data") as caught:
         checkpoints("bb").newest()
     assert len(str(caught.value).splitlines()) == 1
 

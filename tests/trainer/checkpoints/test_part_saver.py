@@ -337,7 +337,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
     ("kind", "reason", "remedy"),
     [
         (tf.errors.UnknownError, errno.EIO, "look for disk errors in the system log"),
-        (tf.errors.AbortedError, errno.ESTALE, "mount it again"),
+        (tf.errors.AbortedError, errno.ESTALE, "mount the file system again"),
         (
             tf.errors.DeadlineExceededError,
             errno.ETIMEDOUT,

@@ -146,8 +146,8 @@ def published(folder, variables):
 def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_path, variables, said):
     uri = published(tmp_path, variables)
     assert refused(run, uri) == (
-        f"training.warm_start: {uri} is the checkpoint of another model: {said}; give one with the "
-        "same model section, select variables with {from, include, exclude}, or leave the key "
+        f"training.warm_start: {uri} is the checkpoint of another model: {said}; give weights of "
+        "the same model, select variables with {from, include, exclude}, or leave the key "
         "empty"
     )
 
@@ -411,7 +411,7 @@ class TestOfKeras:
         inputs = keras.Input((3,))
         file = tmp_path / "own.keras"
         keras.Model(inputs, keras.layers.Dense(2)(Twice()(inputs))).save(file)
-        with pytest.raises(UserError, match=r"register_keras_serializable\) by the module of mod"):
+        with pytest.raises(UserError, match="register_keras_serializable in the module of mod"):
             begin(net_parts(), str(file))
 
     def test_one_that_is_not_there(self, begin, tmp_path):

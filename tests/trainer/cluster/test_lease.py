@@ -95,8 +95,8 @@ def test_a_second_job_reads_who_holds_it_and_until_when(uri, clock):
     clock.acquire("digits-1")
     assert refused(lambda: clock.acquire("digits-2")) == (
         f"run digits-1 (process {os.getpid()} on {os.uname().nodename}) has been writing to {uri} "
-        "since 2027-01-15 08:00:00 UTC and holds its lease at least until 2027-01-15 08:02:00 "
-        "UTC: wait until it ends, or stop it; if it is already dead, try again after that time"
+        "since 2027-01-15 08:00:00 UTC and holds the lease at least until 2027-01-15 08:02:00 UTC"
+        ": wait until that run ends, or stop it; if it is already dead, try again after that time"
     )
 
 

@@ -245,7 +245,7 @@ def test_a_changed_manifest_does_not_help(made):
 
 def test_a_bundle_that_is_gone_is_refused(made):
     storage.delete(made)
-    with pytest.raises(ConfigError, match=r"code: there is no bundle at .*; submit again with"):
+    with pytest.raises(ConfigError, match=r"code: there is no bundle at .*; submit the run again"):
         bundle.enter(made)
 
 

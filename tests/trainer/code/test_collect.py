@@ -92,7 +92,7 @@ def test_a_folder_that_is_none_is_refused(folder, tmp_path):
     assert "it is a file; give its folder" in refusal(folder / "blocks.py")
     assert "not a valid path; give a folder" in refusal(tmp_path / "a\0b")
     (tmp_path / "empty").mkdir()
-    assert "it contains no module (*.py); give the folder" in refusal(tmp_path / "empty")
+    assert "the folder has no module (*.py); give the folder" in refusal(tmp_path / "empty")
 
 
 def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
@@ -121,9 +121,7 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
     (folder / "many").mkdir()
     for number in range(9):
         (folder / "many" / f"{number}.txt").touch()
-    assert "more than 5 files, the maximum for a code folder (most are below many" in refusal(
-        folder
-    )
+    assert "more than 5 files, which is the maximum (most are below many" in refusal(folder)
 
 
 def test_an_ignore_file_that_is_no_text_is_refused(folder):

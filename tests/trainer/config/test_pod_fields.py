@@ -103,7 +103,7 @@ def test_a_toleration(tree):
         ({"keys": "a"}, "'keys' is not a field of a toleration; did you mean 'key'?"),
         ({"key": "a", "operator": "exists"}, "operator: 'exists' is unknown to Kubernetes; did"),
         ({"key": "a", "effect": "Never"}, "effect: 'Never' is unknown to Kubernetes"),
-        ({"key": "a", "operator": "Exists", "value": "b"}, "has no value; leave it out"),
+        ({"key": "a", "operator": "Exists", "value": "b"}, "has no value; leave value out"),
         ({"value": "b"}, "without a key needs the operator Exists"),
         ({"key": "a", "value": True}, "value: True is not a string"),
         ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not a valid taint key"),

@@ -95,10 +95,10 @@ BAD = [
     ("training.schedule.warmup_steps=-1", "training.schedule.warmup_steps: -1 is not allowed"),
     ("training.schedule.args={alpha: 0.1}", "args.alpha of constant: "),
     ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
-    ("data.image={channels: 1}", "size: set [height, width]; all images are resized to it"),
+    ("data.image={channels: 1}", "size: it is required unless channels is 3; set [height, width]"),
     ("data.image={size: [8]}", "write it as [height, width]"),
     ("data={buckets: [4], partition: dynamic}", "buckets: they group examples by length"),
-    ("data.buckets=[8, 4]", "write the lengths in ascending order"),
+    ("data.buckets=[8, 4]", "the lengths must be in ascending order"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
     ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is placed on 'ps0'; write the"),
     (

@@ -202,7 +202,7 @@ def test_supervised_keys_may_name_several_labels(selected):
         (
             {"label": "shop"},
             "data.label: 'shop' of made is a string, but a label must be a class or a number; "
-            "set data.label to one or several of its features (rows/age, rows/fare, price, sold, "
+            "set data.label to one or more of its features (rows/age, rows/fare, price, sold, "
             "times, words)",
         ),
     ],

@@ -211,7 +211,7 @@ def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
 
 def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
     write(tmp_path, "a,label\n")
-    with pytest.raises(UserError, match=r"has no rows; give files that have"):
+    with pytest.raises(UserError, match=r"has no rows; set data.source to files"):
         opened(tmp_path)
 
 
@@ -504,7 +504,7 @@ def test_a_partition_goes_before_a_key_of_its_name(tmp_path: Path) -> None:
 def test_a_weight_below_zero_names_its_row(tmp_path: Path) -> None:
     rows = "".join(f"{i},{i % 2},{-1 if i == 7 else 1}\n" for i in range(60))
     write(tmp_path, f"x,label,w\n{rows}")
-    with pytest.raises(UserError, match=r"a\.csv, row 9: 'w' is not a number of at least 0 \('-1'"):
+    with pytest.raises(UserError, match=r"a\.csv, row 9: 'w' is negative or not a number \('-1'"):
         opened(tmp_path, weight="w")
     _, found = opened(tmp_path, weight="w", bad_rows=0.1)
     assert len(found["x"]) == 59

@@ -102,8 +102,8 @@ def test_what_is_set_stays_in_the_example(ragged):
         ),
         (
             {"picture": (8, 8)},
-            "data.shapes: picture: [8, 8] does not match uint8 of shape (None, None, 3); it can be "
-            "[64, 64, 3]",
+            "data.shapes: picture: [8, 8] does not match uint8 of shape (None, None, 3); set a "
+            "shape such as [64, 64, 3]",
         ),
         ({"picture": (8, 8, 1)}, "data.shapes: picture: [8, 8, 1] does not match uint8 of shape "),
         ({"sound": (5, 5)}, "data.shapes: sound: [5, 5] does not match int64 of shape (None,); "),

@@ -127,7 +127,7 @@ def test_nothing_to_train_on_is_refused():
 
 
 def test_more_shards_than_examples_are_refused():
-    with pytest.raises(UserError, match=r"10 shards for 9 .* to 9 or less"):
+    with pytest.raises(UserError, match=r"9 training .* into 10 shards; .* to 9 or less"):
         shards_of(drawn({"train": 10, "test": 1}), 10)
 
 

@@ -88,7 +88,7 @@ def test_classes_of_which_nothing_is_learnt_are_said():
     target = Target("y", spec)
     target.add("train", np.array([0, 0, 0, 1]))
     assert list(target.notes()) == [
-        "the label 'y' has only one example of 'b': correct the spelling, merge classes, or add "
+        "the label 'y' has only one example of 'b'; correct the spelling, merge classes, or add "
         "examples"
     ]
     target.add("test", np.array([0, 1, 2, 2]))

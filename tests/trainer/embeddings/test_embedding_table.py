@@ -382,7 +382,7 @@ def test_ids_of_another_type_are_refused():
         (
             "float32",
             {"capacity": 4},
-            "missing or beyond 64 bits: fill them, or read them as strings",
+            "missing or beyond 64 bits: fill missing values, or read the ids as strings",
         ),
         ("int64", {"min_count": 4}, "tables.user: {'min_count': 4} has no capacity; write {cap"),
         ("int64", {"capacity": 0}, "tables.user.capacity: 0 is not allowed"),

@@ -96,7 +96,7 @@ def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp
 
 
 def test_what_is_no_model_can_be_no_champion(run, tmp_path):
-    with pytest.raises(UserError, match="is a dataset, not a model: it cannot be the champion"):
+    with pytest.raises(UserError, match="is a dataset, but the champion must be a model"):
         measured(run, run.dataset, tmp_path)
 
 

@@ -194,7 +194,7 @@ def test_large_finite_logits_have_a_finite_loss(run, tmp_path):
 def test_a_dataset_without_test_examples_is_refused(run, tmp_path):
     dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), test=0)
     message = _refusal(run, tmp_path, dataset=dataset)
-    assert message == f"{dataset} has no test examples: nothing can be evaluated"
+    assert message == f"{dataset} has no test examples to evaluate the model on"
 
 
 def test_examples_that_are_missing_are_noticed(run, tmp_path):

@@ -53,7 +53,7 @@ def test_progress_says_the_epoch_where_it_is_known():
             CheckpointPublished(uri="gs://b/c", global_step=7),
             "checkpoint of global step 7: gs://b/c",
         ),
-        (UploadFailed(reason="no answer"), "a checkpoint is not uploaded yet: no answer"),
+        (UploadFailed(reason="no answer"), "cannot upload a checkpoint yet: no answer"),
         (
             Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
             "validation of global step 7: loss 0.5  accuracy 0.25",

@@ -197,8 +197,8 @@ def test_cnn_refuses_what_is_no_image():
     with pytest.raises(ConfigError) as caught:
         _build("cnn", TABLE)
     assert str(caught.value) == (
-        "model cnn: it needs images of shape (height, width) or (height, width, channels), but the "
-        "dataset's input has the shape (4,); use mlp or softmax"
+        "model cnn: images must have the shape (height, width) or (height, width, channels), but "
+        "the dataset's input has the shape (4,); use mlp or softmax"
     )
 
 
@@ -212,14 +212,14 @@ def test_several_inputs_need_a_model_of_ones_own(name):
     with pytest.raises(ConfigError) as caught:
         _build(name, spec)
     assert str(caught.value) == (
-        f"model {name}: it needs one input feature, but the dataset has age, fare; use `tabular`, "
-        "or write your own as package.module:function"
+        f"model {name}: one input feature is allowed, but there are age, fare; use `tabular`, or "
+        "your own model as package.module:function"
     )
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_text_needs_a_model_of_ones_own(name):
-    with pytest.raises(ConfigError, match="it needs numbers, but the dataset's input is a string"):
+    with pytest.raises(ConfigError, match="the input must be numeric, but it is a string"):
         _build(name, InputSpec(shape=(), dtype="string", output_shape=(2,)))
 
 
@@ -329,8 +329,8 @@ def test_padding_does_not_change_what_is_said_of_a_sequence():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"dtype": "float32"}, "needs one sequence of whole numbers, not float32"),
-        ({"shape": (8, 8)}, "needs one sequence of whole numbers, not int64 of shape"),
+        ({"dtype": "float32"}, "one sequence of integers, not float32"),
+        ({"shape": (8, 8)}, "one sequence of integers, not int64 of shape"),
         ({"vocabulary": 0}, "vocabulary: 0 is not allowed"),
     ],
 )

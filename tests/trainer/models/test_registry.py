@@ -229,7 +229,7 @@ def test_module_that_one_of_pythons_own_hides():
 
 def test_own_function_without_an_argument(own):
     message = _refusal(own, "without_arguments")
-    assert message.startswith("model own_models:without_arguments: it accepts no argument (")
+    assert message.startswith("model own_models:without_arguments: the function accepts")
     assert message.endswith("own_models.py:79); its first argument must be the `InputSpec`")
 
 
@@ -248,7 +248,7 @@ def test_something_that_cannot_be_called(own):
 
 def test_a_model_in_place_of_a_function(own):
     assert _refusal(own, "MODEL") == (
-        "model own_models:MODEL: it is a model, not a function that returns one"
+        "model own_models:MODEL is a Keras model, not a function that returns one"
     )
 
 
@@ -285,7 +285,7 @@ def test_probabilities_in_the_place_of_logits(own, function):
 
 def test_wrong_number_of_classes(own):
     assert _refusal(own, "wrong_classes") == (
-        "model own_models:wrong_classes: its output must be floats of shape (batch, 3) for "
+        "model own_models:wrong_classes: the output must be floats of shape (batch, 3) for "
         "classification of 'label' (one int64 of 3 classes), not float32 of shape (None, 4)"
     )
 
@@ -295,14 +295,14 @@ def test_output_that_is_not_float(own):
 
 
 def test_several_outputs(own):
-    assert "its output is a list, but the task has one output; return" in _refusal(
+    assert "the output is a list, but the task has one output; return" in _refusal(
         own, "two_outputs"
     )
 
 
 def test_model_for_another_input(own):
     message = _refusal(own, "wrong_input")
-    assert "it does not accept the dataset's input of shape (4,) and type float32" in message
+    assert "does not accept the dataset's input of shape (4,) and type float32" in message
 
 
 def test_two_variables_of_one_name(own):
@@ -409,5 +409,5 @@ def test_a_layer_that_the_model_has_frozen_itself_may_be_named():
 def test_with_everything_frozen_there_is_nothing_to_train():
     model = net()
     freeze(model, ["*"])
-    with pytest.raises(ConfigError, match=r"all of its variables are frozen, .* training.freeze"):
+    with pytest.raises(ConfigError, match=r"all variables are frozen, .* training.freeze"):
         registry.require_trainable("net", model)

@@ -124,7 +124,7 @@ def test_unknown_ids_may_share_a_row():
 def test_a_dataset_that_does_not_fit_is_refused(spec, message):
     with pytest.raises(ConfigError) as caught:
         build(spec, rows=ROWS)
-    assert str(caught.value) == f"model two_tower: it {message}"
+    assert str(caught.value) == f"model two_tower: the model {message}"
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_it_learns_what_is_clicked_and_what_is_found():
         ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
         (
             {"popularity": ""},
-            "it does not use the input 'shown'; name it in user_attributes or it",
+            "the model does not use the input 'shown'; add it to user_attributes",
         ),
         ({"item": "user"}, "'user' is named twice"),
         ({"item_attributes": ["shown"]}, "'shown' is named twice"),
@@ -251,11 +251,11 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
         (spec_of(dtype="float32"), "tables.user: ids must be 64-bit whole numbers or strings"),
         (
             spec_of(shape=(2,)),
-            "it needs one value of 'user' per example, but it is int64 of shape (2,)",
+            "'user' must have one value per example, but is int64 of shape (2,)",
         ),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
-            "it needs several inputs; set data.inputs: [user, item, shown]",
+            "the model needs several inputs; set data.inputs: [user, item, shown]",
         ),
         (spec_of(dtype="string"), "popularity: 'shown' is string, not a number"),
     ],

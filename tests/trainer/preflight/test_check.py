@@ -96,7 +96,7 @@ def test_a_program_is_looked_for_and_not_tried(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program = {"command": ["python", "train.py"]}
     assert check(parse_config({"program": program})).notes == (
-        "the model is not checked, because the program python train.py trains its own",
+        "the model is not checked, because the program 'python train.py' builds it",
     )
     with pytest.raises(ConfigError, match=r"program\.command: there is no program no-such"):
         check(parse_config({"program": {"command": ["no-such"]}}))

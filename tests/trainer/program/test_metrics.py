@@ -76,7 +76,7 @@ def test_a_program_that_begins_below_its_checkpoint_is_asked_why(tmp_path, caplo
     again = Metrics(History(uri_of(tmp_path / "run"), start=0), 0, 7)
     for step in (3, 4):
         take(again, step=step)
-    assert caplog.text.count("starts at step 3, before its checkpoint of step 7") == 1
+    assert caplog.text.count("starts at step 3, although its checkpoint is from step 7") == 1
 
 
 def test_the_step_of_a_checkpoint(metrics, tmp_path):

@@ -309,7 +309,7 @@ def test_every_part_of_a_slice_has_its_rule(tmp_path: Path) -> None:
         ("accuracy@x=1", "gate.min.accuracy@x=1: there is no slice by 'x' (sliced by: label)"),
         (
             "accuracy@label=9",
-            "gate.min.accuracy@label=9: no example has label '9' (its values: 0, a",
+            "gate.min.accuracy@label=9: no example has label '9' (values: 0, a",
         ),
         ("macro_f1@label=0", "gate.min.macro_f1@label=0: 'macro_f1' was not measured"),
     ],
@@ -476,9 +476,9 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
     [
         (
             {"metrics": {"accuracy": None}},
-            "The accuracy of a constant prediction is unknown, so 5% of the champion's",
+            "The accuracy of a constant prediction is unknown, so the margin of 5%",
         ),
-        ({"metrics": {"accuracy": 0.96}}, "The champion is not better than a constant, so 5%"),
+        ({"metrics": {"accuracy": 0.96}}, "The champion does not beat a constant, so the"),
     ],
 )
 def test_a_share_of_no_gain_is_nothing(
@@ -501,7 +501,7 @@ def lost(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(1, ""), (3, "c1 0.1 of 0.9, c2 0.1 of 0.9"), (8, "c3 0.1 of 0.9, 4 more")]
+    ("count", "words"), [(1, ""), (3, "0.9), c2 (0.1, champion 0.9)"), (8, "champion 0.9), 4 more")]
 )
 def test_one_rule_names_the_classes_that_are_lost(tmp_path: Path, count: int, words: str) -> None:
     decision = check(

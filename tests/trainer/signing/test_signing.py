@@ -116,7 +116,7 @@ def plant(folder, path):
 
 
 def refused(look):
-    with pytest.raises(storage.Corrupt, match="which its manifest does not list") as it:
+    with pytest.raises(storage.Corrupt, match="which the manifest does not list") as it:
         look()
     assert "\n" not in str(it.value)
 
@@ -205,7 +205,7 @@ def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
         config.set_hashing_config(signing._hashing()).sign(folder, folder / SIGNATURE)
         uri = storage.uri_of(tmp_path / "files-alone")
         storage.publish(folder, uri, kind="model", fields=FIELDS)
-    with pytest.raises(UnsignedError, match="its manifest is not signed, although"):
+    with pytest.raises(UnsignedError, match="the manifest is not signed, although"):
         signing.verify(uri)
 
 

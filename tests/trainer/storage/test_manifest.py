@@ -186,7 +186,7 @@ def test_a_deep_nest_is_damage_and_no_crash() -> None:
 
 @pytest.mark.parametrize("name", RESERVED)
 def test_a_field_cannot_take_the_manifests_own_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"field names {name} are reserved by the manifest"):
+    with pytest.raises(ValueError, match=f"reserves these field names: {name}"):
         Manifest("a", (), {name: 1})
 
 

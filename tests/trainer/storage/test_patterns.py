@@ -85,7 +85,7 @@ def test_the_files_of_a_split_are_below_the_source_or_elsewhere():
         ("gs://bucket/{span}", "{span} is unknown"),
         ("gs://bucket/{SPAN}/{SPAN}", "keep only one"),
         ("gs://bucket/{SPAN}/{DATE}", "keep only one"),
-        ("gs://bucket/[z-a]", "is not a pattern"),
+        ("gs://bucket/[z-a]", "is not a valid pattern"),
         ("gs://bucket/../x", "'..'"),
         ("~nobody-of-this-name/x", "home folder"),
     ],

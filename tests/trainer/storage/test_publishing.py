@@ -96,8 +96,8 @@ def test_other_content_is_a_conflict(make: Make, place: Place, uri: str) -> None
     first = storage.publish(make(), uri, kind="x", fields={"n": 1})
     for kind, files, fields, reason in (
         ("x", {**FILES, "b.txt": b"Second"}, {"n": 1}, "b.txt differs"),
-        ("x", {"b.txt": b"second"}, {"n": 1}, "a.bin differs, and so do 2 more"),
-        ("x", FILES, {"n": 2, "m": 0}, "fields m, n"),
+        ("x", {"b.txt": b"second"}, {"n": 1}, "a.bin differs, and so do 2 more files"),
+        ("x", FILES, {"n": 2, "m": 0}, "different fields: m, n"),
         ("y", FILES, {"n": 1}, "kind x instead of y"),
     ):
         with pytest.raises(storage.Conflict) as error:
@@ -376,7 +376,7 @@ def test_published_passes_over_what_it_cannot_read_and_says_so(
     assert sorted(record.getMessage().split(" (")[0] for record in caplog.records) == [
         f"skipped: {storage.join(root, 'a')}: MANIFEST.json is damaged",
         f"skipped: {storage.join(root, 'b')}: MANIFEST.json has schema 2, but this version "
-        "reads 1: use the version that wrote it, or create it again",
+        "reads only schema 1; use the version that wrote it, or create it again",
     ]
 
 

@@ -56,8 +56,7 @@ def test_a_limit_on_files_that_the_system_enforces(make: Make, root: str, tmp_pa
     for line, action in zip(lines, actions, strict=True):
         assert line.startswith(action)
         assert line.endswith(
-            "File too large; raise the limit on the size of files (ulimit -f), "
-            "or use another file system"
+            "File too large; raise the file size limit (ulimit -f), or use another file system"
         )
     assert [path.name for path in path_of(root).iterdir()] == ["a-other"]
     assert not (tmp_path / "source-fetched").exists()

@@ -96,7 +96,7 @@ def test_credentials_that_have_expired_are_one_line(place: BucketPlace) -> None:
     with pytest.raises(UserError) as error:
         storage.write_bytes(uri_in(place), b"1")
     line = str(error.value)
-    assert ": credentials that have expired (" in line
+    assert ": the credentials have expired (" in line
     assert "; renew them (aws sso login, or a new AWS_SESSION_TOKEN), or use a role" in line
     assert "\n" not in line
     assert "hush" not in line
@@ -200,7 +200,7 @@ def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     client.cache_clear()
-    with pytest.raises(UserError, match=r"no credentials.*set AWS_ACCESS_KEY_ID"):
+    with pytest.raises(UserError, match=r"wrong credentials.*set AWS_ACCESS_KEY_ID"):
         storage.read_bytes("s3://bucket/k")
     client.cache_clear()
 
@@ -224,7 +224,7 @@ def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(UserError, match=r"s3:// needs boto3: pip install 'kfp-flotilla\[s3\]'"):
+    with pytest.raises(UserError, match=r"s3:// needs boto3: run pip install 'kfp-flotilla\[s3\]'"):
         storage.read_bytes("s3://bucket/k")
 
 
@@ -278,7 +278,7 @@ def test_names_go_there_and_back() -> None:
 )
 def test_data_that_is_sent_over_plain_http(monkeypatch, uri, url, is_said):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
-    assert ("is plain http" in plain_http_remark(uri)) is is_said
+    assert ("uses plain HTTP" in plain_http_remark(uri)) is is_said
 
 
 def test_credentials_in_a_variable_are_refused(monkeypatch):

@@ -110,7 +110,7 @@ def test_what_is_no_uri(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", ["file://host/a", "file://a", "file:///a%00b"])
 def test_what_is_no_file_uri(uri: str) -> None:
-    with pytest.raises(UserError, match="a file URI is file:///absolute/path"):
+    with pytest.raises(UserError, match="write it as file:///absolute/path"):
         storage.local_path(uri)
 
 
@@ -145,7 +145,7 @@ def test_a_message_lists_every_scheme():
         ("file:///a/%2e%2E/b", "empty part, '.' or '..'"),
         ("file:///a%2F..%2Fb", "empty part, '.' or '..'"),
         ("file:///a/./b", "empty part, '.' or '..'"),
-        ("file:///a\\..\\b", "separate its names with /"),
+        ("file:///a\\..\\b", "contains a backslash; use /"),
         ("file:///a\nb", "control character"),
         ("file:///a/\x1b[31m", "control character"),
         ("s3://bucket/a\x7f", "control character"),

@@ -147,7 +147,7 @@ def test_nccl_is_refused_by_a_worker_that_sees_no_gpu():
     with pytest.raises(ConfigError) as caught:
         strategy.build(problem_of()(0))
     assert str(caught.value) == (
-        "cluster.communication: nccl needs a GPU, but worker-1 has none; set it to ring or auto"
+        "cluster.communication: nccl needs a GPU, but worker-1 has none; use ring or auto"
     )
 
 

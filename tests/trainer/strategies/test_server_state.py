@@ -193,7 +193,7 @@ def test_what_is_of_other_variables_is_removed(uri, caplog, given):
     names = names_of(first)
     attempt = Attempt(uri, **given)
     assert attempt.begin() == []
-    assert "variables, workers or training.freeze differ" in caplog.text
+    assert "the variables, the workers or training.freeze have changed" in caplog.text
     assert attempt.values() == {STEP: [0], "table": [0.0], "slot": [0.0]}
     assert not any(map(is_there, names))
     assert attempt.places() == [-1, -1]

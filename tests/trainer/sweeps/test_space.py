@@ -68,7 +68,7 @@ WRONG = [
     (["training.steps"], "write it as"),
     (["data.seed=1,2"], "same validation examples"),
     (["gate.min={},{loss: 1}"], "same for all trials"),
-    (["training.steps=1,2", "training.steps=3,4"], "give it once"),
+    (["training.steps=1,2", "training.steps=3,4"], "is already searched"),
     (["training.steps=3", "training.steps=1,2"], "keep one"),
     (["model.args.a=1", "model.args={a: 2},{a: 3}"], "keep one"),
     ([f"{RATE}=0.1..0.01"], "must be below the last"),

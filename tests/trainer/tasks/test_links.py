@@ -191,8 +191,8 @@ def test_a_split_with_one_of_both_is_refused_before_training(counts, words):
         BinaryClassification(found).check()
 
 
-ONE = "it needs true or false, 0 or 1, or one of two classes"
-ROW = "it needs a vector of 0 and 1, one for each class"
+ONE = "the label must be true or false, 0 or 1, or one of two classes"
+ROW = "the label must be a vector of 0 or 1 for each class"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,6 @@ def test_another_label_is_refused(kind, wanted, words):
 
 
 def test_other_values_are_refused_before_training():
-    with pytest.raises(ConfigError, match=r"has values from 0 to 2; multilabel_classification"):
+    with pytest.raises(ConfigError, match=r"has values from 0 to 2, but multilabel_classification"):
         MultilabelClassification(target(np.array([[0, 2]]))).check()
     several()[0].check()

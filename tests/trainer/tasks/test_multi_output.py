@@ -131,7 +131,7 @@ def test_classes_weigh_in_the_loss_of_their_own_output():
             {},
             {"class_weights": "balanced"},
             "training.class_weights: there are several labels (income, city, owns); set the "
-            "weights of each label in task.outputs, {label: {class_weights: ...}}",
+            "weights of each label in task.outputs.<label>.class_weights",
         ),
     ],
 )
@@ -210,11 +210,11 @@ def test_answers_give_the_outputs_back():
         ({"name": "regression"}, "task.outputs: regression has one output; set task.name to multi"),
         (
             {"args": {"standardize": True}},
-            "task.args: there are several outputs; set it for each of them in task.outputs",
+            "task.args: there are several outputs; set args for each in task.outputs",
         ),
         (
             {"outputs": {"city": {"name": "binary_classification"}}},
-            "task.outputs.city binary_classification: it needs true or false",
+            "task.outputs.city binary_classification: the label must be true or false",
         ),
     ],
 )
@@ -229,10 +229,10 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(config, words):
     [
         (
             net(["income", "city", "own"]),
-            "city: ..., owns: ...}, but it returns income",
+            "city: ..., owns: ...}, but returns income",
         ),
         (keras.Model(x := keras.Input((4,)), keras.layers.Dense(3)(x)), "not one output"),
-        (net(activation="sigmoid"), "output 'owns': it must return logits"),
+        (net(activation="sigmoid"), "output 'owns': the model must return logits"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(model, words):

@@ -203,9 +203,8 @@ def test_a_positive_class_that_there_is_not_is_refused(config, words):
         (
             {"name": "classification"},
             feature("float32"),
-            "task classification: it needs one whole number per example, the class, not 'label' "
-            "(one "
-            "float32)",
+            "task classification: the label must be one class number per example, not 'label' "
+            "(one float32)",
         ),
         (
             {"name": "regression", "args": {"standardise": True}},
@@ -223,9 +222,7 @@ def test_a_task_that_does_not_fit_is_refused_by_name(config, target, words):
 def test_numbers_below_zero_are_no_classes():
     label = {"targets": ("label",), "target_moments": {"label": {"min": -1.0, "max": 1.0}}}
     found = SimpleNamespace(**{**vars(dataset(label=feature())), **label})
-    with pytest.raises(
-        ConfigError, match="has values starting at -1, but classification counts its"
-    ):
+    with pytest.raises(ConfigError, match="has values from -1, but classification needs class"):
         registry.create(TaskConfig(), found)
 
 
@@ -234,8 +231,8 @@ def test_numbers_below_zero_are_no_classes():
     [
         (
             {"train": [4, 4, 0], "test": [0, 3]},
-            "task classification: all examples of the split 'test' have the same 'label', '1': a "
-            "model that always predicts it would be perfect there",
+            "task classification: all examples of the split 'test' have the same 'label', '1'; the "
+            "split needs examples of at least two classes",
         ),
         (
             {"train": [4, 4, 0], "test": [1, 1, 2]},

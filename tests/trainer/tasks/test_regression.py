@@ -101,7 +101,7 @@ def test_an_untrained_model_costs_a_blind_guess():
 @pytest.mark.parametrize(
     ("labels", "args", "words"),
     [
-        (np.array([b"a"]), {}, "it needs numbers, not 'label' (one string)"),
+        (np.array([b"a"]), {}, "the label must be numeric, not 'label' (one string)"),
         (
             np.zeros(2),
             {"standardize": 1},

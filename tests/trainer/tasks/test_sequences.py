@@ -111,7 +111,7 @@ def test_a_whole_sequence_has_one_row_of_logits():
 
 
 def test_what_cannot_be_labelled_is_refused():
-    with pytest.raises(ConfigError, match="it needs a whole number for each position"):
+    with pytest.raises(ConfigError, match="the label must be a class number for each position"):
         SequenceLabelling(Target(name="y", shape=(6,), dtype="float32"))
     counts = {"train": [1, 1], "test": [0, 0]}
     found = Target(name="y", shape=(6,), dtype="int64", counts=counts)

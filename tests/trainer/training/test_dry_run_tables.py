@@ -73,7 +73,7 @@ def refused(tmp_path, monkeypatch):
         (
             ("a", "b", "c"),
             {"model": {"name": "own_models:seven"}},
-            "model own_models:seven: its output must be floats of shape (batch, 3) for class",
+            "model own_models:seven: the output must be floats of shape (batch, 3) for class",
         ),
     ],
 )
@@ -118,11 +118,11 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ({"model": {"name": "own_models:leaves"}}, "model own_models:leaves: SystemExit: 3 ("),
         (
             {"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
-            "model own_models:seven: its output must be floats of shape (batch, 1) for binary_",
+            "model own_models:seven: the output must be floats of shape (batch, 1) for binary_",
         ),
         (
             {"model": {"name": "own_models:chance"}, **SAVED_ALONE},
-            "export.formats: the model read from saved_model returns different predictions (by ",
+            "export.formats: after saving as saved_model and loading again, predictions differ by ",
         ),
         (
             {"task": {"name": "own_models:Failing"}},
@@ -134,11 +134,11 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"model": {"name": "own_models:certain"}},
-            "model own_models:certain: its last layer is a",
+            "model own_models:certain: the last layer is a",
         ),
         (
             {"model": {"name": "own_models:choice"}},
-            "model own_models:choice: it does not accept the dataset's input of shape () and type "
+            "model own_models:choice does not accept the dataset's input of shape () and type "
             "float32: OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python",
         ),
         (
@@ -172,6 +172,6 @@ def test_texts_are_refused_for_tensorflow_lite(refused, name, shape, stored):
     city = FeatureSpec(shape=shape, dtype="string", stored=stored)
     tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}
     assert refused(churn("no", "yes", city=city), tree) == (
-        "export.formats: TensorFlow Lite has no string operations, which city_vocabulary needs "
-        "to look up known texts; leave tflite out, or drop the column"
+        "export.formats: TensorFlow Lite does not support string operations, which "
+        "city_vocabulary needs to look up known texts; remove tflite, or drop the column"
     )

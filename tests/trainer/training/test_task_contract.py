@@ -124,7 +124,7 @@ BROKEN = {
     "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it must be a number"),
     "no loss": (
         {"loss": gives("mse")},
-        "loss() is a str; it must be a keras.losses.Loss",
+        "loss() returns a str, not a keras.losses.Loss",
     ),
     "loss of a batch": (
         {"loss": gives(OneForAll())},
@@ -141,15 +141,15 @@ BROKEN = {
     ),
     "no metric": (
         {"metrics": gives(["mse"])},
-        "metrics() has a str; each item must be a keras.Metric",
+        "metrics() contains a str; each item must be a keras.Metric",
     ),
     "metric without a direction": (
         {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
-        "directions: it measures 'squared', which has no direction",
+        "directions: the task measures 'squared', which has no direction",
     ),
     "metric that does not add up": (
         {"metrics": gives([Largest()])},
-        "but adding the states of two parts of them gives",
+        "if they are evaluated in two parts; a state must be a sum",
     ),
     "no columns": (
         {"answers": answered()},

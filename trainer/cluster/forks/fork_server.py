@@ -64,7 +64,7 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # At a fork, Python reseeds only `random`. Without this, NumPy would draw equal numbers.
+        # At a fork, Python reseeds only `random`. NumPy would draw the same numbers in each task.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -89,7 +89,7 @@ class _Copy:
 
 
 class Server:
-    """Loads modules, and serves fork requests in between."""
+    """A server that loads modules, and serves fork requests in between."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Serve on a listening socket."""

@@ -1,4 +1,4 @@
-"""Starts processes, either through the fork server of this run or without a fork."""
+"""Functions that start processes, through the fork server of this run or without a fork."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
     try:
         connection.connect(f"\0{address}")
         if not fork_request.is_own_user(connection):
-            raise PermissionError("a server of another user")
+            raise PermissionError("the server belongs to another user")
         fork_request.send(connection, wanted, output)
         pid, descriptor = fork_request.receive_number(connection)
     except OSError:
@@ -113,7 +113,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
 
 
 def start_process(wanted: Request, output: int) -> Process:
-    """Start a process, forked by a server if one is available and `loaded` is not empty."""
+    """Start a process. If possible and `loaded` is not empty, the fork server forks it."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):
         return found
@@ -130,7 +130,7 @@ def start_process(wanted: Request, output: int) -> Process:
 
 
 def high(descriptor: int) -> int:
-    """Move a descriptor to a number that no library uses, and return it."""
+    """Move a descriptor to a number that no library uses, and return the number."""
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     os.close(descriptor)
     return copy

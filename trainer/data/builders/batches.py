@@ -29,7 +29,7 @@ _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 def batches(
     name: str, source: tfds.core.DatasetBuilder, selection: Selection, part: Part
 ) -> Iterator[dict[str, Any]]:
-    """Yield the selected features of the examples of a part. Raises `UserError`."""
+    """Yield the selected features of a part's examples in batches. Raises `UserError`."""
     split, first, end = part.origin, part.where["first"], part.where["end"]
     left = end - first
     whole = end == source.info.splits[split].num_examples
@@ -55,8 +55,8 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # With `data.map`, the values of a feature may differ in shape, so read the examples one at a
-    # time.
+    # Read the examples one at a time, because with `data.map`, the values of a feature may differ
+    # in shape.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})
@@ -157,7 +157,7 @@ def _records(
     part: tuple[int, int],
     size: int,
 ) -> tf.data.Dataset:
-    """Parse whole batches of records. TFDS parses single records and is three times slower."""
+    """Parse whole batches of records, because TFDS parses one record at a time, which is slow."""
     classes, encoded = tfds.features.ClassLabel, _list_encoded(selection)
     wire = {
         name: tf.io.FixedLenFeature((), tf.int64 if type(connector) is classes else tf.string)
@@ -188,5 +188,5 @@ def _get(example: Any, path: str) -> Any:
 def _read_error(name: str, source: tfds.core.DatasetBuilder, split: str, reason: str) -> str:
     return (
         f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
-        f"({reason}); remove that folder to create it again"
+        f"({reason}); delete that folder, and the next run will prepare the dataset again"
     )

@@ -35,7 +35,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the builder from the pickle. It is made again from the configuration when needed."""
+        """Omit the builder from the pickle. A process creates it again from the configuration."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property

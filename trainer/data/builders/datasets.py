@@ -51,13 +51,13 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     try:
         found = make(**given, **config.builder_args)
         if config.version and is_folder(found) and str(found.version) != config.version:
-            only = f"{config.dataset} has only version {found.version}; set it to that"
-            raise ConfigError(f"data.version: {config.version}: {only}")
+            one, asked = str(found.version), f"data.version: {config.version}: {config.dataset}"
+            raise ConfigError(f"{asked} has only version {one}; set data.version to {one!r}")
         return found
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
-            f"data.dataset: TFDS has no dataset {name!r}{nearest(name, known)}; for your own "
+            f"data.dataset: TFDS has no dataset {name!r}{nearest(name, known)}; to use your own "
             "builder, set data.dataset to package.module:Builder"
         ) from error
     except ConfigError:
@@ -78,7 +78,7 @@ def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of a folder builder's file names, sizes and times, or {} for others."""
+    """Return a digest of a folder builder's file names, sizes and times, or {} for TFDS data."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

@@ -1,6 +1,6 @@
 """Let TFDS download and prepare a dataset, and report a failure in one line.
 
-A download that cannot work fails within seconds, whereas TFDS alone would retry for minutes.
+If a host is unreachable, the download fails within seconds. TFDS alone would retry for minutes.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _folder(manual_dir: str) -> Path | None:
     folder = Path(manual_dir).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(
-            f"data.manual_dir: {folder} is not a folder; give the folder with the files"
+            f"data.manual_dir: {folder} is not a folder; set it to the folder with the files"
         )
     return folder
 
@@ -222,7 +222,7 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 
 
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
-    """Call `ask(url)` before each file that has to be downloaded.
+    """Call `ask(url)` before TFDS downloads each file.
 
     A builder's URLs are unknown until it downloads them: its list of checksums covers all its
     configs, and may be missing. TFDS has no public hook for this.

@@ -1,4 +1,4 @@
-"""Datasets that need no download: tables and images of scikit-learn, and generated examples.
+"""Datasets that need no download: tables and images from scikit-learn, and generated examples.
 
 The inputs of tables are standardized with the mean and standard deviation of the training examples,
 which are the same in every run.
@@ -44,7 +44,7 @@ Loaded = tuple[Mapping[str, Any], Any, Any]
 
 
 class _Embedded(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Base class. The key of an example is its index."""
+    """Base class of the embedded datasets. The key of an example is its index."""
 
     VERSION = tfds.core.Version("1.0.0")
     FEATURES: ClassVar[Features]
@@ -141,7 +141,7 @@ class Linnerud(_Embedded):
 
 
 class Wine(_Embedded):
-    """The grower (one of three) of 178 wines (Aeberhard and Forina, UCI, 1991)."""
+    """The grower (one of three) of each of 178 wines (Aeberhard and Forina, UCI, 1991)."""
 
     FEATURES: ClassVar[Features] = {
         "features": tfds.features.Tensor(shape=(13,), dtype=np.float32),
@@ -246,7 +246,7 @@ def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
 
 
 def _source() -> Any:
-    # Import here, because it takes a second and finding a published dataset does not need it.
+    # Import scikit-learn only here: this takes a second, and published datasets do not need it.
     from sklearn import datasets  # noqa: PLC0415
 
     return datasets

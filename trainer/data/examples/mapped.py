@@ -52,7 +52,7 @@ class UnsuitableError(ValueError):
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration for reading the source, without the results' roles and shapes."""
+    """Return the configuration of the source, without the roles and shapes of the results."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
@@ -123,7 +123,7 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the function's results. Raises `UserError` if it fails or a result does not fit."""
+        """Yield the results. Raises `UserError` if the function fails or a result does not fit."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         before = 0
         for batch, rows in self._map(part):
@@ -245,8 +245,8 @@ def _class_label(source: str, name: str, values: set[Any]) -> Any:
         return tfds.features.ClassLabel(names=names)
     if not values or not all(isinstance(each, int) for each in values) or min(values) < 0:
         raise UserError(
-            f"{source}: the classes of {name!r} must be strings, or whole numbers from 0; found "
-            f"{min(values - texts, default=None)!r}"
+            f"{source}: the classes of {name!r} must be strings, or whole numbers of at least 0; "
+            f"found {min(values - texts, default=None)!r}"
         )
     return tfds.features.ClassLabel(num_classes=int(max(values)) + 1)
 
@@ -262,7 +262,7 @@ def _several(function: Callable[..., Any], given: Mapping[str, Any], count: int)
     columns = dict(function(dict(given)))
     for name, values in columns.items():
         if len(values) != count:
-            raise ValueError(f"it returns {len(values)} values of {name!r} for {count} examples")
+            raise ValueError(f"returned {len(values)} values of {name!r} for {count} examples")
     for index in range(count):
         yield {name: values[index] for name, values in columns.items()}
 
@@ -392,8 +392,8 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     )
     if not inner:
         raise UnsuitableError(
-            f"returns {name!r} with shape {value.shape}, but the first examples with shape "
-            f"{spec.shape}; set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another "
+            f"returns {name!r} with shape {value.shape}, but with shape {spec.shape} for the first "
+            f"examples; set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another "
             "shape"
         )
     if get_dtype(value) == spec.dtype:
@@ -401,7 +401,7 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     able = spec.dtype != "string" and value.dtype != _TEXT
     if not (able and np.can_cast(value.dtype, spec.dtype, "same_kind")):
         raise UnsuitableError(
-            f"returns {name!r} as {get_dtype(value)}, but the first examples as {spec.dtype}"
+            f"returns {name!r} as {get_dtype(value)}, but as {spec.dtype} for the first examples"
         )
     return value.astype(spec.dtype)
 
@@ -415,8 +415,8 @@ def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
     pixels = value[..., np.newaxis] if value.ndim == len(("height", "width")) else value
     if pixels.dtype != np.uint8 or pixels.shape[2:] != spec.shape[2:]:
         raise UnsuitableError(
-            f"returns {name!r} as {get_dtype(value)} with shape {value.shape}; an image is the "
-            f"bytes of a file, or uint8 of shape (height, width, {spec.shape[-1]})"
+            f"returns {name!r} as {get_dtype(value)} with shape {value.shape}; return the bytes of "
+            f"an image file, or a uint8 array of shape (height, width, {spec.shape[-1]})"
         )
     return encode(pixels)
 
@@ -432,8 +432,8 @@ def _number_classes(name: str, value: Value, spec: FeatureSpec) -> Value:
     for place, each in np.ndenumerate(value):
         if each not in known:
             raise UnsuitableError(
-                f"returns the new class {each.decode(errors='replace')!r} of {name!r}: it must "
-                "return the same result for the same row"
+                f"returns the class {each.decode(errors='replace')!r} of {name!r}, which it did "
+                "not return before; return the same result for the same row"
             )
         found[place] = known[each]
     return found

@@ -136,7 +136,7 @@ class ColumnScan:
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether the numbers differ too little to be distinguished as float32."""
+        """Whether the numbers differ too little to be distinguished as float32."""
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 

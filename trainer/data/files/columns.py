@@ -111,9 +111,9 @@ def _note_sets(name: str, classes: Sequence[str]) -> str:
         parts = {part.strip() for each in joined for part in each.split(mark)}
         if len(joined) > 1 and len(parts) <= len(joined) + 1:
             return (
-                f"data.label: {name!r} has values such as {joined[0]!r}, each of which is one "
-                "class; if an example can have several classes, write one column of 0 and 1 for "
-                "each class, and name all of them in data.label"
+                f"data.label: {name!r} has values such as {joined[0]!r}, and each value is read as "
+                "one class; if an example can have several classes, write one column of 0 and 1 "
+                "for each class, and name these columns in data.label"
             )
     return ""
 
@@ -126,8 +126,8 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
         )
     if gaps and (without := rows_without_class(scan)):
         raise UserError(
-            f"data.types: {name!r} has {without} rows without a value, and a missing value is not "
-            f"a class; set data.types: {{{name}: text}}, which also accepts missing values"
+            f"data.types: {name!r} has {without} rows without a value, but a class cannot be "
+            f"missing; set data.types: {{{name}: text}}, which also accepts missing values"
         )
 
 
@@ -154,7 +154,7 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
     ):
         raise UserError(
             f"data.drop: {name!r} has lists of whole numbers up to {largest:.17g}, which would "
-            f"lose digits; write each as a text in its own column, or set data.drop: [{name}]"
+            f"lose digits; write each as text in its own column, or set data.drop: [{name}]"
         )
 
 
@@ -175,8 +175,8 @@ def _int_or_id(
             f"set data.types: {{{name}: text}}"
         )
     note = (
-        f"data.types: {name!r} has {found}: it is read as text, like an id; set data.types: "
-        f"{{{name}: float}} if it is a quantity"
+        f"data.types: {name!r} is read as text, like an id, because it has {found}; set "
+        f"data.types: {{{name}: float}} if it is a quantity"
     )
     return "text", found, note
 
@@ -188,8 +188,8 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
     if given is not None:
         if len(given) not in ranks:
             raise ConfigError(
-                f"data.shapes: {name}: {list(given)} does not match its lists, which have shapes "
-                f"such as {list(shapes[-1])}"
+                f"data.shapes: {name}: {list(given)} does not match the lists of the column, which "
+                f"have shapes such as {list(shapes[-1])}"
             )
         if 0 in given[1:]:
             raise ConfigError(f"data.shapes: {name}: only the first size may be 0")
@@ -202,7 +202,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
         note = (
             f"data.shapes: {name!r} has lists of {min(lengths)} to {max(lengths)} values, and the "
             f"lengths are kept; set data.shapes: {{{name}: {[max(lengths), *next(iter(inner))]}}} "
-            "to truncate and pad them"
+            "to truncate and pad the lists"
         )
         return replace(column, shape=(None, *next(iter(inner))), note=_join(column.note, note))
     whole = [each for each in shapes if each != (0,)]
@@ -230,8 +230,8 @@ def _unit(name: str, scan: ColumnScan) -> str:
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
-            f"data.types: {name!r} has numbers with and without a per cent sign; write either all "
-            "or none of them with it, in the files or with data.map"
+            f"data.types: {name!r} has numbers with and without a per cent sign; write all of them "
+            "with the sign, or all without it, in the files or with data.map"
         )
     if len(units) > 1:
         raise UserError(

@@ -279,7 +279,7 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
 
 
 def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
-    """Convert a list to its column's shape, padded if configured, or None if it does not fit."""
+    """Convert a list to its column's shape, or return None if it does not fit."""
     varies = None in column.shape
     # Treat a missing list as empty if lists may have any length.
     given = [] if varies and row in (None, "") else row
@@ -304,7 +304,7 @@ def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
 
 
 def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
-    """Return the placeholder for a missing value, whose first size is `length` if given."""
+    """Return a placeholder for a missing value. If given, `length` is its first size."""
     sizes = [size or 0 for size in column.shape]
     shape = sizes if length is None else [length, *sizes[1:]]
     of_texts = column.dtype == "string"
@@ -312,7 +312,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return a list of strings as bytes, empty if missing, or None for other values."""
+    """Return the strings of a list as bytes (empty if missing), or None if it is no list."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None

@@ -76,7 +76,7 @@ class FilePieces:
 
     @property
     def is_listing(self) -> bool:
-        """Return whether each file is one row, so that the listing is the table."""
+        """Whether each file is one row of the table, as in a folder of images."""
         return isinstance(self.reader, ImageFilesReader)
 
     def local(self, number: int) -> AbstractContextManager[Path]:
@@ -84,12 +84,12 @@ class FilePieces:
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the base folder of the paths in a file, as a URI, or "" for a listing."""
+        """Return the URI of the folder that holds a file, or "" for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     @property
     def first(self) -> int:
-        """The index of the first training file. The columns of other files are compared with it."""
+        """The index of the first training file, whose columns other files must have."""
         numbered = enumerate(self.files)
         return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
 
@@ -99,7 +99,7 @@ class FilePieces:
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
 
     def header(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the columns of the first file, and its index columns."""
+        """Return the columns of the first training file, and its index columns."""
         with self.local(self.first) as path:
             said = () if self.is_listing else self.reader.index(path)
             return self.columns(self.first, path), said
@@ -160,7 +160,7 @@ class FilePieces:
             yield from (Piece(number, *range_) for range_ in ranges)
 
     def groups(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yield the origin and the pieces of each part. Small files share a part."""
+        """Yield the split and the pieces of each part. Small files share a part."""
         held: list[list[int]] = []
         size, origin = 0, ""
         for piece in self.pieces():
@@ -212,8 +212,8 @@ def choose_reader(
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
     """Return the files to train on, with the splits that their names indicate. Raises `UserError`.
 
-    A file whose name indicates that it is for prediction is left out if it has no label. A file
-    whose name indicates answers is also left out if it lacks other columns.
+    A file whose name indicates validation, test or prediction is left out if it has no label. If
+    the name indicates prediction or a submission, the file may not lack any other column either.
     """
     doubtful = [
         at
@@ -233,17 +233,15 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
             is_short = answers_only(file) and {*there} < {*names}
             if {*wanted} <= {*there} and not is_short:
                 continue
-            what = f"{file.path} has columns such as {', '.join(there[:3])}, but no column"
             lacks = next(each for each in (*wanted, *names) if each not in there)
+            what = f"{file.path} has no column {lacks!r} (first columns: {', '.join(there[:3])})"
             if file.split:
                 raise UserError(
-                    f"data.splits.{file.split}: {what} {lacks!r}; leave this file out, and use it "
-                    "with `flotilla predict`"
+                    f"data.splits.{file.split}: {what}; leave this file out, and use it with "
+                    "`flotilla predict`"
                 )
             files.remove(file)
-            notes.append(
-                f"data.source: {what} {lacks!r}, so it is ignored; use it with `flotilla predict`"
-            )
+            notes.append(f"data.source: {what}, so it is ignored; use it with `flotilla predict`")
     files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)
 
@@ -265,7 +263,7 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing, and the files that have it. Raises `UserError`."""
+    """Return the format of the files in a listing, and these files. Raises `UserError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
@@ -288,9 +286,9 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
         if not first and ending in (".zip", ".tar", ".tgz", ".7z", ".rar"):
             raise UserError(f"data.source: {files[0].path} is an archive; extract it")
         several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
-        found = f"several formats, {several}" if first else f"names such as {files[0].path!r}"
+        found = f"several formats: {several}" if first else f"an unknown format: {files[0].path!r}"
         raise ConfigError(
-            f"data.format: {config.source} has {found}; set data.format to one of "
+            f"data.format: {config.source} has files in {found}; set data.format to one of "
             f"{', '.join(FORMATS)}"
         )
     kept = [file for file, form in zip(files, formats, strict=True) if form == chosen]
@@ -368,7 +366,7 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
 
 
 def drop_documents(files: Sequence[Any]) -> list[Any]:
-    """Leave out documentation and empty files, unless only such files exist."""
+    """Return the files without documentation and empty files, or all if no others exist."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
     kept = [
@@ -382,7 +380,7 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def answers_only(file: Any) -> bool:
-    """Return whether a file's name suggests that it has only examples or only answers."""
+    """Return whether a file's name suggests that it lacks either labels or inputs."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 

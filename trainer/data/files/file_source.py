@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source):
-    """A source of the files in a listing that have one format."""
+    """A source that reads the files of one format in a listing."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
         """Choose the files to read. Remote files are copied to `scratch` while they are read."""
@@ -67,7 +67,7 @@ class FileSource(Source):
         scan = self._scan = self._scan or self._scan_files()
         roles = self._roles = self._files.roles(self._config, scan.names, scan.index)
         if not scan.broken.rows:
-            raise UserError(f"{self.name} has no rows; give files that have rows")
+            raise UserError(f"{self.name} has no rows; set data.source to files with rows")
         self._check_families(roles, scan)
         self._columns = {
             name: decide(
@@ -105,8 +105,8 @@ class FileSource(Source):
             if length_name(name) in specs:
                 raise UserError(
                     f"data.shapes: the lengths of {name!r} are stored as {length_name(name)!r}, "
-                    f"which is also a column; set data.drop: [{length_name(name)}], or give {name} "
-                    "a length"
+                    f"which is also a column; set data.drop: [{length_name(name)}], or set a fixed "
+                    f"length for {name!r}"
                 )
             lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
         # Add the lengths of float lists to the inputs, because 0 may be padding or a value.
@@ -135,12 +135,12 @@ class FileSource(Source):
 
     @property
     def total(self) -> int:
-        """The number of rows, without broken and unlabelled ones."""
+        """The number of rows that are neither broken nor unlabelled."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return broken.rows - broken.count - broken.unlabelled
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part, without broken rows, which the scan has counted."""
+        """Yield the examples of a part. Skip broken rows, which the scan has already counted."""
         for (piece, numbers), columns, bad in self._read_pieces(part):
             if not bad.all():
                 kept = select_rows(columns, ~bad)
@@ -177,7 +177,7 @@ class FileSource(Source):
             said.append(
                 f"data.splits: {roles.group!r} is an input and also data.group, so the rows of a "
                 f"group are in several splits; set data.splits: {{group: {roles.group}}} to keep "
-                "each in one"
+                "each group in one split"
             )
         broken = self._scan.broken if self._scan else BrokenRows()
         if broken.unlabelled:
@@ -222,8 +222,7 @@ class FileSource(Source):
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # Leave `work` before the pool: this stops the work, so that no thread continues after an
-        # interrupt.
+        # Exit `work` before the pool, so that no thread continues after an interrupt.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
@@ -358,7 +357,7 @@ class FileSource(Source):
                 result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:
                     with_below = result.bad | (result.values < 0)
-                    result = result._replace(bad=with_below, why="is not a number of at least 0")
+                    result = result._replace(bad=with_below, why="is negative or not a number")
                 reasons = []
             found[name] = result.values
             if name in roles.targets:

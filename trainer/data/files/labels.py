@@ -42,7 +42,7 @@ def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ..
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
     """Choose the type of a single-valued label, or "" to read the label like other columns.
 
-    `said` is its type in `data.types`, or empty. Strings are `parsed` if they may be numbers, as in
+    `said` is its type in `data.types`, or empty. `parsed` is true if strings may be numbers, as in
     CSV. Raises `UserError` if the label has no value, or formatted numbers.
     """
     spellings = _spellings(scan)
@@ -133,9 +133,9 @@ def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -
         )
     if _TWO * len(names) > scan.rows and len(names) > _TWO:
         notes.append(
-            f"the label {name!r} has {len(names)} classes in {scan.rows} rows: most of them have "
-            "one or two examples, too few to learn from; set data.label to another column, or "
-            "merge classes with data.map"
+            f"the label {name!r} has {len(names)} classes in {scan.rows} rows, so most classes "
+            "have too few examples to learn from; set data.label to another column, or merge "
+            "classes with data.map"
         )
     return Label("class", why, names, tuple(notes))
 

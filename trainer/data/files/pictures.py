@@ -27,7 +27,7 @@ from flotilla.trainer.storage.store import TooLargeError, Trouble
 from flotilla.trainer.storage.uri import check_path, local_path
 
 _GREY = ("1", "L", "LA")
-# Values of the EXIF orientation for which height and width are exchanged.
+# Values of the EXIF orientation for which height and width are swapped.
 _TURNED = (5, 6, 7, 8)
 # Maximum size of an image file in bytes, enough for an uncompressed photo with the most pixels.
 _MOST_BYTES = 256 << 20
@@ -145,7 +145,7 @@ def _reason(uri: str, error: OSError) -> str:
 
 
 def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
-    """Return the stored form of images: encoded if a size is set, else pixels of the one size."""
+    """Return the spec of images: encoded if a size is set, otherwise pixels of a common size."""
     if config.size:
         return image_spec(config)
     if len({each[:2] for each in sizes}) > 1:

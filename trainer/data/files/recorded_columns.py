@@ -1,4 +1,4 @@
-"""Inputs in the manifest of an exported model, which tell how to read later files.
+"""The inputs in an exported model's manifest, which describe how to read later files.
 
 The manifest has one entry per input: its stored spec, and the type of its column. Later files are
 read in the same way as the training data, without inferring types.

@@ -35,8 +35,8 @@ _FAMILIES = {
     "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
     "image": "text", "tensor": "list",
 }  # fmt: skip
-# Family of a text column by the kind of its values, if it has at least `_SURE` values, all of one
-# kind.
+# Family of a column of strings, by the kind of its values. The family is known only if the column
+# has at least `_SURE` values, all of one kind.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
 # If a larger share of rows is broken, do not suggest skipping them.
@@ -195,7 +195,7 @@ class PieceScan:
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
-        """Return the statistics. Raises `UserError`."""
+        """Scan the piece, and return its statistics. Raises `UserError`."""
         wanted, found = self.wanted, self.found
         for name in wanted.columns:
             self._column(name)

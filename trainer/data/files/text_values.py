@@ -112,7 +112,7 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
 
 
 def _any_matches(array: pa.Array, pattern: str) -> bool:
-    """Return whether a string matches a pattern. One long string is searched twice as fast."""
+    """Return whether any string matches a pattern. Searching one long string is faster."""
     given = array.drop_null().cast(pa.large_string())
     newline = pa.scalar("\n", given.type)
     lines = pc.binary_join(pa.ListArray.from_arrays([0, len(given)], given), newline)
@@ -187,7 +187,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed strings as seconds since 1970, NaN if missing, and return the invalid ones."""
+    """Parse trimmed strings as Unix times, NaN if missing, and return a mask of invalid ones."""
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
     known = pc.if_else(right, array, pa.scalar(None, array.type))
@@ -227,7 +227,7 @@ DOUBTFUL = {
 
 
 def parse_numbers(value: Any) -> NDArray[Any] | None:
-    """Return the numbers of a list or of its text, or None if it is not a list.
+    """Return the numbers of a list, or of a string with a list, or None for other values.
 
     Nested lists of equal length become one array. Missing values are NaN.
     """

@@ -87,7 +87,7 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
     """Count the strings of each notation. A unit such as kg is counted as `unit kg`.
 
     Strings without a unit are counted too, except 0, which is the same in all units. `counts` has
-    the number of times that each string occurs. None means once.
+    the number of times that each string occurs. If it is None, each string occurs once.
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts

@@ -69,8 +69,8 @@ def map_parts_by_beam(  # noqa: PLR0913
             if failures:
                 raise UserError(failures[0][1].fields["message"]) from error
             raise UserError(
-                f"data.runner: the Beam pipeline failed: {user_code.format_error(error)}; finished "
-                "parts are kept"
+                f"data.runner: the Beam pipeline failed: {user_code.format_error(error)}; run "
+                "again to prepare the remaining parts"
             ) from error
     for part in parts:
         storage.fetch(storage.join(uri, part.folder), folder / part.folder)
@@ -137,7 +137,7 @@ class PartMapper:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Beam's log of its channels, and its traceback of an error that is raised anyway."""
+    """Suppress Beam's log of its channels, and tracebacks of errors that are raised anyway."""
     levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -196,11 +196,11 @@ def require_reachable(config: DataConfig, root: str) -> None:
     named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]
     for place in filter(None, [config.source, *named]):
         if "://" not in place or place.startswith("file:"):
-            raise ConfigError(f"{workers} {place}; set data.source to a URI of a bucket")
+            raise ConfigError(f"{workers} {place}; set data.source to the URI of a bucket")
     if not config.source and not os.environ.get("TFDS_DATA_DIR"):
         raise ConfigError(
-            f"{workers} the files of {config.dataset} that TFDS writes here; set TFDS_DATA_DIR to "
-            "a folder that they mount at the same path"
+            f"{workers} the files of {config.dataset} that TFDS writes on this machine; set "
+            "TFDS_DATA_DIR to a folder that the workers mount at the same path"
         )
 
 

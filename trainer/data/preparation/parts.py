@@ -200,7 +200,7 @@ class Chunk:
     rows: int
 
     def read(self, start: int, rows: int) -> pa.RecordBatch:
-        """Return rows of the chunk, which are memory-mapped and read from the file when used."""
+        """Return memory-mapped rows of the chunk, which are read from the file when used."""
         with pa.memory_map(str(self.path)) as file:
             return pa.ipc.open_file(file).get_batch(self.number).slice(start, rows)
 

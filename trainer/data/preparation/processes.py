@@ -106,7 +106,7 @@ def _run_processes(
 
 
 def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start a process for some parts, and return the connection to its answers.
+    """Start a process for some parts. Return the connection to its answers, and the process.
 
     `multiprocessing` would import the user's script again in the process, and hang if the process
     ended before it read its arguments.
@@ -132,7 +132,7 @@ def _take_answer(
     left: list[Part],
     took: Callable[[Part | int], None],
 ) -> bool:
-    """Handle a message, which is None at the end of a part, and return whether more will follow."""
+    """Process a message, and return whether more will follow. None marks the end of a part."""
     try:
         answer = reader.recv()
     except EOFError:
@@ -140,9 +140,9 @@ def _take_answer(
         if left:
             cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             raise UserError(
-                f"a process that prepared part {left[0].number} ended unexpectedly ({cause}); "
-                "finished parts are kept; run the command again, with fewer "
-                "data.runner.processes if memory ran out"
+                f"a process that prepared part {left[0].number} ended unexpectedly ({cause}); run "
+                "the command again to prepare the remaining parts; if memory ran out, set a "
+                "lower data.runner.processes"
             ) from None
         return False
     if isinstance(answer, Exception):

@@ -51,7 +51,7 @@ class ShardWriter:
         count: int,
         rows: int,
     ) -> None:
-        """Write `examples` of a split to `count` shards, whose blocks have `rows` rows."""
+        """Create `count` empty shards for `examples` examples, in blocks of `rows` rows."""
         share, more = divmod(examples, count)
         self.examples = [share + (index < more) for index in range(count)]
         self._paths = [folder / shard_name(split, index, count) for index in range(count)]
@@ -92,7 +92,7 @@ class ShardWriter:
 
     @property
     def crcs(self) -> list[str]:
-        """The crc32c of each shard as written so far."""
+        """The crc32c of the bytes written to each shard so far."""
         return [f"{crc:08x}" for crc in self._crcs]
 
 
@@ -114,7 +114,7 @@ def write_shards(  # noqa: PLR0913
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The numbers of examples in each shard by split and of rows in a block, and the statistics."""
+    """Written shards: examples per shard by split, rows per block, statistics and fingerprint."""
 
     examples: Mapping[str, list[int]]
     block_rows: int
@@ -172,7 +172,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
 def shuffle_rows(
     chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of chunks with `size` bytes in total. Every order is equally likely."""
+    """Yield the rows of chunks in uniformly random order. `size` is their total size in bytes."""
     random = np.random.RandomState(seed)
     count = -(-size // BUCKET_BYTES) or 1
     shares = [random.multinomial(chunk.rows, [1 / count] * count) for chunk in chunks]

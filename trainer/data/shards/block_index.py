@@ -25,7 +25,7 @@ _READ_AHEAD = 256 << 10
 
 
 def write_index(paths: Sequence[Path]) -> None:
-    """Write the index of verified shards next to them."""
+    """Write the index of verified shards to a file next to the shards."""
     (paths[0].parent / INDEX_FILE).write_bytes(find_blocks(paths))
 
 
@@ -46,7 +46,7 @@ def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
 def shuffle_blocks(
     paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
 ) -> tf.data.Dataset:
-    """Return every block once: random runs of `TOGETHER` blocks, of which `AT_ONCE` alternate."""
+    """Return all blocks in random order. `AT_ONCE` runs of `TOGETHER` blocks are interleaved."""
     shard = index[:, SHARD]
     within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)
     begins = tf.boolean_mask(index, within % TOGETHER == 0)
@@ -60,7 +60,7 @@ def shuffle_blocks(
 
 
 def read_blocks(name: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
-    """Return the blocks of a file from an offset on."""
+    """Return the blocks of a file, starting at an offset."""
     variant = tf.raw_ops.TFRecordDatasetV2(
         filenames=[name], compression_type="", buffer_size=_READ_AHEAD, byte_offsets=[offset]
     )

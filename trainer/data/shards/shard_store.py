@@ -83,8 +83,8 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
     if largest + other > limit:
         count = math.ceil(2.2 * sum(train) / limit)
         raise ConfigError(
-            f"data.disk: {config.data.disk} is too small: a shard of {_megabytes(largest)} is "
-            f"read while one of {_megabytes(other)} is downloaded; set data.disk to "
+            f"data.disk: {config.data.disk} is too small: a shard of {_megabytes(largest)} is read "
+            f"while another of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
     # Leave room for `at_once` shards that are read, as many that are fetched, and one more.
@@ -97,7 +97,7 @@ def _megabytes(size: int) -> str:
 
 
 def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
-    """Return the shards in the order of an epoch."""
+    """Return the shards in a random order that depends on the seed and the epoch."""
     return random.Random(f"{seed} {epoch}").sample(names, len(names))
 
 
@@ -180,7 +180,7 @@ class ShardStore:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Start no more fetches. A running one continues."""
+        """Start no more fetches. A running fetch continues."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()

@@ -69,7 +69,7 @@ def find_model(paths: Sequence[str]) -> tuple[str, str]:
     if len(files) == 1 and not folders:
         return KERAS, files[0]
     there = ", ".join(sorted([*folders, *files] or paths)[:3]) or "nothing"
-    raise UserError(f"it has {there}; write one SavedModel or one .keras file to FLOTILLA_MODEL")
+    raise UserError(f"FLOTILLA_MODEL contains {there}; write one SavedModel or one .keras file")
 
 
 def read_model(path: Path, layout: str) -> Callee:
@@ -88,7 +88,7 @@ class Signature(keras.layers.Layer):
         self.supports_jit = False
 
     def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the signature."""
+        """Return the outputs of the signature by name."""
         found: dict[str, Any] = self._function(**inputs)
         return found
 
@@ -128,8 +128,8 @@ def _choose_signature(names: Iterable[str]) -> str:
         return SERVING if SERVING in known else known[0]
     there = ", ".join(map(repr, sorted(known))) or "none"
     raise UserError(
-        f"its SavedModel has no signature {SERVING!r} (it has {there}); give tf.saved_model.save "
-        f"the function that takes the features as signatures={{{SERVING!r}: ...}}"
+        f"the SavedModel has no signature {SERVING!r} (it has {there}); pass the function that "
+        f"takes the features to tf.saved_model.save as signatures={{{SERVING!r}: ...}}"
     )
 
 
@@ -166,7 +166,7 @@ def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
         proto.ParseFromString(path.read_bytes())
     # The class of the error depends on the implementation of Protobuf.
     except Exception:
-        raise UserError(f"its {path.name} is not a SavedModel; write it again") from None
+        raise UserError(f"{path.name} is not a SavedModel; write the model again") from None
     changed = False
     for graph in proto.meta_graphs:
         functions = graph.graph_def.library.function

@@ -44,7 +44,7 @@ def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
 
 
 def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[str, str]:
-    """Return the feature for each argument. Raises `UserError` if one has none."""
+    """Return the feature for each argument. Raises `UserError` if an argument fits none."""
     if len(takes) == len(spec.inputs) == 1:
         found = dict(zip(takes, spec.inputs, strict=True))
     else:
@@ -55,13 +55,13 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
             if name not in known:
                 hint = nearest(name, known) or f" (its inputs: {', '.join(spec.inputs)})"
                 raise UserError(
-                    f"its argument {argument} is not an input of the dataset{hint}; give the "
-                    "arguments of its signature the names of the features"
+                    f"the argument {argument} is not an input of the dataset{hint}; name the "
+                    "arguments of the signature after the features"
                 )
         found = {name: known[name] for name in takes}
     if not found:
         raise UserError(
-            "its signature has no arguments; add an argument for each feature that it uses"
+            "the signature has no arguments; add an argument for each feature that the model uses"
         )
     for name, feature in found.items():
         _require_fit(takes[name], feature, spec)
@@ -71,23 +71,23 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
 def _require_fit(argument: Argument, feature: str, spec: DatasetSpec) -> None:
     of_data = spec.features[feature]
     both = (
-        f"its argument {argument} does not accept the feature {feature!r} "
+        f"the argument {argument} does not accept the feature {feature!r} "
         f"({describe_tensor(of_data.dtype, (None, *of_data.shape))})"
     )
     if argument.shape and argument.shape[0] is not None:
         raise UserError(
-            f"its argument {argument} accepts exactly {argument.shape[0]} examples; export it with "
-            "None as the first dimension"
+            f"the argument {argument} accepts exactly {argument.shape[0]} examples; export the "
+            "model with None as the first dimension"
         )
     if not _is_castable(of_data.dtype, argument.dtype):
-        raise UserError(f"{both}; let it accept {of_data.dtype}, and convert inside the model")
+        raise UserError(f"{both}; declare it as {of_data.dtype}, and convert inside the model")
     least, most = _range(spec, feature)
     if _is_narrow(argument.dtype, of_data.dtype, least, most):
         raise UserError(
-            f"{both}, whose values range from {least:g} to {most:g}; let it accept {of_data.dtype}"
+            f"{both}, whose values range from {least:g} to {most:g}; declare it as {of_data.dtype}"
         )
     if _reshaped(of_data, argument) is None:
-        raise UserError(f"{both}; let it accept that shape, and reshape inside the model")
+        raise UserError(f"{both}; declare it with that shape, and reshape inside the model")
 
 
 def _is_castable(given: str, wanted: str) -> bool:

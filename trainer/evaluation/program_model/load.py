@@ -126,12 +126,12 @@ def _answer(ask: Any, examples: Mapping[str, Any]) -> dict[str, Any]:
     # A user's model may raise any exception.
     except Exception as error:
         raise UserError(
-            f"it does not accept {rows} examples of the dataset: {user_code.short_message(error)}"
+            f"the model fails on {rows} examples of the dataset: {user_code.short_message(error)}"
         ) from error
     for name, values in answers.items():
         if not values.ndim or len(values) != rows:
             raise UserError(
-                f"its output {name!r} has shape {list(values.shape)} for {rows} examples; it must "
-                "return one row for each"
+                f"the output {name!r} has shape {list(values.shape)} for {rows} examples; return "
+                "one row for each example"
             )
     return answers

@@ -40,7 +40,7 @@ _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The output of a model that one part of a task uses.
+    """The output of a model that one task uses.
 
     Attributes:
         name: the name of the output.
@@ -79,7 +79,7 @@ class Output:
 def match_outputs(
     task: Task, answers: Mapping[str, Array], said: str, swapped: frozenset[str]
 ) -> dict[str, Output]:
-    """Return the output for each part of a task. Raises `UserError`.
+    """Return the model's output for each output of a task. Raises `UserError`.
 
     `answers` are the outputs for real examples, by name, and `said` is the value of
     `program.outputs`. `swapped` are the targets whose two classes have the opposite order in the
@@ -110,7 +110,7 @@ def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
 
 
 def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> tuple[str, str]:
-    """Return the name of the output for a part, and the interpretation that the name implies."""
+    """Return the name of the output for a task, and the interpretation that the name implies."""
     prefix = (f"{name}_", f"{layer_name(name)}_") if name else ("",)
     named = {
         output: kind
@@ -134,11 +134,11 @@ def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> t
     )
     if name:
         raise UserError(
-            f"it returns {there}, but no output for {name!r}; give each output of its signature "
-            "the name of its target"
+            f"the model returns {there}, but no output for {name!r}; name each output of the "
+            "signature after its target"
         )
     raise UserError(
-        f"it returns {there}, but {part.name} uses only one output; name that output "
+        f"the model returns {there}, but {part.name} uses only one output; name that output "
         f"{_own_name(part)!r} in the signature"
     )
 
@@ -155,7 +155,7 @@ def _require_shape(name: str, values: Array, part: Task) -> None:
     said = describe_tensor(values.dtype.name, (None, *given))
     if values.dtype.kind not in "f" and values.dtype.name != "bfloat16":
         raise UserError(
-            f"its output {name!r} is {said}, but {part.name} of {part.target} needs floats: return "
+            f"the output {name!r} is {said}, but {part.name} of {part.target} needs floats; return "
             f"{'a probability for each class' if part.link else 'the numbers'}"
         )
     is_pair = wanted == (1,) and bool(part.link) and given == (_TWO,)
@@ -167,7 +167,7 @@ def _require_shape(name: str, values: Array, part: Task) -> None:
     if part.link and part.labels and len(given) == len(wanted):
         each = f": the label has {len(part.labels)} classes, but the model returns {given[-1]}"
     raise UserError(
-        f"its output {name!r} is {said}, but {part.name} of {part.target} needs [any, "
+        f"the output {name!r} is {said}, but {part.name} of {part.target} needs [any, "
         f"{sizes}]{each}"
     )
 

@@ -1,4 +1,4 @@
-"""The format of durations, and the time in which a run was working."""
+"""The format of durations, and the time during which a run was working."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 from operator import itemgetter
 
-# Seconds per minute and minutes per hour, the limit of seconds with tenths, and the limit of hours
-# without days.
+# Seconds per minute and minutes per hour, the number of seconds from which tenths are omitted, and
+# the number of hours from which days are shown.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 
 def duration(seconds: object) -> str:
-    """Return seconds as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min`, `2 d 7 h`, or else `-`."""
+    """Format seconds as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`, else as `-`."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return "-"
     if not 0 <= seconds < math.inf:

@@ -33,7 +33,7 @@ def format_parts(event: WorkProgress) -> list[str]:
 
 
 def format_counts(event: WorkProgress) -> str:
-    """Return the count that is done and the total, with the unit."""
+    """Return the completed count and the total, with their unit."""
     done, total = float(event.done), float(event.total)
     unit, size = _scale(event.unit, max(done, total))
     of = f"/{_amount(total / size)}" if total else ""

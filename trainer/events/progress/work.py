@@ -49,7 +49,7 @@ class _Speed:
 
 
 class Work:
-    """A piece of work of this process, used as a context manager. Any thread may count.
+    """Work of this process, as a context manager. Any thread may count the units that are done.
 
     If the total number of units is unknown, but the total of another measure is known, such as the
     size of the files, the share is computed from that measure.
@@ -77,7 +77,7 @@ class Work:
         self._lock = threading.Lock()
         self._reported: float | None = None
         self._is_over = self._is_given_up = False
-        self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="progress")
+        self._loop = Loop(self.look, LIVE_SECONDS, name="progress", failing="no progress report")
 
     def __enter__(self) -> Self:
         """Start reporting."""
@@ -111,7 +111,7 @@ class Work:
             self._done, self._detail = done, detail
 
     def expect(self, more: int) -> None:
-        """Add to the total."""
+        """Increase the total number of units by `more`."""
         with self._lock:
             self._total += more
 

@@ -57,7 +57,7 @@ def find_kind(feature: FeatureSpec) -> str:
 
 
 class Accumulator:
-    """Statistics of a set of examples, which can be merged with others."""
+    """Statistics of a set of examples, which can be merged with those of other sets."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Accumulator:
         )
 
     def moments(self, name: str) -> Moments:
-        """Return the moments of the numbers of a feature, which may be a class."""
+        """Return the moments of a feature's numbers. Those of a class are the class indices."""
         return self._moments[name]
 
     def arrays(self) -> dict[str, NDArray[Any]]:

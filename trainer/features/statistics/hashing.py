@@ -126,7 +126,7 @@ def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uin
 
 @lru_cache(maxsize=1 << 16)
 def _digest_text(text: bytes) -> bytes:
-    """Return the digest of a text that probably occurs again."""
+    """Return the digest of a text. Digests are cached, because texts often occur again."""
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
@@ -151,7 +151,7 @@ def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), which mixes all bits."""
-    # Arrays that are changed in place need fewer pages of new memory.
+    # Change the array in place, which allocates less memory.
     found: NDArray[np.uint64] = values ^ (values >> np.uint64(30))
     found *= np.uint64(0xBF58476D1CE4E5B9)
     found ^= found >> np.uint64(27)

@@ -1,7 +1,7 @@
 """Sketches of examples: a uniform sample, and the smallest hashes.
 
-Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that the
-sketches of parts can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples,
+Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that
+sketches can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples,
 the rank of a quantile has a standard error below 0.4 %. Up to this number of examples, quantiles
 are exact. The keys of `Hashes` are hashes of the inputs, so equal examples have equal keys, even in
 other splits and datasets.
@@ -88,9 +88,9 @@ class Sample:
 class Hashes:
     """The smallest hashes, with the number of examples of each.
 
-    They also give the number of distinct hashes, exactly up to `most`. Above that, it is estimated
-    from the largest of the k kept hashes, because hashes are uniform. The relative standard error
-    is 1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
+    The number of distinct hashes is exact up to `most`. Above that, it is estimated from the
+    largest of the k kept hashes, because hashes are uniform. The relative standard error is
+    1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
     """
 
     def __init__(self, most: int = 0) -> None:

@@ -36,7 +36,7 @@ _FEW_VALUES, _TIMES = 20, 10
 
 
 def are_repeated(distinct: int, examples: int) -> bool:
-    """Return whether the values of a text repeat, as the names of towns do."""
+    """Return whether the values of a string feature repeat, as the names of towns do."""
     return distinct <= max(_FEW_VALUES, examples // _TIMES)
 
 
@@ -127,7 +127,7 @@ def from_bytes(data: bytes, uri: str) -> Statistics:
         found = None
     if found is None or found.schema != SCHEMA:
         raise UserError(
-            f"{uri}/{FILE} has no statistics of this version: prepare the dataset again"
+            f"{uri}/{FILE} has no statistics of this version; prepare the dataset again"
         )
     return found
 
@@ -157,7 +157,7 @@ def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
         splits = dict.fromkeys(name.split("/")[0] for name in arrays)
         return {split: _sketch(split, arrays) for split in splits}
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{uri}/{EXAMPLES} is damaged: prepare the dataset again") from error
+        raise UserError(f"{uri}/{EXAMPLES} is damaged; prepare the dataset again") from error
 
 
 def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:

@@ -50,7 +50,7 @@ def log_to_stderr() -> None:
     If another program, such as KFP, has configured logging, its handlers are made to mask records.
     """
     mask_libraries()
-    sys.excepthook = lambda *bug: logging.critical("not handled", exc_info=bug)
+    sys.excepthook = lambda *bug: logging.critical("unhandled exception", exc_info=bug)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(noise.QUIET)

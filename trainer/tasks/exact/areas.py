@@ -31,7 +31,7 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """Both areas, or NaN if all examples are true or all are false."""
+    """The area under the ROC curve and the average precision, or NaN if all labels are equal."""
 
     auc: float
     average_precision: float
@@ -47,7 +47,7 @@ class Influences(NamedTuple):
 class Ranked(NamedTuple):
     """The distinct scores in descending order, with sums over the examples that have each score.
 
-    `true` and `false` are sums of weights, `true_squares` and `false_squares` of squared weights.
+    `true` and `false` sum weights, `true_squares` and `false_squares` sum squared weights.
     """
 
     scores: Floats
@@ -135,7 +135,7 @@ class Ranked(NamedTuple):
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas for examples [n]. Examples of weight 0 are ignored."""
+    """Return the AUC and average precision of examples [n]. Examples of weight 0 are ignored."""
     return rank_scores(labels, scores, weights).areas()
 
 
@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with their sums. `order` is the descending order, if known."""
+    """Return distinct scores with sums over their examples. `order` is descending, if known."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -172,7 +172,7 @@ def rank_scores(
 
 
 def _places(scores: Floats, order: Places) -> Places:
-    """Return for each example the index of its score among the distinct scores [n]."""
+    """Return the index of each example's score among the distinct scores [n]."""
     place = np.empty_like(order)
     place[order] = np.cumsum(_differs(scores[order])) - 1
     return place
@@ -225,7 +225,7 @@ class Scores:
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Replace the examples with fewer scores, if there are many."""
+        """Replace the examples with a smaller set of merged scores if there are many."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()

@@ -2,10 +2,10 @@
 
 The interval lies within the metric's bounds: a fraction is between 0 and 1, an error is at least 0,
 and an explained variance is at most 1. Fractions use the log-odds scale and errors the log scale,
-with quantiles of Student's t. If all examples of one kind are equal, for example a few positive
-ones, the standard error is 0 although unseen examples may differ. Therefore the interval also
-includes the value that the metric would have with a fraction of unseen examples, as in Wilson's
-interval (1927) for no hits among n.
+with quantiles of Student's t. The standard error is 0 if the observed examples do not vary, for
+example because all of a few positive ones are hits, but unseen examples may differ. Therefore the
+interval also includes the value that the metric would have with a fraction of unseen examples, as
+in Wilson's interval (1927) for no hits among n.
 
 `count` is the effective number of examples (Kish 1965, section 11.7).
 """
@@ -59,7 +59,7 @@ def share_interval(share: float, count: float) -> Interval:
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric in [0, 1]. `unseen` has its values for unseen examples."""
+    """Return the interval of a metric in [0, 1]. `unseen` lists its values for unseen examples."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -75,7 +75,7 @@ def metric_interval(
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
     """Return the interval of a metric that is at least 0 and has no upper bound.
 
-    The result is None for up to one effective example, or if a value or an error is not finite.
+    The result is None for at most one effective example, or if the value or error is not finite.
     """
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None

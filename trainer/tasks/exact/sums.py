@@ -25,7 +25,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Moments:
-    """The weighted means of values of the examples, and their standard errors."""
+    """Weighted means of example values, and their standard errors."""
 
     def __init__(self) -> None:
         """Create empty sums."""
@@ -62,10 +62,10 @@ class Moments:
 
 
 class Groups:
-    """Sums over groups of examples, to which the examples are assigned round-robin."""
+    """Sums over groups. Examples are assigned to the groups round-robin."""
 
     def __init__(self, size: int) -> None:
-        """Create empty sums for examples of `size` numbers, of which the first is the weight."""
+        """Create empty sums for examples of `size` numbers. The first number is the weight."""
         groups = int(np.clip(_NUMBERS // size, _FEWEST_GROUPS, _MOST_GROUPS))
         self._sums, self._next = np.zeros((groups, size)), 0
 

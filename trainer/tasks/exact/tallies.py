@@ -47,7 +47,7 @@ class BinaryTally(Tally):
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
-        """Reduce memory use, if many examples have been added."""
+        """Reduce memory use if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class ClassTally(Tally):
         self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
-        """Reduce memory use, if many examples have been added."""
+        """Reduce memory use if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class MultilabelTally(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def condense(self) -> None:
-        """Reduce memory use, if many examples have been added."""
+        """Reduce memory use if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:

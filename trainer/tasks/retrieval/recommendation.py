@@ -68,7 +68,7 @@ class Recommendation(Ranking):
         """Require a binary target and a group. `k` lists the cutoffs of `recall_at_<k>`."""
         super().__init__(target, group=group)
         if not group:
-            raise ConfigError("it needs the feature that identifies the user: set data.group")
+            raise ConfigError("no feature identifies users; set data.group to this feature")
         if not isinstance(k, Sequence) or isinstance(k, str) or not k:
             raise ConfigError(
                 f"k: {k!r} is not allowed; write a list of numbers, such as [10, 100]"
@@ -115,8 +115,8 @@ class Recommendation(Ranking):
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
             raise ConfigError(
-                f"for {self.name}, its output must have the shape (batch, 1 + 2 * size), for "
-                f"a logit and two vectors of the same size, not {tuple(output.shape)}"
+                f"{self.name} needs a logit and two vectors of the same size as output: the shape "
+                f"must be (batch, 1 + 2 * size), not {tuple(output.shape)}"
             )
 
     @property
@@ -165,8 +165,8 @@ class Recommendation(Ranking):
         most = len(np.unique(np.concatenate(items)))
         if above := [each for each in self._numbers if each > most]:
             raise UserError(
-                f"task.args.k: recall at {above[0]} of the {most} evaluated items is meaningless; "
-                f"set it to {most} or less, or evaluate more examples"
+                f"task.args.k: recall at {above[0]} needs more than the {most} evaluated items; "
+                f"set a cutoff of at most {most}, or evaluate more examples"
             )
         return super().details(LazyExamples(examples, _select_logit))
 

@@ -159,21 +159,21 @@ def test_without_python_the_program_is_the_command_itself(engine):
     [
         (
             {"program": {"command": ["a", "{checkpoints}"], "python": ""}},
-            "program.command: Flotilla's agent replaces {checkpoints}, and it needs Python in the "
-            "image: set program.python, or leave the placeholder out",
+            "program.command: only Flotilla's agent replaces {checkpoints}, and it needs Python in "
+            "the image; set program.python, or remove the placeholder",
         ),
         (
             {"program": {"command": ["a"], "python": "", "after_training": "evaluate"}},
-            "program.after_training: evaluate needs a model, and Flotilla's agent needs Python in "
-            "the image to publish one: set program.python, or set program.after_training=stop",
+            "program.after_training: 'evaluate' needs a model, which Flotilla's agent publishes "
+            "only if the image has Python; set program.python, or set program.after_training=stop",
         ),
         (
             {
                 "program": {"command": ["a"]},
                 "cluster": {"kubernetes": {"worker": {"command": ["b"]}}},
             },
-            "cluster.kubernetes.worker.command: program.command sets the command; leave this key "
-            "out",
+            "cluster.kubernetes.worker.command: program.command already sets the command; "
+            "remove this key",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_line_that_is_being_written_waits(logs):
 def test_a_log_that_is_gone():
     lines, notes = followed(step("train_model"), step("finish"))
     assert [label for label, _ in lines] == ["train_model", "chief-0"]
-    assert notes[0].startswith("no log of finish: pod-finish not found")
+    assert notes[0].startswith("cannot read the log of finish: pod-finish not found")
     with pytest.raises(UserError, match="returns no log of the run r"):
         followed(step("finish"))
 

@@ -196,8 +196,8 @@ def test_an_error_names_the_example_and_the_line():
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        ("turns_into_text", "returns 'x' as string, but the first examples as float32"),
-        ("grows", "returns 'x' with shape (3,), but the first examples with shape (2,);"),
+        ("turns_into_text", "returns 'x' as string, but as float32 for the first examples"),
+        ("grows", "returns 'x' with shape (3,), but with shape (2,) for the first examples;"),
         ("loses_one", "but returned no 'y'"),
         ("whole_then_broken", ""),
     ],
@@ -397,5 +397,5 @@ def test_only_a_wider_type_is_made_of_a_value():
     spec = FeatureSpec(shape=(), dtype="float32", stored="float")
     assert store_value("x", make_value("x", 1), spec, None).dtype == np.float32
     whole = FeatureSpec(shape=(), dtype="int64", stored="int")
-    with pytest.raises(UnsuitableError, match="returns 'x' as float32, but the first examples as"):
+    with pytest.raises(UnsuitableError, match=r"returns 'x' as float32, but as .* for the first"):
         store_value("x", make_value("x", 1.5), whole, None)

@@ -65,12 +65,11 @@ def test_files_of_a_contest(tmp_path: Path) -> None:
     assert len(found["x"]) == 40
     assert len(sizes(found)) == 3
     said = notes(tmp_path)
-    assert (
-        "data.source: test.csv has columns such as x, z, but no column 'label', so it is" in said[1]
-    )
-    assert "sample_submission.csv has columns such as x, label, but no column 'z'" in said[0]
+    first = "data.source: test.csv has no column 'label' (first columns: x, z), so it is ignored"
+    assert first in said[1]
+    assert "sample_submission.csv has no column 'z' (first columns: x, label)" in said[0]
     with pytest.raises(
-        UserError, match=r"no column 'label', so it is|no column 'label'; leave this"
+        UserError, match=r"no column 'label' \(first columns: x, z\)(, so it is|; leave this)"
     ):
         listed_as(tmp_path, {"train.csv": "train", "test.csv": "test"})
 

@@ -107,7 +107,7 @@ def test_a_bad_option_is_one_line(option, words, capsys):
 
 
 def test_options_are_written_as_flags_and_for_beam_alone():
-    with pytest.raises(ValidationError, match="write each option as --name=value"):
+    with pytest.raises(ValidationError, match="does not have the form --name=value"):
         DataConfig(runner=beam("runner", "FlinkRunner"))
     with pytest.raises(ValidationError, match="set name to beam"):
         DataConfig(runner={"options": ["--runner=FlinkRunner"]})
@@ -127,8 +127,8 @@ def test_without_the_extra_there_is_one_line(monkeypatch):
     ("root", "data", "words"),
     [
         ("file:///root", {"source": "gs://bucket/*.csv"}, "set storage.root to a bucket"),
-        (BUCKET, {"source": "/data/*.csv"}, "/data/*.csv; set data.source to a URI of a bucket"),
-        (BUCKET, {"dataset": "mnist"}, "set TFDS_DATA_DIR to a folder that they mount"),
+        (BUCKET, {"source": "/data/*.csv"}, "/data/*.csv; set data.source to the URI of a bucket"),
+        (BUCKET, {"dataset": "mnist"}, "set TFDS_DATA_DIR to a folder that the workers mount"),
     ],
 )
 def test_what_remote_workers_do_not_reach_is_refused(root, data, words, monkeypatch):

@@ -173,7 +173,7 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
 
 
 def test_more_shards_than_examples(source, parts, tmp_path):
-    with pytest.raises(UserError, match="81 shards for 80 training examples of numbers"):
+    with pytest.raises(UserError, match="80 training examples of numbers into 81 shards"):
         assemble(source, parts, tmp_path, DataConfig(shards=81))
 
 

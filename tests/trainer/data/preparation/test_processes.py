@@ -67,9 +67,7 @@ def test_a_process_that_is_killed_is_one_line_and_its_end_keeps_the_rest(prepare
     source.kills = 3
     with pytest.raises(UserError) as caught:
         prepared(source, processes=2)
-    assert "part 3 ended unexpectedly (signal SIGKILL); finished parts are kept" in str(
-        caught.value
-    )
+    assert "part 3 ended unexpectedly (signal SIGKILL); run the command again" in str(caught.value)
     finished = set(reads(source))
     source.kills = -1
     prepared(source, processes=2)

@@ -55,7 +55,7 @@ def test_what_is_safe_is_converted(given, wanted, shape):
 )
 def test_what_is_not_safe_is_refused_by_both_names(given, wanted):
     with pytest.raises(
-        UserError, match=r"its argument 'x' .* does not accept the feature 'column'"
+        UserError, match=r"the argument 'x' .* does not accept the feature 'column'"
     ):
         match_arguments(spec_of(column=given), {"x": wanted})
 

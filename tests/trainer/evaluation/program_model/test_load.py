@@ -155,47 +155,47 @@ def two_signatures(folder):
 REFUSED = {
     "wrong classes": (
         programs.save(classes(3), PIXELS),
-        "its output 'y' is float32 [any, 3], but classification of 'label' (one int64 of 10 "
+        "the output 'y' is float32 [any, 3], but classification of 'label' (one int64 of 10 "
         "classes) needs [any, 10]: the label has 10 classes, but the model returns 3",
     ),
     "numbers of classes": (
         programs.save(lambda x: {"y": tf.argmax(x, axis=1)}, PIXELS),
-        "its output 'y' is int64 [any], but classification",
+        "the output 'y' is int64 [any], but classification",
     ),
     "several outputs": (
         programs.save(lambda x: {"a": x[:, :10], "b": x[:, :10]}, PIXELS),
-        "it returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification uses only "
-        "one output; name that output 'probabilities' in the signature",
+        "the model returns 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), but classification "
+        "uses only one output; name that output 'probabilities' in the signature",
     ),
     "another shape": (
         programs.save(classes(10), {"x": tf.TensorSpec((None, 28, 28))}),
-        "its argument 'x' (float32 [any, 28, 28]) does not accept the feature 'image' "
-        "(uint8 [any, 8, 8, 1]); let it accept that shape",
+        "the argument 'x' (float32 [any, 28, 28]) does not accept the feature 'image' "
+        "(uint8 [any, 8, 8, 1]); declare it with that shape",
     ),
     "another type": (
         programs.save(
             lambda x: {"y": tf.strings.length(x)}, {"x": tf.TensorSpec((None,), "string")}
         ),
-        "its argument 'x' (string [any]) does not accept the feature 'image'",
+        "the argument 'x' (string [any]) does not accept the feature 'image'",
     ),
     "one example": (
         programs.save(classes(10), {"x": tf.TensorSpec((1, 64))}),
-        "its argument 'x' (float32 [1, 64]) accepts exactly 1 examples; export it with None",
+        "the argument 'x' (float32 [1, 64]) accepts exactly 1 examples; export the model with None",
     ),
     "unknown argument": (
         programs.save(
             lambda image, rate: {"y": image[:, :10] * rate},
             {"image": tf.TensorSpec((None, 64)), "rate": tf.TensorSpec((None, 1))},
         ),
-        "its argument 'rate' (float32 [any, 1]) is not an input of the dataset (its inputs: image)",
+        "the argument 'rate' (float32 [any, 1]) is not an input of the dataset (its inputs: image)",
     ),
     "one row": (
         programs.save(lambda x: {"y": tf.reduce_mean(x, axis=0, keepdims=True)[:, :10]}, PIXELS),
-        "its output 'y' has shape [1, 10] for 97 examples; it must return one row for each",
+        "the output 'y' has shape [1, 10] for 97 examples; return one row for each example",
     ),
     "nothing": (touch(), "has no model; let the program write a SavedModel or a .keras file"),
-    "two files": (touch("a.keras", "b.keras"), "it has a.keras, b.keras; write one SavedModel"),
-    "no model": (touch("notes.txt"), "it has notes.txt; write one SavedModel or one .keras file"),
+    "two files": (touch("a.keras", "b.keras"), "contains a.keras, b.keras; write one SavedModel"),
+    "no model": (touch("notes.txt"), "contains notes.txt; write one SavedModel or one .keras file"),
     "damaged graph": (touch("saved_model.pb"), "saved_model.pb is not a SavedModel"),
     "damaged file": (touch("a.keras"), "a.keras is not a complete .keras file (File is not a zip"),
     "class of the program": (

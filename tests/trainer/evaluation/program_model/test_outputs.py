@@ -90,7 +90,7 @@ def test_several_targets_by_their_names():
         "kind": "probabilities",
         "price": "numbers",
     }
-    with pytest.raises(UserError, match="no output for 'price'; give each output of its signature"):
+    with pytest.raises(UserError, match="no output for 'price'; name each output of the signature"):
         taken(task, {"kind": SHARES, "cost": np.float32([6, 14])})
 
 

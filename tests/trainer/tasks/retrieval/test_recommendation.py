@@ -116,7 +116,7 @@ def test_a_champion_is_compared_by_what_is_found(metric):
 def test_more_than_the_candidates_cannot_be_found():
     labels, outputs, columns = case()
     task = task_of(labels, k=[1000])
-    with pytest.raises(UserError, match=r"task.args.k: recall at 1000 of the \d+ evaluated items"):
+    with pytest.raises(UserError, match=r"task.args.k: recall at 1000 needs more than the \d+ "):
         evaluated(task, InParts(labels, outputs, **columns))
 
 

@@ -56,7 +56,7 @@ class _Array:
 
 
 class NpzReader(Reader):
-    """Reads files of `numpy.savez`: numbers, strings, vectors, and images (uint8, image-shaped)."""
+    """Reads files of `numpy.savez`. A uint8 array with the shape of images is read as images."""
 
     at_once = 1 << 16
 
@@ -140,7 +140,7 @@ def _check(path: Path, arrays: dict[str, _Array]) -> None:
         if not each.shape:
             raise UserError(
                 f"data.source: the array {name!r} of {path} is a single value and has no rows; "
-                "leave it out"
+                "save the file without this array"
             )
     first, *others = arrays
     for name in others:

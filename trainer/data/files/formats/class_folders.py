@@ -1,4 +1,4 @@
-"""A folder of images, `root/class/x.png`, as a table of files and classes, from a listing."""
+"""A folder of images (`root/class/x.png`) as a table of files and classes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits that folders above the class folders name, and these folders."""
+    """Assign the splits that folders above the class folders name. Return files and folders."""
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

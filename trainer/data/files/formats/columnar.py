@@ -1,4 +1,4 @@
-"""Read Parquet files: the metadata has schema and row counts, and row groups are independent."""
+"""Read Parquet files, whose row groups can be read independently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96
 
 
 class ParquetReader(Reader):
-    """Reads Parquet. Nested structs become columns named `outer/inner`."""
+    """Reads Parquet files. Fields of structs become columns named `outer/inner`."""
 
     at_once = _BATCH
 
@@ -141,7 +141,7 @@ def _rows_at_once(
 
 
 def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
-    """Estimate the memory that a row group's column needs at most, in bytes."""
+    """Return an upper bound of the memory that a column of a row group needs, in bytes."""
     stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
     width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
     if chunk.physical_type != "BYTE_ARRAY":

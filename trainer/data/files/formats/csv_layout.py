@@ -43,8 +43,8 @@ _CHUNK = 4 << 20
 # Below this share of distinct values in its first rows, a column has a fixed set of values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
-# Part of the csv module's message for a quote within a value. Its other messages are for unclosed
-# quotes.
+# Part of the csv module's message for a quote within a value. The other messages of the module are
+# for unclosed quotes.
 _NOT_AN_END = "expected after"
 # A larger quoted value is considered unclosed. The limit applies to all users of the csv module.
 csv.field_size_limit(8 << 20)
@@ -125,8 +125,8 @@ def _find_end(head: bytes, start: int) -> int:
         if not found["value"]:
             return found.end()
         if found.end() == len(head) or found["value"].count(b"\n") > _MOST_LINES:
-            # The end of a record cannot be found after an unclosed quote, so end the record with
-            # the line.
+            # The end of a record cannot be found after an unclosed quote, so end the record at the
+            # end of the line.
             return head.find(b"\n", found.start()) + 1 or len(head)
     return len(head)
 
@@ -143,11 +143,11 @@ class _Head:
                 self._lines.append(line)
             line += each.text.count("\n") or each.text.count("\r")
         if not kept:
-            raise UserError(f"data.source: {path} is empty; a header is needed")
+            raise UserError(f"data.source: {path} is empty; write a header and rows")
         if "\0" in kept[0].text:
             raise UserError(
                 f"data.source: {path} is not a CSV file, because it has binary data; set "
-                "data.format"
+                "data.format to its format"
             )
         if re.match(r'\{\s*"|\[\s*[\[{]', kept[0].text) or kept[0].text.strip() in ("[", "{"):
             raise UserError(f"data.source: {path} is JSON; set data.format: jsonl")
@@ -269,9 +269,9 @@ class _Head:
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = "write texts in double quotes, right after the delimiter"
         raise UserError(
-            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, like "
-            f"{len(rows)} of the first {len(self._rows) - place - 1} rows, and the header (row "
-            f"{self._lines[place]}) has {len(cells)} names, {', '.join(cells[:_NAMED])}; {cause}"
+            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, as have "
+            f"{len(rows)} of the first {len(self._rows) - place - 1} rows, but the header (row "
+            f"{self._lines[place]}) has {len(cells)} names: {', '.join(cells[:_NAMED])}; {cause}"
         )
 
 
@@ -321,7 +321,7 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
     if len(texts) > _FEWEST and len(blanks) == 1 and blanks != {1}:
         raise UserError(
             f"data.source: {path} has columns of fixed width, or several spaces between columns; "
-            "save it with commas"
+            "separate the values with commas"
         )
     return max(_DELIMITERS, key=texts[0].count)
 
@@ -346,7 +346,7 @@ def _are_names(row: Sequence[str]) -> bool:
 
 
 class _Quotes:
-    """Finds out whether quotes are doubled, escaped by backslashes, or ordinary characters."""
+    """Determines whether quotes are doubled, escaped by backslashes, or ordinary characters."""
 
     def __init__(self, path: Path, layout: CsvLayout, rows: Sequence[Sequence[str]]) -> None:
         self._path, self._layout, self._rows = path, layout, rows
@@ -371,7 +371,7 @@ class _Quotes:
             return layout
         if not self._is_literal():
             raise UserError(
-                f"data.source: {path}: {swallows}, so these lines are read as one value; close or "
+                f"data.source: {path}: {swallows}, so several rows are read as one value; close or "
                 'remove the quote, or write "" for a quote within a quoted text'
             )
         note = (
@@ -403,7 +403,7 @@ class _Quotes:
         return False
 
     def _has_plain_quotes(self, lines: bytes) -> bool:
-        """Return whether quotes are only around values that have no quotes and newlines."""
+        """Return whether quotes only enclose values that contain no quotes or newlines."""
         text = np.frombuffer(b"\n" + lines + b"\n", np.uint8)
         is_quote = text == ord(self._quote)
         marks = np.flatnonzero(is_quote | (text == ord("\n")) | (text == ord("\r")))
@@ -445,14 +445,14 @@ class _Quotes:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Locate the first value that swallows rows, and return whether any value is malformed."""
+        """Describe the first value that swallows rows. Return whether any value is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)
             is_closed = not wrong or _NOT_AN_END in wrong
             more = len(lines) - (is_closed or lines[-1][-1:] not in "\r\n")
             if more > 0 and (wrong or self._has_rows(lines)):
-                what = f"takes {more} lines, to row {row + more}"
+                what = f"ends in row {row + more}"
                 said = what if is_closed else f"is not closed in {more} lines"
                 return f"row {row} opens a quote that {said}", is_odd
         return "", is_odd
@@ -465,7 +465,7 @@ class _Quotes:
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _find_stray_escape(self) -> int | None:
-        """Return the first row with a stray backslash or 0, or None if no backslash escapes."""
+        """Return the first row with a stray backslash (0: none), or None if none is an escape."""
         quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
         stray = 0
         for row, lines, wrong in self._records(escapechar=_ESCAPE):

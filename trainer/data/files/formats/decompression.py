@@ -24,7 +24,7 @@ import pyarrow as pa
 from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-#: Maximum expansion ratio. DEFLATE reaches at most 1,032. Tables of text stay below 100.
+#: Maximum expansion ratio. DEFLATE can reach 1,032. Tables of text stay below 100.
 MOST_RATIO = 200
 FREE_BYTES = 256 << 20
 _SAMPLE = 512

@@ -27,7 +27,7 @@ _HEAD = 1 << 20
 # Block sizes to try, in bytes. Pyarrow reads 32 blocks ahead, so the larger size is only used if a
 # row does not fit in the smaller one.
 _BLOCKS = (1 << 20, 8 << 20)
-# Approximate size of the part of a file whose rows are yielded together, in bytes.
+# Approximate number of bytes of a file whose rows are yielded together.
 _JOINED = 8 << 20
 # A word of pyarrow's error message for a row that is larger than a block.
 _STRADDLING = "straddling"
@@ -38,7 +38,7 @@ _STRAY = re.compile(rb'"(?<=[^,;\t|\r\n"]")[^,;\t|\r\n"]')
 
 
 class CsvReader(Reader):
-    """Reads CSV with pyarrow, with all values as strings."""
+    """Reads CSV files with pyarrow. All values are strings."""
 
     parsed = True
 
@@ -68,7 +68,7 @@ class CsvReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records. One with too few or too many values is broken."""
+        """Yield the records. A record with too few or too many values is broken."""
         layout = detect_layout(path)
         skipped: list[int] = []
 
@@ -174,7 +174,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
 
 
 def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:
-    """Yield the records from number `done` on, with their numbers. Empty blocks are skipped."""
+    """Yield the records whose number is at least `done`, with their numbers."""
     start = 0
     for batch in batches:
         # Pyarrow calls the handler for all invalid records of a block before it returns the block.
@@ -211,7 +211,7 @@ def _concatenate(held: Sequence[Rows]) -> Rows:
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Yield a stream, and a function that converts a size in memory to bytes of the file.
 
-    Pyarrow reads up to 32 blocks ahead, which is ignored for compressed files.
+    Pyarrow reads up to 32 blocks ahead. For compressed files, the function ignores this.
     """
     start, counted = max(piece.start, begin), 0
 

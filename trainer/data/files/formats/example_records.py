@@ -26,7 +26,7 @@ class ExampleReader(RecordReader):
     lists = True
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the features of the first records. Later ones may have more."""
+        """Return the features of the first records. Later records may have more."""
         found: dict[str, None] = {}
         for example in islice(self.records(path, Piece(0), lambda _file: None), _FIRST):
             if isinstance(example, dict):

@@ -29,8 +29,8 @@ _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 # Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Among more than `_FEWEST` records, the keys are considered to differ if more than the share
-# `_NEARLY_ALL` of them occur only once.
+# With more than `_FEWEST` records, the keys are considered to differ if more than this share of
+# them occurs only once.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 _AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
@@ -42,7 +42,7 @@ class JsonReader(RecordReader):
     at_once = 8192
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the keys of the first records. Later ones may have more."""
+        """Return the keys of the first records. Later records may have more."""
         found: Counter[str] = Counter()
         records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
         flat = [_flat(each) if isinstance(each, dict) else each for each in records]
@@ -198,8 +198,8 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
             at = end
     if is_list:
         raise UserError(
-            f"data.source: {path} ends within a list, after record {count}: it is truncated; write "
-            "it again"
+            f"data.source: {path} is truncated: it ends within a list, after record {count}; write "
+            "the file again"
         )
 
 

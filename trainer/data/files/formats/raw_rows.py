@@ -66,10 +66,10 @@ def require_few(count: int, where: str) -> None:
 
 
 class Reader(ABC):
-    """Reads one format. A reader holds no open file.
+    """A reader of one file format. It holds no open file.
 
     Attributes:
-        parsed: whether a file has only strings, in which numbers have to be parsed.
+        parsed: whether all values are strings, from which numbers must be parsed.
         varies: whether records may have different columns.
         lists: whether a single value is stored as a list of one.
         at_once: approximate number of records per block, or 0 if blocks are limited only by bytes.
@@ -118,7 +118,7 @@ class RecordReader(Reader):
 
     @abstractmethod
     def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
-        """Convert values to an array, and tell whether values of several types became strings."""
+        """Convert values to an array. Return whether values of several types became strings."""
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken

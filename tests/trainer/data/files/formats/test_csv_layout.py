@@ -144,8 +144,8 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
     [
         (
             "n,word\n1,5,a\n2,7,b\n",
-            "FILE, row 2 has 3 values, like 2 of the first 2 rows, and the header (row 1) has "
-            "2 names, n, word; quote numbers that have a comma, or write them without commas",
+            "FILE, row 2 has 3 values, as have 2 of the first 2 rows, but the header (row 1) "
+            "has 2 names: n, word; quote numbers that have a comma, or write them without commas",
         ),
         ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 2 has 3 values"),
         ("n,word,kind\n1,2\n3,4\n", "FILE, row 2 has 2 values"),
@@ -196,11 +196,11 @@ def titles(**rows: str) -> str:
 @pytest.mark.parametrize(
     ("rows", "where"),
     [
-        ({"row20": '20,"Lost,a'}, "row 22 opens a quote that is not closed in 280 lines"),
-        ({"row20": '20,"Lost,a', "row90": '90,27" disk,a'}, "row 22 opens a quote that takes 70"),
-        ({"row20": '20,"Lost,a', "row90": '90,of 27",a'}, "row 22 opens a quote that takes 70"),
-        ({"row9": '9,5" disk,a', "row280": '280,"Lost,a'}, "row 282 opens a quote that is not"),
-        ({"row20": '20,"Lost,a', "row21": '21,27",a'}, "row 22 opens a quote that takes 1 lines"),
+        ({"row20": '20,"Lost,a'}, "22 opens a quote that is not closed in 280 lines"),
+        ({"row20": '20,"Lost,a', "row90": '90,27" disk,a'}, "22 opens a quote that ends in row 92"),
+        ({"row20": '20,"Lost,a', "row90": '90,of 27",a'}, "22 opens a quote that ends in row 92"),
+        ({"row9": '9,5" disk,a', "row280": '280,"Lost,a'}, "282 opens a quote that is not"),
+        ({"row20": '20,"Lost,a', "row21": '21,27",a'}, "22 opens a quote that ends in row 23"),
     ],
 )
 def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
@@ -210,10 +210,10 @@ def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
     assert len(found) == 300
     assert not broken
     assert found[int(next(iter(rows))[3:])]["title"] == next(iter(rows.values())).split(",")[1]
-    assert detect_layout(tmp_path / "t.csv").notes[0].startswith(where)
+    assert detect_layout(tmp_path / "t.csv").notes[0].startswith(f"row {where}")
     # A quoted value elsewhere shows that quotes are not ordinary characters in this file.
     line = refusal(tmp_path, titles(**rows, row5='5,"a, b",a'))
-    assert line.startswith(f"data.source: FILE: {where}")
+    assert line.startswith(f"data.source: FILE: row {where}")
     assert "close or remove the quote, or write" in line
 
 

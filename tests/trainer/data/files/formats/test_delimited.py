@@ -60,7 +60,7 @@ def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        (b"", "FILE is empty; a header is needed"),
+        (b"", "FILE is empty; write a header and rows"),
         (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
         (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
         (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
