@@ -172,7 +172,7 @@ def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
     kube.run_all()
     kube.finish("chief-0", 0)
     attempt.succeed()
-    waits = [each for each in caplog.records if "waits" in each.getMessage()]
+    waits = [each for each in caplog.records if "is waiting" in each.getMessage()]
     assert {each.levelno for each in waits} == {logging.INFO}
 
 
@@ -323,29 +323,35 @@ class TestStart:
 
 
 def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypatch):
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(work, "QUIET_SECONDS", 0.0)
-    attempt = watching_attempt(kube)
-    words = "0/3 nodes are available: 3 Insufficient cpu."
-    for pod in kube.all_pods().values():
-        pods.unschedulable(kube.store, pod, words)
+    seen = []
+
+    def take(event):
+        with kube.store.changed:
+            seen.append(event)
+            kube.store.changed.notify_all()
 
     def said(text, over=False):
         return any(
             text in each.detail and each.is_over == over
-            for each in events.read(path, every=(WorkProgress,))
+            for each in seen
             if isinstance(each, WorkProgress) and each.what == "starting the job"
         )
 
-    kube.store.wait(lambda: said(words))
-    kube.run_all()
-    kube.store.wait(
-        lambda: said("all tasks are running, but training has not completed a step yet")
-    )
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    assert said("", over=True)
+    words = "0/3 nodes are available: 3 Insufficient cpu."
+    with events.listen(take):
+        attempt = watching_attempt(kube)
+        for pod in kube.all_pods().values():
+            pods.unschedulable(kube.store, pod, words)
+        kube.store.wait(lambda: said(words))
+        kube.run_all()
+        kube.store.wait(
+            lambda: said("all tasks are running, but training has not completed a step yet")
+        )
+        kube.finish("chief-0", 0)
+        attempt.succeed()
+        assert said("", over=True)
 
 
 def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, monkeypatch):

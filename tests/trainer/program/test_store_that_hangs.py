@@ -31,7 +31,13 @@ CHIEF = Task(role="chief", index=0)
 
 
 @pytest.fixture
-def store(monkeypatch):
+def job(tmp_path):
+    (tmp_path / "steps").write_text("a")
+    return make_job(tmp_path, FOLLOWS, str(tmp_path / "steps"))
+
+
+@pytest.fixture
+def store(job, monkeypatch):
     """Make publishing hang until the test ends; return an event that is set when it begins."""
     publish, begun, answers = storage.publish, threading.Event(), threading.Event()
 
@@ -50,10 +56,7 @@ def wait_for(seen, is_it):
         pass
 
 
-def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, store):
-    steps = tmp_path / "steps"
-    steps.write_text("a")
-    job = make_job(tmp_path, FOLLOWS, str(steps))
+def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, job, store):
     agent = Agent(job, Cluster(addresses={"chief": ("a:1",)}), CHIEF, grace=1)
     seen = queue.SimpleQueue()
     exchange, end = job.workdir / "exchange", tmp_path / "end.txt"
@@ -66,7 +69,7 @@ def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, store):
         words = ["--socket", exchange / guard.SOCKET, "--termination", end]
         child = subprocess.Popen([sys.executable, "-IS", exchange / GUARD_FILE, *words])
         assert store.wait(30)
-        steps.write_text("abc")
+        (tmp_path / "steps").write_text("abc")
         while not (
             isinstance(found := seen.get(timeout=30), events.Progress) and found.global_step == 3
         ):
