@@ -196,7 +196,7 @@ class Deadlines:
         missing = self.expected_pods - len(pods)
         if stage == pod_state.QUEUEING and missing > 0:
             return f"{missing} of {self.expected_pods} pods were not created within {limit}"
-        what = "did not get a node" if stage == pod_state.QUEUEING else "did not start"
+        what = "could not be scheduled" if stage == pod_state.QUEUEING else "did not start"
         return _sentence(waiting, f"{what} within {limit}")
 
     def _newest_pods(self, pods: Collection[Tree]) -> list[Tree]:

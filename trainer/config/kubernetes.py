@@ -239,11 +239,11 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Time limits in seconds, after which the job is ended. 0 means no limit."""
 
-    operator: Seconds = key(60, "time in which the controller of the job must react")
-    queueing: Seconds = key(3600, "time in which every pod must get a node")
-    starting: Seconds = key(900, "time in which all tasks must run, once every pod has a node")
+    operator: Seconds = key(60, "time within which the controller of the job must react")
+    queueing: Seconds = key(3600, "time within which every pod must be scheduled")
+    starting: Seconds = key(900, "time within which all tasks must run after they are scheduled")
     container: Seconds = key(120, "time for which an image or a container may fail to start")
-    running: Seconds = key(0, "time in which the job must end, once all tasks run")
+    running: Seconds = key(0, "time within which the job must end, once all tasks run")
     stalling: Seconds = key(1800, "time without progress of training, once all tasks run")
     unreachable: Seconds = key(900, "time without a response from the Kubernetes API")
     heartbeat: Seconds = key(

@@ -87,7 +87,7 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     for pod in kube.all_pods().values():
         pods.unschedulable(kube.store, pod, words)
     message = attempt.failure()
-    assert message.startswith("chief-0, ps-0, worker-0 did not get a node within 4 s (cluster.")
+    assert message.startswith("chief-0, ps-0, worker-0 could not be scheduled within 4 s (cluster.")
     assert f"deadlines.queueing): {words}" in message
     # An autoscaler may still add a suitable node, so the message is reported at once, but the job
     # fails only at its deadline.

@@ -230,7 +230,7 @@ def _unit(name: str, scan: ColumnScan) -> str:
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
-            f"data.types: {name!r} has numbers with and without a per cent sign; write all of them "
+            f"data.types: {name!r} has numbers with and without a percent sign; write all of them "
             "with the sign, or all without it, in the files or with data.map"
         )
     if len(units) > 1:

@@ -126,7 +126,7 @@ def _opened(folder, form, texts):
     "texts", [["1%", "2%", "3", "4%"], ["1%", "2%", "1,234"], ["1,5%", "2%", "0,5"], ["1%", "2 kg"]]
 )
 def test_per_cent_among_other_numbers_is_refused(tmp_path, form, texts):
-    with pytest.raises(UserError, match="'x' has numbers with and without a per cent sign"):
+    with pytest.raises(UserError, match="'x' has numbers with and without a percent sign"):
         _opened(tmp_path, form, texts * 4)
 
 
