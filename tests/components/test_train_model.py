@@ -249,7 +249,7 @@ class TestProgram:
         last = emitted()[-1]
         assert last.uri == storage.join(root, RUN, "checkpoints", "step-00000009")
         assert (last.metrics["decision"], last.metrics["global_step"]) == ("trained", 9)
-        assert "program.after_training: stop" in last.metrics["reasons"][0]
+        assert "program.after_training=stop" in last.metrics["reasons"][0]
         assert outputs[0].metadata["uri"] == last.uri
 
     @pytest.mark.usefixtures("launched")

@@ -391,7 +391,7 @@ def test_a_mistake_in_it_is_one_line(task_folder, right, wrong, words):
     (task_folder / "quantiles.py").write_text(CODE.text.replace(right, wrong))
     with pytest.raises(ConfigError) as caught:
         fitted(task_folder)
-    assert str(caught.value).startswith("task quantiles:Quantiles: ")
+    assert str(caught.value).startswith("task quantiles:Quantiles")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -228,7 +228,7 @@ def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
     monkeypatch.setattr(removal.storage, "delete", refused)
     code, found, _, err = gc(capsys, root, "--keep-runs", "30d", "--yes")
     assert (code, found["status"]) == (1, "failed")
-    assert "digits-0001: Permission denied; make it accessible; 4 of 6 were removed" in err
+    assert "digits-0001: Permission denied; make it accessible; 4 of 6 items were removed" in err
     assert sorted(path.name for path in root.glob("d*/d*")) == ["d1", "decision"]
     assert [path.name for path in root.glob("digits-*")] == ["digits-0001"]
 

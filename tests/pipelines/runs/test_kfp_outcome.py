@@ -296,7 +296,7 @@ def test_an_image_that_does_not_exist_is_1_with_step_and_image(instance, waits):
     answer = waits([waiting(PULL)])
     assert (answer.code, answer.json["status"]) == (1, "failed")
     said = answer.json["message"]
-    assert said.startswith(f"prepare_data: the image {IMAGE} cannot be pulled ({PULL}): give")
+    assert said.startswith(f"prepare_data: the image {IMAGE} cannot be pulled ({PULL}): pass")
     run_id = answer.json["run_id"]
     assert said.endswith(f"cancel it: flotilla cancel {run_id} --endpoint {instance.url}")
     assert not instance.asked(":terminate")

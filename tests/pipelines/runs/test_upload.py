@@ -258,7 +258,7 @@ def test_what_is_no_pipeline(remote, tmp_path, content):
 def test_an_image_for_what_is_compiled(remote, tmp_path):
     (tmp_path / "p.yaml").write_text(OTHER)
     answer = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
-    assert (answer.code, "omit one" in answer.err) == (2, True)
+    assert (answer.code, "omit the option" in answer.err) == (2, True)
 
 
 def test_no_image(remote):

@@ -104,7 +104,7 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
 
 def test_a_model_that_this_machine_cannot_hold_is_refused():
     process.require_memory(config_of(0), 10**6)
-    with pytest.raises(ConfigError, match=r"^model mlp: it has 1,000,000,000,000,000 parameters, "):
+    with pytest.raises(ConfigError, match=r"^model mlp has 1,000,000,000,000,000 parameters, "):
         process.require_memory(config_of(0), 10**15)
 
 

@@ -220,7 +220,7 @@ def test_a_wrong_role_is_named_with_its_remedy(section, message, tmp_path):
         (
             None,
             "data.label: made has no label (it has no supervised_keys); set data.label to one or "
-            "several of its features (x, y)",
+            "more of its features (x, y)",
         ),
         (
             ("x", "z"),

@@ -275,7 +275,7 @@ def test_own_function_that_raises(own):
 @pytest.mark.parametrize(("function", "kind"), [("no_model", "str"), ("nothing", "NoneType")])
 def test_own_function_that_returns_no_model(own, function, kind):
     message = _refusal(own, function)
-    assert message == f"model own_models:{function}: it is a {kind}, not a keras.Model"
+    assert message == f"model own_models:{function} is a {kind}, not a keras.Model"
 
 
 @pytest.mark.parametrize("function", ["probabilities", "softmax_layer"])

@@ -225,8 +225,8 @@ def test_keras_reads_it_back():
 @pytest.mark.parametrize(
     ("names", "args", "line"),
     [
-        (("lines",), {}, "'lines' is string"),
-        (("tags",), {}, r"'tags' has \[2\] of them"),
+        (("lines",), {}, "'lines' must be a sequence of numbers or vectors, not string"),
+        (("tags",), {}, r"'tags' must be one string per example, but has the shape \[2\]"),
         (("age",), {"words": 0}, "words: 0 is not allowed"),
         (("age",), {"dimension": 0}, "dimension: 0 is not allowed"),
         (("age",), {"hidden_units": [0]}, "hidden_units"),

@@ -157,7 +157,9 @@ def test_a_wrong_size_or_checksum_is_refused(size: Any, crc: Any) -> None:
 
 @pytest.mark.parametrize("schema", [0, 2, 99, -1])
 def test_another_schema_is_named(schema: int) -> None:
-    with pytest.raises(UnknownSchema, match=rf"^u has schema {schema}, but this version reads 1"):
+    with pytest.raises(
+        UnknownSchema, match=rf"^u has schema {schema}, but this version reads only schema 1"
+    ):
         Manifest.from_json(tree(schema=schema), where="u")
 
 

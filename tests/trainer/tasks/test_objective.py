@@ -179,7 +179,10 @@ def test_logits_for_a_loss_of_probabilities_are_refused():
 @pytest.mark.parametrize(
     ("compiled", "message"),
     [
-        ({"loss": "mse", "steps_per_execution": 8}, "compiled with steps_per_execution=8, but "),
+        (
+            {"loss": "mse", "steps_per_execution": 8},
+            "the model is compiled with steps_per_execution=8, but ",
+        ),
         (
             {"loss": "mse", "run_eagerly": True},
             "the model is compiled with run_eagerly=True, but the tasks ",

@@ -138,16 +138,18 @@ def test_workers_are_asked_before_servers_and_not_the_task_itself():
     ]
 
 
-@pytest.mark.parametrize("name", ["start", "stop"])
+@pytest.mark.parametrize(
+    ("name", "what"), [("start", "start the profiler"), ("stop", "write the profile")]
+)
 @pytest.mark.usefixtures("recorded")
-def test_a_profiler_that_fails_is_one_warning(run, monkeypatch, caplog, name):
+def test_a_profiler_that_fails_is_one_warning(run, monkeypatch, caplog, name, what):
     def fail(*_):
         raise tf.errors.UnavailableError(None, None, "another profiler is running\nmore")
 
     monkeypatch.setattr(tf.profiler.experimental, name, fail)
     assert run.train(steps=40, profile=[13, 17]) == 40
     assert caplog.text.count("another profiler is running") == 1
-    assert " the profile: another profiler is running" in caplog.text
+    assert f"cannot {what}: another profiler is running" in caplog.text
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_what_was_not_taken_is_sent_again_and_said_once(warnings):
     assert follower.close(describe_end("FINISHED"))
     assert (target.steps, target.written.status) == ([20, 40], "FINISHED")
     (line,) = warnings()
-    assert "MLflow at http://mlflow does not accept" in line
+    assert "cannot send the data of this run to MLflow at http://mlflow" in line
     assert "ConnectionError: refused" in line
 
 
