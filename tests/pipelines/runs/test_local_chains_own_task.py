@@ -101,7 +101,7 @@ name: halves
 data: {dataset: "halves:Halves", shards: 4}
 task: {outputs: {digit: {class_weights: balanced}, ink: {weight: 5}}}
 model: {name: "halves:model"}
-training: {steps: 1000, checkpoint_every: 500, validate_every: 500}
+training: {strategy: single, steps: 1000, checkpoint_every: 500, validate_every: 500}
 gate:
   min: {digit_accuracy: 0.8, digit_first_two: 0.9}
   max: {ink_mean_absolute_error: 0.15, ink_log_cosh: 0.05}

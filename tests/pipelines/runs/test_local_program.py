@@ -88,4 +88,4 @@ def test_a_run_ends_after_training(folder):
     assert (ended.answer["status"], ended.answer["headline"]) == ("trained", "digits: trained")
     assert {"checkpoint", "report"} <= ended.answer["artifacts"].keys()
     assert not {"evaluation", "model"} & ended.answer["artifacts"].keys()
-    assert "program.after_training: stop" in ended.answer["message"]
+    assert "program.after_training=stop" in ended.answer["message"]
