@@ -1,7 +1,7 @@
 """Checks that a compiled pipeline matches the code in its image.
 
 The compiled YAML contains the source of each component, which calls code in the image. A digest of
-the component signatures and `_REVISION` shows whether the two match.
+the component signatures and of `_REVISION` shows whether the YAML and the image match.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: Option that adds the mark to the first step's command; KFP's executor ignores it. The mark is the
-#: Flotilla version that compiled the pipeline, and the digest of its steps.
+#: Option of the first step's command, which KFP's executor ignores. Its value is the mark: the
+#: Flotilla version that compiled the pipeline, and the digest of the pipeline's steps.
 OPTION = "--compiled_by"
 # Increase this number if a value passed between steps changes its meaning but no signature changes.
 _REVISION = 3

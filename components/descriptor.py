@@ -75,7 +75,7 @@ def _read_descriptor(artifact: Any) -> Descriptor:
     )
 
 
-# The UI cannot draw a matrix of more classes legibly, and KFP stores every cell in its database.
+# Do not log a confusion matrix of more classes. It would be illegible and fill KFP's database.
 MOST_CLASSES = 50
 # Kubernetes sets this variable in pods of the namespace that contains KFP's API server. Steps run
 # there if KFP is installed without profiles, and otherwise in the namespace of a profile.
@@ -83,7 +83,7 @@ _API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 
 def scalars(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics, because KFP's database rejects NaN and infinity."""
+    """Return only the finite metrics. KFP's database rejects NaN and infinity."""
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
@@ -118,9 +118,9 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 def write_viewers(artifact: Any, logs: str) -> None:
     """Write the file that makes KFP's UI offer TensorBoard for the logs at URI `logs`.
 
-    The viewer works only in a profile's namespace; elsewhere, the file only shows the command.
+    The viewer does not work in the namespace of KFP's API server. There, the UI shows a command.
     """
-    # Drop the endpoint in the URI's query, because KFP passes the endpoint to the viewer itself.
+    # Drop the query of the URI, because KFP passes the endpoint to the viewer separately.
     source, _, _ = logs.partition("?")
     words = f"TensorBoard: `{_command(source)}`"
     viewers = [{"type": "markdown", "storage": "inline", "source": words}]

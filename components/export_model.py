@@ -56,7 +56,7 @@ def export(step: Step) -> str:
         from flotilla.trainer.export import export
 
         settings = load_bundle(step.config)
-        # The URI depends on the decision, because a comparison with another champion can change it.
+        # The URI must depend on the decision, which differs if the champion has changed.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
         output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)
@@ -124,7 +124,7 @@ def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> 
         "config": config.digest(),
         "commit": lineage.commit(),
         "code": config.code,
-        # A local run uses the code of this machine, not an image.
+        # Record no image for a local run, which uses the code of this machine.
         "image": "" if is_local_run() else image,
         "checkpoint": checkpoint,
         "warmed_from": str(storage.read_manifest(checkpoint).fields.get("warmed_from", "")),

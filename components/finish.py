@@ -47,7 +47,7 @@ def work(step: Step) -> None:
 
 
 def end_and_report(step: Step) -> None:
-    """End the training cluster if it still exists. Write the report even if this fails."""
+    """End the training cluster if it still exists. If that fails, write the report anyway."""
     found = step.root
     # If there is no root, the first step has failed and has already reported the reason.
     with suppress(UserError):
@@ -68,7 +68,7 @@ def _report(step: Step, root: str, folder: Path) -> None:
     for name, content in gather_report.render_artifacts(facts, page, uri).items():
         Path(artifacts[name].path).write_bytes(content)
     step.output.displays = {name: each.uri for name, each in artifacts.items()}
-    # On a cluster, the run's folder is deleted when the step ends, but the artifact remains.
+    # On a cluster, refer to the artifact. The run's folder is deleted when the step ends.
     stays = page if is_local_run() else step.report.path
     if root and _publish(uri, page.read_bytes(), stays):
         step.output.done(uri, {})

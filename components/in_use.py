@@ -1,7 +1,7 @@
 """Marks datasets and code bundles as in use, so that retention does not remove them.
 
 A run writes `<root>/in_use/NAME/used.json` and then checks for a removal. A removal writes
-`removing-*.json` and then checks for a use. Therefore at least one of the two sees the other.
+`removing-*.json` and then checks for a use. Therefore at least one of the two detects the other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _USED, _REMOVING = "used.json", "removing"
 # After this many seconds, an unfinished removal is considered abandoned.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
-# Tolerance, in seconds, for times that were converted to a `datetime` and back.
+# Rounding tolerance, in seconds, for timestamps that were converted to a `datetime` and back.
 _ROUNDING = 1e-5
 
 
@@ -33,7 +33,7 @@ def use(uri: str) -> bool:
     """Mark the directory `<root>/<folder>/<name>` as used. Return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
-    # Wait for removals that started earlier. A removal that starts after this point sees the mark.
+    # Wait for removals that started earlier. A removal that starts after this point finds the mark.
     wait_until(
         lambda: not any(_removals(root, path).values()),
         lambda: f"`flotilla gc`, which is about to remove {uri}, to end",
@@ -47,7 +47,7 @@ def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config,
     """Publish the user's code below `root`, mark it as used, and add it to the configuration."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
-        # Retention has removed the bundle since it was published.
+        # Publish the bundle again, because retention removed it in the meantime.
         bundle = publish(Path(folder), root)
     return config.model_copy(update={"code": bundle.uri}), bundle
 

@@ -72,7 +72,7 @@ def replace_local_runner(run: RunCommand) -> None:
 
     If `run` returns None, the local runner starts the step itself.
     """
-    # Import this only here, because it takes a second.
+    # Import KFP's runner only when it is needed, because the import takes a second.
     from kfp.local import subprocess_task_handler
 
     before = subprocess_task_handler.run_local_subprocess

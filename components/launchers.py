@@ -54,7 +54,7 @@ def require_shared(config: Config, root: str) -> None:
     here = storage.local_path(root)
     if not here:
         return
-    # Import this only here, because it loads the Kubernetes client, which is slow.
+    # Import this only here, because it loads the Kubernetes client, and this takes long.
     from flotilla.components.kubernetes.pods.template import replicas
 
     place, settings = PurePosixPath(here), config.cluster.kubernetes
@@ -105,7 +105,7 @@ def _launch_here(job: Job) -> None:
         task.train_in_process(job)
         return
     if os.environ.get(events.VARIABLE):
-        # The process that started the run already shows the logs and the progress of the tasks.
+        # Do not relay the logs, because the process that started the run already shows them.
         local.launch(job)
         return
     with local.relay_logs(job.workdir, relay):
@@ -119,7 +119,7 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
         named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}
         config = parse_config({"cluster": named})
     except (ConfigError, TypeError):
-        # The first step has already refused these settings, so nothing was launched.
+        # The first step refused these settings, so the run launched no job.
         return
     launcher = config.cluster.launcher
     if launcher == "local":

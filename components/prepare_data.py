@@ -105,8 +105,8 @@ def resolve(step: Step) -> resolve_config.Resolved:
 def _try_model(step: Step, config: str) -> Iterator[None]:
     """Try the model on the first rows of the data while the block runs.
 
-    If the trial fails, it interrupts the block. In a local run, this does nothing, because the
-    runner has already tried the model.
+    If the trial fails, it interrupts the block. In a local run, there is no trial here, because the
+    process that runs the steps tries the model itself.
     """
     if run_store.is_local_run():
         yield
@@ -117,7 +117,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
     def end(mistake: ConfigError) -> None:
         mistakes.append(mistake)
         if not is_over.is_set():
-            # End the process as any other stop request does, so that no child process remains.
+            # Send SIGTERM, so that the process also ends its child processes.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def refuse(_stage: Step) -> None:
@@ -148,7 +148,7 @@ def prepare(step: Step) -> tuple[str, str]:
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
-            # Retention has removed the dataset since it was published.
+            # Prepare the dataset again, because retention removed it in the meantime.
             prepared = prepare.prepare(exact, step.root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]

@@ -81,7 +81,7 @@ def work(step: Step) -> Resolved:
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
     return Resolved(
-        # KFP logs its parameters unchanged, so control characters must be escaped.
+        # Escape control characters, because KFP logs its parameters unchanged.
         config=printable(config.model_dump_json()),
         root=root,
         run_id=run_id,
@@ -90,7 +90,7 @@ def work(step: Step) -> Resolved:
 
 
 def _check_shared(root: str) -> None:
-    """Raise a `ConfigError` in a pod if `root` is a local folder, which no other pod sees."""
+    """Raise a `ConfigError` in a pod if `root` is a local folder, which no other pod can read."""
     if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
         raise ConfigError(
             f"storage.root: {root} is a folder in this pod, which no other step can read: set it "
@@ -165,7 +165,7 @@ def _require_same_source(data: DataConfig) -> None:
     """Raise a `ConfigError` if a resumed run has already listed another source or other spans."""
     # Compare the absolute path too, because the run may be resumed from another working directory.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
-    # If an earlier listing failed, the run is not bound to any files yet.
+    # If an earlier listing failed, the run has no files yet, so any source is allowed.
     listed = run_store.read_pinned(_LISTED) if run_store.read_pinned(_FILES) else ""
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
@@ -185,7 +185,7 @@ def _list_files(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # Use the champion's listing, which is published even if some of its files were deleted.
+        # No span is new. Use the champion's listing, which remains if listed files are deleted.
         _log.info(
             "data.source: the champion was trained on all %d spans; using its files",
             len(found.spans),

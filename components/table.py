@@ -95,7 +95,7 @@ STEPS = (
         deadline_seconds=_DAY,
         retries=3,
     ),
-    # The training job itself has a shorter deadline by default.
+    # This deadline is a last resort, because the training job has a shorter one by default.
     StepSpec(
         name="train_model",
         stages=(StageSpec(name="train_model", output="checkpoint", completes=TRAINED),),
@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # `register_model` may evaluate the model again, against champions that the gate did not see.
+    # `register_model` may need GPUs to compare the model with another champion than the gate did.
     StepSpec(
         name="export_model",
         stages=(

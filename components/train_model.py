@@ -112,7 +112,7 @@ def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
         **{name: value for name, value in found.validation.items() if name == by.column},
         "handed_on_as": found.why,
         **found.fields["metrics"],
-        # The metrics of a separate evaluator are not in the manifest.
+        # Add the validation metrics, because those of a separate evaluator are not in the manifest.
         **found.validation,
     }
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}

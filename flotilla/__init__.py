@@ -10,8 +10,8 @@ cannot be started raises a `UserError`. A run that starts and then fails is retu
     result = flotilla.run("configs/digits.yaml", training={"steps": 200})
     result.status, result.metrics["accuracy"], result.report
 
-Names are loaded when they are first used, and none of them loads TensorFlow. Names that
-are not in `__all__` may change in any version. Use `flotilla.components` for your own pipelines.
+Each name is loaded when it is first used. None of them imports TensorFlow. Names that are not in
+`__all__` may change in any version. For your own pipelines, use `flotilla.components`.
 """
 
 import os

@@ -89,8 +89,8 @@ def _compile(source: object) -> str:
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
         text = path.read_text(encoding="utf-8")
-    # Remove the default value of a mapping from KFP's comment, because the order of its keys
-    # differs between processes.
+    # Remove the default of the settings from KFP's comment, because the order of the keys in it
+    # differs between processes, and equal pipelines must have equal text.
     return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
@@ -160,7 +160,7 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Read a compiled pipeline, to which no settings can be applied. Raises `ConfigError`."""
+    """Read a compiled pipeline. Raises `ConfigError`, for example if a setting is given."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Descriptions of the CSV tables, which cannot contain a comment.
+# The description of each CSV table. Unlike a YAML file, a table cannot contain it in a comment.
 _TABLES = {
     "tumors.csv": "569 tumours, each with 30 measurements of its cells; the label is diagnosis."
 }

@@ -81,7 +81,7 @@ def _is_possible() -> bool:
 
 
 def _has_descriptors_of_processes() -> bool:
-    # Some containers forbid process descriptors, even if the kernel and Python support them.
+    # Try a process descriptor, because some containers forbid them.
     try:
         own = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):

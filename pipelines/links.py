@@ -55,7 +55,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
         browser = webbrowser.get()
     except webbrowser.Error:
         return False
-    # A generic browser is a text browser that would run in this terminal.
+    # A generic browser runs in this terminal, so it is used only if the user has chosen it.
     is_of_terminal = type(browser) is webbrowser.GenericBrowser
     if is_of_terminal and not has_choice:
         return False
@@ -65,7 +65,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Redirect the output of child programs to standard error, not to standard output."""
+    """Redirect the standard output of child programs to standard error in this block."""
     before = os.dup(_STDOUT)
     try:
         os.dup2(_STDERR, _STDOUT)

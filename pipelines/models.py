@@ -178,7 +178,7 @@ def require_known(root: str, name: str) -> str:
 
 
 def _version(name: str, version: registry.Version, made: Sequence[Promotion]) -> ModelVersion:
-    # The registry has already checked the types of these values.
+    # Do not check types here, because the registry has already checked them.
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
     metrics = lineage.get("metrics", {})
@@ -191,7 +191,7 @@ def _version(name: str, version: registry.Version, made: Sequence[Promotion]) ->
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
-        # A version that was registered before this field existed has only its metrics.
+        # An older version lacks this field, so compute the value from its metrics.
         measured=lineage.get("measured")
         or {"metric": main.name, "value": metrics.get(main.name), "better": main.better},
         global_step=fields.get("global_step", 0),
@@ -205,7 +205,7 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):
-        # A container may run as a numeric user without a name.
+        # The user may have no name, for example if a container sets only a numeric user id.
         return "a person"
 
 

@@ -1,4 +1,4 @@
-"""Formats results for notebooks: a heading and a small table, escaped for HTML and masked."""
+"""Formats results for notebooks: a heading and a small table, escaped, without secrets."""
 
 from __future__ import annotations
 

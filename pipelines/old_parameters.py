@@ -1,7 +1,7 @@
 """The run parameters of old pipelines, which had one string or number for each configuration key.
 
 `training.steps` was `training_steps`, and a list or a mapping was JSON. Existing schedules still
-contain these parameters. An error message says how to set each of them now.
+contain these parameters. An error message explains how to set each of them now.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def describe_replacement(name: str) -> str:
     if name not in keys():
         return "set a key of the configuration with --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    # The form has no separate field for the name of a dataset.
+    # The name of a dataset belongs in the field for the source.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"use {next(fields, '')}--set {'.'.join(key)}=..."

@@ -153,7 +153,7 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
 
 @contextmanager
 def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
-    # Only a data frame has this method.
+    # Recognize a data frame by this method, without an import of its library.
     rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
     if isinstance(rows, str | os.PathLike):
         yield (os.fspath(rows),)
@@ -210,7 +210,7 @@ def model_uri(model: str, root: str) -> str:
 
 
 def choose_format(output: str, said: str) -> str:
-    """Return the format `said`, or else that of the file extension. Raises `ConfigError`."""
+    """Return `said`, or else the format of the file extension. Raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs an output file; add -o FILE")

@@ -84,7 +84,7 @@ def _normalize_part(part: str, place: int) -> str | None:
     if not found:
         return None
     start, end, step = found["from"].replace("?", "*"), found["to"] or "", found["step"]
-    # Sunday may be 7 in cronsim, but not in KFP.
+    # Refuse 7 for Sunday, which cronsim accepts but KFP does not.
     if values == "weekdays" and "7" in (start.lstrip("0"), end.lstrip("-0")):
         return None
     if step and start != "*" and not end:

@@ -1,6 +1,6 @@
-"""Converts settings given in Python to the `section.key=value` texts of `--set`.
+"""Converts settings given in Python to the `section.key=value` strings of `--set`.
 
-A mapping may be nested or have dotted keys. The texts are checked by the parser of `--set`.
+A mapping may be nested or have dotted keys. The parser of `--set` checks the strings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sections(TypedDict, total=False):
 def make_assignments(
     settings: Settings = (), sections: Mapping[str, Any] | None = None
 ) -> tuple[str, ...]:
-    """Return the `--set` texts of `settings`, then of `sections`. Raises `ConfigError`."""
+    """Return `--set` strings for `settings`, then for `sections`. Raises `ConfigError`."""
     if isinstance(settings, Mapping):
         texts = [*_texts(settings)]
     elif isinstance(settings, str) or not all(isinstance(each, str) for each in settings):
@@ -52,7 +52,7 @@ def make_assignments(
 
 
 def format_search(search: Settings) -> Iterator[str]:
-    """Yield the `--set` texts of a search.
+    """Yield the `--set` strings of a search.
 
     A list contains the values to try. A string, such as a range, is kept unchanged.
     """
@@ -87,7 +87,7 @@ def value_text(key: str, value: Any) -> str:
 
 
 def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield a text for each key. Sections are merged key by key, and other values are replaced."""
+    """Yield a `--set` string for each key. A section yields a string for each of its keys."""
     for name, value in tree.items():
         path = (*above, *str(name).split("."))
         if isinstance(value, Mapping) and is_section(path):

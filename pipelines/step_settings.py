@@ -68,11 +68,11 @@ def configuration() -> dsl.PipelineConfig:
     )
 
 
-# KFP gives a volume the name of its claim, and the name of a volume must not contain dots.
+# A claim that KFP can mount. KFP gives its volume the same name, which must not contain dots.
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATH = re.compile(r"(/[^/:\s{}]+)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Folders that KFP uses in the pod of a step, and system folders of the image.
+# Do not mount a volume in these folders, which KFP or the system of the image uses.
 _TAKEN = (
     "/kfp-launcher", "/gcs", "/s3", "/minio", "/.local", "/.cache", "/.config",
     "/bin", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr",

@@ -229,7 +229,7 @@ def _name_below(spec: Any, dag: Any) -> None:
         taken = task.inputs.artifacts
         for channel in list(taken):
             given = taken[channel]
-            # In a nested group, the input already has its name from the outer group.
+            # In a nested group, the input has no output key, but the name from the outer group.
             name = given.task_output_artifact.output_artifact_key or given.component_input_artifact
             for artifacts in (taken, group.input_definitions.artifacts):
                 artifacts[name].CopyFrom(artifacts.pop(channel))

@@ -6,8 +6,8 @@ import os
 # may name another backend.
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-# A web proxy cannot reach addresses of this machine, such as a storage emulator or a forwarded
-# port. Some libraries read only the lower-case variable.
+# Exclude loopback addresses from a web proxy, which cannot reach a storage emulator or a forwarded
+# port of this machine. Set the lower-case variable, because some libraries read only this one.
 _ON_LOOPBACK = "localhost,127.0.0.1,::1"
 if any(
     os.environ.get(f"{kind}_proxy", os.environ.get(f"{kind}_proxy".upper()))

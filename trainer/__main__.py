@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
-        # Only user code calls `sys.exit` at this point, and a restart would not help.
+        # Only user code calls `sys.exit` here. It would do so again after a restart, so fail.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"your code called sys.exit({end.code!r}){where}"
@@ -139,7 +139,7 @@ def _fit(options: argparse.Namespace) -> None:
         if options.elsewhere and user_code.is_of_machine(error):
             raise UserError(str(error)) from error
         raise
-    # An error in the user's code counts as a mistake in the configuration.
+    # Report an error in the user's code as a mistake in the configuration that names the code.
     except (Exception, SystemExit) as error:
         if not user_code.find_place(error):
             raise
@@ -156,7 +156,7 @@ def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
-    # Graphs run only once here, and optimizing them would take longer than it saves.
+    # Do not optimize graphs. Each runs only once here, so this would take longer than it saves.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))

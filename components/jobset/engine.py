@@ -1,9 +1,9 @@
 """The JobSet engine: builds the JobSet for a configuration and interprets its status.
 
-Each task is its own replica with one completion. To replace a lost pod at once, the engine deletes
-the replica's Job; the Job controller alone would wait up to 10 minutes. Exit codes from 1 to 127
-are final for every task except the evaluator; 128 and above restart the task. Written for JobSet
-0.12, see https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
+Each task is its own replica with one completion. The Job controller would wait up to 10 minutes
+before it replaces a lost pod. Therefore the engine deletes the replica's Job immediately. Exit
+codes from 1 to 127 are final for every task except the evaluator. Codes from 128 restart the task.
+Written for JobSet 0.12, see https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ KIND = JobKind(
     ),
 )
 PORT_NAME = "grpc"
-# The default `backoffLimit` of each child Job. It is practically unlimited, because Kubernetes
-# counts the failures of each task, but Flotilla limits the failures of all tasks together.
+# The default `backoffLimit` of each child Job. It is high enough to have no effect:
+# Flotilla itself limits the total number of failures of all tasks.
 BACKOFF_LIMIT = 1000
 
 
@@ -221,8 +221,8 @@ class JobSets(Engine):
     def is_failing(self, api: Api, tree: Tree) -> bool:
         """Return whether a child Job is failing.
 
-        Kubernetes sets the condition `Failed` only after all pods of the Job have ended, but
-        `FailureTarget` at once.
+        Kubernetes sets the condition `FailureTarget` as soon as a Job fails, but `Failed` only
+        after all pods of the Job have ended.
         """
         jobs = self._jobs(api, tree)
         return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
@@ -257,7 +257,7 @@ class JobSets(Engine):
         return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Delete the Job of a lost pod. JobSet recreates it at once, without backoff."""
+        """Delete the Job of a lost pod. JobSet recreates the Job immediately, without backoff."""
         for owner in pod["metadata"].get("ownerReferences") or []:
             if owner["kind"] == "Job":
                 api.delete(JOBS, owner["name"], owner["uid"])

@@ -58,7 +58,7 @@ class Adoption:
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 self._require_own_service(name)
-                # The job may already exist, because an earlier response may have been lost.
+                # The job already exists if an earlier response was lost, so expect a conflict.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -105,7 +105,7 @@ class Adoption:
             limit = self._deadlines.unreachable
             service = call_with_retry(partial(self._api.get, SERVICES, name), limit, self._wait)
         except RefusedError:
-            # The Service does not exist, or the launcher may not read it.
+            # Continue if the Service does not exist or the launcher may not read it.
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(
@@ -132,7 +132,7 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Do not retry, because the lease would expire and the guard would end the job.
+                # Do not retry. Meanwhile, the lease would expire, and the guard would end the job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 

@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine of the run's job, the first served engine, or `local` without a cluster."""
+    """Return the engine that `auto` selects, or `local` if this process is not on a cluster."""
     if not is_on_a_cluster():
         log.info(
             "cluster.launcher: 'auto' selects 'local', because this process is not in a pod and "
@@ -69,6 +69,6 @@ def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
         if error.is_unserved:
             return None
         if error.is_forbidden:
-            # If the kind is served, the launcher reports the missing permissions later.
+            # Raise no error here, because the launcher reports the missing permissions later.
             return [] if api.serves(engine.kind.resource) else None
         raise UserError(describe_refusal(error, engine.kind)) from None

@@ -68,7 +68,7 @@ class Deadlines:
         self._ran = 0.0
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing` for a recreated job, which resumes training."""
+        """Return to the stage `queueing` after the job was recreated to resume training."""
         if self._stage == pod_state.RUNNING:
             self._ran += self._clock() - self._entered_at
         self._stage = pod_state.QUEUEING
@@ -169,7 +169,7 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return how many tasks run before training begins, and what each role is waiting for.
+        """Return the number of running tasks, and a text about what delays the start of training.
 
         The text includes the reasons that Kubernetes gives for waiting pods.
         """

@@ -44,8 +44,8 @@ class Engine(ABC):
         name: the value of `cluster.launcher` for the engine.
         kind: the kind of job that the engine creates.
         is_strict: whether the API should refuse unknown fields of a job.
-        fails_with_a_pod: whether the loss of a pod fails the whole job. Otherwise, the controller
-            replaces the pod, and does so at once after `bring_back`.
+        fails_with_a_pod: whether the loss of a pod fails the whole job. If not, the controller
+            replaces the pod. A call of `bring_back` makes it do so immediately.
     """
 
     name: ClassVar[Launcher]
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @abstractmethod
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Make the controller replace a lost pod at once."""
+        """Make the controller replace a lost pod immediately."""
 
     @abstractmethod
     def reporters(self, api: Api, tree: Tree, /) -> Sequence[str]:
@@ -107,7 +107,7 @@ class Engine(ABC):
 
 
 def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
-    """Return the manifest of `config`, with placeholders for values that only a run knows."""
+    """Return the manifest of `config`, with placeholders for values that only a run has."""
     root = config.storage.root or _ROOT
     job = Job(
         config=config,

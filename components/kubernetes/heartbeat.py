@@ -124,7 +124,7 @@ class Heartbeat:
         return True
 
     def _own_version(self) -> str:
-        """Return the lease's resource version, empty if it is missing. Raises `TakenOverError`."""
+        """Return the lease's resource version, or "" without a lease. Raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)

@@ -22,7 +22,7 @@ REPORTED = 3
 LOOK_SECONDS = 5.0
 # Event reasons of the training operator and the Job controller if a pod cannot be created.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Messages about a manifest that admission refuses. Every retry of the controller would fail too.
+# Messages about pods that admission refuses permanently, so that every retry would fail too.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
 # Messages about transient causes: other jobs use the quota, or a pod of this name still exists.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
@@ -31,8 +31,8 @@ _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exist
 def last_events(api: Api, *uids: str) -> str:
     """Return the last events of objects as the end of a message, or an empty string.
 
-    If the permission to list events is missing, the text says so. If the events cannot be read for
-    another reason, it is empty.
+    If the permission to list events is missing, the result states this. If the events cannot be
+    read for another reason, the result is empty.
     """
     try:
         found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)

@@ -78,7 +78,7 @@ ENDPOINTS = (
 )  # fmt: skip
 # Seconds that the removal of a pod from its node may take after the grace period.
 REMOVAL_SECONDS = 60
-# Accept only characters of host names, because the user's code writes to the same log.
+# The user's code writes to the same log, so accept only lists of valid host names.
 _UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
 # How long the exit step retries while the API is unreachable, in seconds.
 DELETE_SECONDS = 120.0
@@ -192,7 +192,7 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A user's program may report no steps. Its own deadline is `program.stall_timeout`.
+            # A user's program may report no steps, so `program.stall_timeout` applies instead.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
@@ -247,7 +247,7 @@ class _Launch:
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
-        """Create the network policy of an isolated job, which must not run without it."""
+        """Create the network policy of an isolated job. Raises `UserError` if it is refused."""
         templates = self._engine.templates(job)
         policy = owned_objects.network_policy(self._kind, job, templates)
         if policy is None:
@@ -256,7 +256,7 @@ class _Launch:
             limit = self._settings.deadlines.unreachable
             call_with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
-            # The policy already exists, perhaps because an earlier response was lost.
+            # Accept an existing policy, because an earlier response may have been lost.
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
@@ -270,7 +270,7 @@ class _Launch:
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            # Pass the job, because it may be deleted before the watch first lists it.
+            # Pass the job, so that the watch reports its deletion even if it never lists the job.
             self._watch(self._kind.kind, self._kind.resource, by_name, created),
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
@@ -391,7 +391,7 @@ class _Launch:
                 self._find_earlier()
             if self._stop is None:
                 return False
-            # An adopted job may have running pods that this launcher has not seen yet.
+            # For an adopted job, ask the API. This launcher may not have listed its pods yet.
             if not self._leader_runs() and not (
                 self._is_adopted and self._stop.leader_runs(self._handler_api)
             ):
@@ -444,7 +444,7 @@ class _Launch:
         self, kind: str, resource: Resource, query: Mapping[str, str], *known: Tree
     ) -> Watch:
         def put(item: Tree, deleted: bool) -> None:
-            # Objects in an API list do not contain their kind.
+            # Add the kind, because the objects in an API list do not contain it.
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, resource, query, put, self._job_events.put, known)

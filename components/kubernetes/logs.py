@@ -56,8 +56,8 @@ class LogPosition:
         """Start at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # Number of lines with the last timestamp that were read in total, and number of those that
-        # the current request has repeated.
+        # Of the lines with the last timestamp: the number of lines that were read in total, and the
+        # number of these lines that the current request has repeated.
         self._read = self._repeated = 0
         self._catching_up = False
 
@@ -146,7 +146,7 @@ class LogFollower(threading.Thread):
         is_of_the_task = bool(_TIME.fullmatch(timestamp))
         self._partial = partial if is_of_the_task else ""
         if not is_of_the_task:
-            # The line is an error message from the kubelet, which no longer has the log.
+            # The kubelet no longer has the log, and this line is its error message.
             log.warning("the log of %s (pod %s) cannot be read: %s", self.task, self._pod, line)
 
 

@@ -31,10 +31,10 @@ APP = "app.kubernetes.io/"
 # Flotilla's annotations: the digest of a job, and a stop request (on the lease or the job).
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# The start of a guard's log line if names do not resolve, and the line once all names resolve.
+# The start of a guard's log line about unresolved names, and its line once all names resolve.
 UNRESOLVED = "these names do not resolve: "
 RESOLVED = "the names of all tasks resolve"
-# The line that the guard of the leading task logs when it sees `STOP`.
+# The line that the guard of the leading task logs when it receives a stop request.
 STOPPING = "the run is being cancelled: training ends with a last checkpoint"
 
 # Maximum length of a label value, of a Service name, and of a pod name that is also a host name.
@@ -65,7 +65,7 @@ def _job_prefix(model: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return a text as a label value. If it is invalid, clean it and append a digest."""
+    """Return `text` as a label value. If it is not a valid value, clean it and append a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]

@@ -1,4 +1,4 @@
-"""The owner of a job, which is the step's pod, and the network policy that the job owns."""
+"""Owners of Kubernetes objects: the step's pod owns a job, which owns its network policy."""
 
 from __future__ import annotations
 

@@ -28,23 +28,23 @@ def describe_failure(
 
 
 class Restarts:
-    """Counts the restarts of all tasks of a run. Kubernetes only counts those within a pod.
+    """Counts the restarts of all tasks of a run. Kubernetes counts only restarts within a pod.
 
-    Training does not cause the loss of a pod. Therefore lost pods count towards
-    `cluster.max_restarts` only until training has published a newer checkpoint.
+    A lost pod counts toward `cluster.max_restarts` only until training has published a newer
+    checkpoint, because training itself does not cause the loss.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
         """Start at 0 restarts. The limit is `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # Another thread, which reads the leader's log, calls `record_progress`.
+        # The lock is needed because the thread that reads the leader's log calls `record_progress`.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
         # Number of pods lost since the newest checkpoint, by task.
         self._losses: Counter[Task] = Counter()
-        # Pods whose end was already counted; the operator may report their deletion later.
+        # Pods whose end was already counted. Do not count them again if their deletion is reported.
         self._counted: set[str] = set()
         # The run's total number of restarts when each task last started.
         self._count_at_start: dict[Task, int] = {}
@@ -77,7 +77,7 @@ class Restarts:
     def _count_task(
         self, task: Task, code: int | None, cause: str, lost: Task | None = None
     ) -> bool:
-        # A restart after the loss of another task belongs to the same incident.
+        # Do not count a restart that follows the loss of another task: both are one incident.
         same = code == BEGIN_AGAIN and self._count_at_start.get(task, 0) < self._count
         # The evaluator's restarts are not limited, because training does not depend on it.
         if not same and task.role != "evaluator" and not self._draw(lost):

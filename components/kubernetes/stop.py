@@ -130,7 +130,7 @@ class SuspendingStop(Stop):
             super().request(api)
 
     def answer_seconds(self) -> float:
-        """Return the seconds to wait. A suspended job's tasks may use their grace period."""
+        """Return the seconds to wait, which include the grace period of a suspended job's tasks."""
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:

@@ -125,7 +125,7 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # Read the pods again, because events may be late, and logs disappear with the job.
+                # Events may be late, so read the pods again before the job and its logs are gone.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -227,7 +227,7 @@ class Supervisor:
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
-        # The reason is unknown, because the pod was last seen before an outage or deleted by force.
+        # The pod was deleted by force or during an outage, so its status does not show a reason.
         if deleted and not loss and not pod_state.has_ended(pod):
             loss = pod_state.loss_of_absent(pod)
         if loss:
@@ -264,7 +264,7 @@ class Supervisor:
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
-        # When a job fails, its tasks end with arbitrary exit codes, and are not restarted.
+        # Count no restart if the job is failing. Its tasks end with arbitrary exit codes.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         if self._engine.fails_with_a_pod and end.code == DONE:

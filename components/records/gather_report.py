@@ -56,7 +56,7 @@ def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
     """Return the task hours and GPU hours that training used, or {} without training."""
     train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
-    # A configuration of another version may lack a section or name an unknown strategy.
+    # Leave out the costs if a configuration of another version lacks a required section or value.
     held: Mapping[str, Any] = {}
     with suppress(KeyError, TypeError, ValueError, UserError):
         held = (train and train.held) or (count_resources(config) if config else {})
@@ -72,7 +72,7 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
-# The events for the report. The training history already contains the progress events.
+# The events for the report. Omit progress events, which the training history already contains.
 _REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
@@ -140,7 +140,7 @@ def gather_facts(
     registered = made.read("registration", "registration.json")
     config = _resolve_auto(_config(folder, root, run_id), folder)
     lineage = registered.get("lineage") or {}
-    # If a run is stopped between two steps, the local runner reports it as failed.
+    # The local runner reports a run that was stopped between two steps as failed. Correct this.
     ended = _CANCELED[0] if known.interrupted else state
     verdict = _verdict(ended, decision or validation, registered, steps)
     return {
@@ -183,7 +183,7 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # Records of earlier versions have no `output`.
+        # Look the output up, because records of earlier versions do not contain it.
         "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,
@@ -212,7 +212,7 @@ def _verdict(
         return ill[0] if ill else "interrupted"
     if state == AGAIN:
         return "running"
-    # KFP may report `RUNNING` for a run that has ended, so a recorded decision counts as success.
+    # Ignore other states if there is a decision. KFP may report `RUNNING` for an ended run.
     if state == "FAILED" or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
@@ -220,7 +220,7 @@ def _verdict(
     words = [(each.step, each.metrics.get("decision")) for each in steps]
     if well := [str(word) for step, word in words if ends_well(step, word)]:
         return well[0]
-    # `accepted` is the result of the data gate and does not mean that a model was blessed.
+    # Replace `accepted`, the result of the data gate. It does not mean that a model was blessed.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
@@ -370,7 +370,7 @@ def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
 
 @contextmanager
 def _skip_unreadable() -> Iterator[None]:
-    # An incomplete report of a failed run is better than no report.
+    # Skip unreadable data, because an incomplete report is better than no report.
     try:
         yield
     except (UserError, ValueError, OSError) as error:

@@ -1,7 +1,7 @@
 """Runs a step and its stages: events, records, retries and exit codes.
 
 On a KFP instance, a stage with a transient failure is retried in its pod, because KFP restarts only
-lost pods. In a local run there is only one attempt, because the user sees the failure.
+lost pods. In a local run, a stage is not retried, because the user can resume the run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 PROGRESS_SECONDS = 30.0
 # Error numbers of a full disk, an exceeded quota and an exceeded file size limit.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# File of a pod's termination message, which Argo passes to KFP, and its size limit in bytes.
+# File of a pod's termination message, and its size limit in bytes. KFP gets the message.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
 # Maximum number of incidents in a record; the newest are kept.
 _MOST_INCIDENTS = 200
@@ -119,7 +119,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:
-        # The stop request came between two stages; the next stage reports it.
+        # The stop request arrived between two stages, so report it as the end of the next stage.
         for stage in list_stages_after(step.last, name)[:1]:
             with record_stage(stage, at):
                 raise
@@ -199,7 +199,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
     except UserError as error:
         course.fail(str(error), error.exit_code, find_traceback(error))
         raise SystemExit(error.exit_code) from None
-    # The user's code may call `sys.exit`; Flotilla's own code does not do so inside a step.
+    # Catch `SystemExit`, because the user's code may call `sys.exit`. Flotilla's code does not.
     except (Exception, SystemExit) as error:
         trace = find_traceback(error)
         if full := _full_disk(error):
@@ -211,7 +211,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
         if isinstance(error, SystemExit):
-            # The user's code may have exited with 0, which would look like a success.
+            # Replace the exit code. The user's code may have exited with 0, which means success.
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
@@ -222,7 +222,7 @@ def _full_disk(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return ""
     where = error.filename or f"below {tempfile.gettempdir()}"
-    # In a local run, the temporary folder is inside the work directory.
+    # TMPDIR has no effect in a local run, which has its temporary folder in the workdir.
     more = "choose another --workdir" if run_store.is_local_run() else "set TMPDIR"
     return f"cannot write {where}: {error.strerror}; free some space, or {more}"
 

@@ -142,7 +142,7 @@ def pin_once(key: str, find: Callable[[], str]) -> str:
 
 
 def _read_all_pinned() -> dict[str, str]:
-    # The file is missing until a value is pinned, and may be damaged.
+    # Treat a missing or damaged file as empty. It is missing until the first value is pinned.
     with suppress(KeyError, OSError, ValueError):
         tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
         return {str(key): str(value) for key, value in tree.items()}
@@ -194,7 +194,7 @@ def _describe_argument(value: Any) -> dict[str, Any]:
 def find_config(arguments: Mapping[str, Any]) -> Config | None:
     """Return the configuration among a step's arguments, or None if it is missing or invalid."""
     try:
-        # The arguments of the first step are the fields of the form.
+        # The first step has no configuration as an argument. Build it from the fields of the form.
         if "storage_root" in arguments:
             return from_form(arguments)
         return Config.model_validate_json(str(arguments.get("config", "")))
@@ -217,7 +217,7 @@ def _digest(module: str) -> str:
     try:
         return user_code.digest("code", module)
     except ConfigError:
-        # The step itself reports this error.
+        # Ignore the error, which the step reports later.
         return ""
 
 

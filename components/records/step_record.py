@@ -338,8 +338,8 @@ def _read_record(uri: str) -> StepRecord | None:
 def harmless(what: str) -> Iterator[list[Exception]]:
     """Log an exception in this block to standard error instead of raising it.
 
-    The message says that `what` could not be published; if `what` is empty, nothing is logged. The
-    block receives a list, to which the exception is added.
+    The message states that `what` could not be published. If `what` is empty, nothing is logged.
+    The exception is added to the list that the block receives.
     """
     failed: list[Exception] = []
     # Catch every exception, because a step must always report its end.

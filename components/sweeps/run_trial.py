@@ -74,7 +74,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # The stage has already reported its error. An interrupt stops the whole run, so pass it on.
+        # Only an interrupt ends the step. The stage has already reported any other error.
         if ended.code == INTERRUPTED:
             raise
         record = _find_record(root, trial.run_id)

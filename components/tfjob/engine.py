@@ -66,7 +66,7 @@ def manifest(job: Job, place: Place) -> Tree:
     namespace = settings.namespace or place.namespace
     variables = {**place.variables, **launcher_variables(config, KIND, name, namespace)}
     if sum(counts.values()) == 1 and not config.program.command:
-        # The operator does not set TF_CONFIG for a job with one task.
+        # Set TF_CONFIG here, because the operator does not set it for a job with one task.
         (role,) = counts
         alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
         variables["TF_CONFIG"] = alone.tf_config(Task(role=role, index=0))
@@ -123,7 +123,7 @@ def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Pla
 
 def restart_policy(config: Config, role: str) -> str:
     """Return the operator's restart policy for a role."""
-    # Training does not depend on the evaluator, but with `ExitCode`, its failure fails the job.
+    # With `ExitCode`, a failure of the evaluator would fail the job. Training does not need it.
     default = "OnFailure" if role == "evaluator" else "ExitCode"
     return config.cluster.kubernetes.of(role).restart_policy or default
 
@@ -150,7 +150,7 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return drop_empty(policy)
 
 
-# The operator gives the same reason for every failure; only the message states the cause.
+# Part of the message. The operator gives the same reason for every failure.
 _PAST_DEADLINE = "active longer than specified deadline"
 
 

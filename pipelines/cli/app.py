@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# A removed option of `submit` and `schedule`.
+# An earlier option of `submit` and `schedule`. An error message tells how to replace it.
 PARAMETER = "--parameter"
 REMOVED = {
     "plan": (
@@ -78,7 +78,7 @@ def call(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
-        # Typer would reject `--json` here, because `flotilla` itself has no such option.
+        # Remove `--json`, which typer would reject, because only the commands have this option.
         arguments = ["--version"]
     if wrong := _argument_with_credentials(arguments) or _refuse_removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)

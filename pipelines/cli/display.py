@@ -85,8 +85,8 @@ class Terminal(Console):
 
 
 def mark(status: str) -> Text:
-    """Return the status of a step or a run in its colour."""
-    # A newer version may have recorded a status that is unknown here.
+    """Return the status of a step or a run in its color."""
+    # Use no color for an unknown status, which a newer version may have recorded.
     return Text(status, _COLOURS.get(status, ""))
 
 
@@ -111,7 +111,7 @@ def show_result(console: Console, result: RunResult) -> None:
     where = [
         (step.step, text)
         for step in result.steps
-        # The URI of the report is printed later, as the last line.
+        # Leave out the report, whose URI is printed later as the last line.
         if step.step != EXIT_STEP.name and (text := display_path(step.uri))
     ]
     if where:
@@ -140,7 +140,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
-    """Return the coloured lines that tell how a run ended.
+    """Return the colored lines that tell how a run ended.
 
     These are the headline, the positive classes, the reasons for a refusal, and the notes.
     """
@@ -260,7 +260,7 @@ def _far(run: RunResult) -> str:
 
 
 def word(state: str) -> Text:
-    """Return Flotilla's name for a KFP state, in its colour."""
+    """Return Flotilla's name for a KFP state, in its color."""
     return mark(_STATUS.get(state, state.lower()))
 
 

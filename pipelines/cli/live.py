@@ -186,8 +186,8 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # A dry run of the model, in parallel with later stages, reports its error under the
-            # name of the first stage.
+            # The first stage has already ended, so this error is from the dry run of the model,
+            # which runs in parallel and reports its error under the name of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)
@@ -263,7 +263,7 @@ class Display(LiveView):
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            # A user's own program may report no loss.
+            # Leave out a missing loss, because a user's own program need not report one.
             loss = f"    loss {round_value(progress.loss)}" if progress.loss else ""
             parts = [f"training{loss}", speed, format_epoch(progress)]
             lines.append("  ".join(filter(None, parts)))
@@ -302,7 +302,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return lines that tell how a task ended, with its last output unless it is shown later."""
+    """Return lines that tell how a task ended. Omit its output if the error is shown later."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]

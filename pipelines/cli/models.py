@@ -138,7 +138,7 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line)
-        # Print line by line, because the console joins a text of several lines into one.
+        # Print each line separately, because the console would join the lines of a text.
         for program in [*python.values()][:1]:
             for line in ("", "In Python:", "", *program.split("\n")):
                 terminal.print(line)

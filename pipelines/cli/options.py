@@ -51,7 +51,7 @@ Assignments = Annotated[
 def local_path(given: str | Path) -> Path:
     """Return the path given by an option. An empty string or a URI is a usage error."""
     text = str(given)
-    # An unset shell variable gives an empty string, which would mean the current folder.
+    # Reject an empty string, because it may come from an unset shell variable.
     if not text.strip():
         raise typer.BadParameter("the path is empty; give a path or omit the option")
     if "://" in text:

@@ -159,7 +159,7 @@ _LOG_OF_TASK = re.compile(r" \((\S+), log .*\)$")
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     lines = []
     if result.message and result.status != "refused":
-        # The message of an interrupted training already begins with "interrupted".
+        # Do not repeat the status if the message already begins with it.
         is_said = result.message.startswith(result.status)
         # Leave out the path of the task's log, which is printed on a separate line.
         message = _LOG_OF_TASK.sub(r" (\1)", result.message)

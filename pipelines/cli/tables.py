@@ -1,4 +1,4 @@
-"""Tables, which fit the width of a terminal and are complete in a file or a pipe.
+"""Tables that fit the width of a terminal, and that are complete in a file or a pipe.
 
 Cells are never truncated or wrapped within a word, so that ids and URIs can be copied.
 """
@@ -14,8 +14,8 @@ from rich.text import Text
 
 from flotilla.trainer.runtime.masking import join_lines
 
-# Number of spaces between two columns. A program can distinguish two spaces from a space between
-# words.
+# Number of spaces between two columns. There are two, so that a program can distinguish them from
+# a space between words.
 _GAP = 2
 _NOTHING = "-"
 Row = Mapping[str, str | Text]
@@ -89,7 +89,7 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # Rich stores the alignment in the text itself.
+        # Set the alignment on each text, because Rich reads it from there.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]

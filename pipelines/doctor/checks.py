@@ -47,13 +47,13 @@ from flotilla.trainer.tracking.hub import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"
-# Each admission webhook may take up to 10 s.
+# Several admission webhooks may be called, and each may take up to 10 s.
 ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, waiting for an error and removing the test file may each take several seconds.
 STORAGE_SECONDS = 16.0
-# The check of the champion's signature downloads the champion.
+# The check of the champion's signature takes longer, because it downloads the champion.
 SIGNATURE_SECONDS = 60.0
 
 
@@ -199,7 +199,7 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
         # Query the cluster now, because the list of checks depends on its engine.
         one, choice = clusters.chosen(cluster, config)
     unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
-    # The steps use the image from `--image`, even if all tasks use another one.
+    # Check the image from `--image` too. The steps use it even if all tasks use another image.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: clusters.answers(cluster, config), show=clusters.SHOW)
@@ -233,7 +233,7 @@ def _engine_checks(
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)
         yield _cluster_check(title, look, "kubectl get nodes")
-    # The store's secret is optional. Only objects that the configuration names are required.
+    # Leave out the store's secret, because a run does not require it.
     objects = named_objects.list_named_objects(
         clusters.plan(one, config, PodDefaults(store_secret=""))
     )

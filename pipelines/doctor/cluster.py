@@ -45,7 +45,7 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
-# Before version 0.9, pods lack the label with the uid of their JobSet.
+# Before JobSet 0.9, pods lack a label that the engine needs: the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33", "1.34"))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
@@ -55,7 +55,7 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a version of `part`, which is a warning if the version is too old."""
+    """Return the finding for a version of `part`: a warning if the version is too old."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)
@@ -209,7 +209,7 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
             "https://github.com/kubernetes-sigs/jobset/releases/"
             f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
-        # The deployment's name differs before release 0.11, so the image is compared too.
+        # Before release 0.11, the deployment has another name. It is recognized by its image.
         marks=("jobset-controller", "jobset/jobset"),
     ),
 }
@@ -225,7 +225,7 @@ def check_served(cluster: Cluster, of: Engine) -> Finding:
 
 
 def controller(cluster: Cluster, of: Engine) -> Finding:
-    """Check the controller's deployment, which may be missing even if its job kind is served."""
+    """Check that the controller is deployed. The API may serve its job kind even if it is not."""
     known = CONTROLLERS[of.name]
     try:
         every = cluster.api.read("/apis/apps/v1/deployments")["items"]

@@ -69,7 +69,7 @@ _OTHERS = "flotilla doctor --set model.name=NAME --set data.dataset=NAME"
 
 
 def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = False) -> Finding:
-    """Check the source, and try the model on its first rows, without a full download or a GPU."""
+    """Check the source, and try the model on the source's first rows, without using a GPU."""
     if find_spec("tensorflow") is None:
         return Finding("skipped", "TensorFlow is not installed here")
     try:

@@ -76,7 +76,7 @@ def _container_objects(container: Tree) -> Iterator[Named]:
 
 
 def _volume_objects(volume: Tree) -> Iterator[Named]:
-    # These values may come from the user and have any type.
+    # Check the types, because these values may come from the user.
     for kind, source, name in (
         (CLAIMS, "persistentVolumeClaim", "claimName"),
         (SECRETS, "secret", "secretName"),

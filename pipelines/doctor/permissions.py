@@ -79,7 +79,7 @@ USUAL = "pipeline-runner"
 
 
 def parse_account(text: str, namespace: str) -> Account:
-    """Return the account given as `[NAMESPACE:]NAME`, or the default account for an empty text."""
+    """Return the account given as `[NAMESPACE:]NAME`, or the default account if it is empty."""
     place, _, name = text.rpartition(":")
     return Account(place or namespace, name or USUAL)
 

@@ -84,12 +84,12 @@ def _is_of_pods(key: str) -> bool:
 def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
     """Return how many objects the job and its step create, by their names in quotas."""
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
-    # The launcher keeps its heartbeat in a lease.
+    # Count a lease, in which the launcher stores its heartbeat.
     made = {"pods": tasks + steps, "leases.coordination.k8s.io": 1}
     made[f"{kind.resource.plural}.{kind.resource.group}"] = 1
     # Child Jobs share one headless service. The training operator creates a service for every pod.
     made |= {"services": 1, "jobs.batch": tasks} if kind.has_child_jobs else {"services": tasks}
-    # Old quota names have no prefix `count/`.
+    # Add the older names of two quotas, which have no prefix `count/`.
     short = {key: made[key] for key in ("pods", "services")}
     return {**{f"count/{key}": count for key, count in made.items()}, **short}
 
@@ -110,7 +110,7 @@ def _read_request(role: Role, key: str, resource: str) -> Decimal:
 
 def _of_container(resources: Tree, key: str, resource: str) -> Decimal:
     limits = resources.get("limits", {})
-    # A limit without a request is also the request.
+    # Without a request, Kubernetes uses the limit as the request.
     asked = limits if key.startswith("limits.") else {**limits, **resources.get("requests", {})}
     return amount(asked.get(resource, 0))
 

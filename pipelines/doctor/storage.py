@@ -112,7 +112,7 @@ def _s3_remedy(location: Location, trouble: str) -> str:
     return f"aws s3 ls s3://{location.bucket}{at}"
 
 
-# The third key, a session token, is optional.
+# A complete pair of keys. The third key, a session token, is optional.
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 

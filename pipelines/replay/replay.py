@@ -253,7 +253,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
-        # One process has no gradients of other workers to aggregate.
+        # Reset this setting, because a single process aggregates no gradients of other workers.
         training["replicas_to_aggregate"] = 0
     if cluster["gpus_per_worker"] and not has_gpus():
         used = cluster["gpus_per_worker"]
@@ -295,7 +295,7 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
     """Copy the files that the step looks up below its root, and return remarks about them."""
     config = find_config(arguments)
     if config is None:
-        # The step itself will report the invalid configuration.
+        # Copy nothing. The step reports the invalid configuration.
         return []
     if config.data.source and config.data.version:
         with suppress(storage.NotPublished):
@@ -364,7 +364,7 @@ def _run(
             [sys.executable, "-m", "flotilla.pipelines.replay.replay", str(folder)],
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
-            # Standard output is reserved for the result of the command.
+            # Use standard error, because standard output is reserved for the result of the command.
             stdout=log or sys.__stderr__,
             stderr=log,
             start_new_session=not debug,
@@ -427,7 +427,7 @@ def main() -> None:
     # Every error is raised again. With `debug`, the debugger opens first.
     except (Exception, SystemExit) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        # Do not open the debugger if the user interrupts the replay.
+        # Do not open the debugger if the user interrupted the replay.
         if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
             post_mortem(cause)
         raise

@@ -1,8 +1,8 @@
 """The inventory of a storage root and its references, read from one listing and the manifests.
 
-A text in a record is a reference if it contains the path of an item below the root, or is the
-digest of a listing or of code. If a text is wrongly taken for a reference, an item is kept too
-long, but no needed item is ever removed.
+A string in a record is a reference if it contains the path of an item below the root, or if it is
+the digest of a listing or of code. A string that only looks like a reference can make retention
+keep an item too long, but never remove a needed item.
 
 The trials of a sweep are runs in the same folder as the sweep. They are kept as long as the sweep.
 """
@@ -162,7 +162,7 @@ class _Names:
         self._tops = {path.partition("/")[0] for path in self._paths}
 
     def find_named(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the items that the texts refer to."""
+        """Yield the paths of the items to which the words in `texts` refer."""
         for word in texts:
             segments = split_names(word)
             if len(segments) == 1:
@@ -214,7 +214,7 @@ class _Reader:
         except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         if manifest.kind != (_MODEL if kind == VERSION else kind):
-            # Flotilla publishes no directory of another kind here.
+            # Skip a directory of another kind, because Flotilla has not published it.
             return None
         # Ignore the source of a version, because the version is a copy of it.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
@@ -249,7 +249,7 @@ class _Reader:
         try:
             parse_mapping(text)
         except ValueError:
-            # The note does not show which bundle is needed, so keep all of them.
+            # The damaged note does not show which bundle is needed, so keep all bundles.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
             damaged = f"{self._uri(path)} is damaged; all code is kept until you remove this file"
         self.texts[path] = _words(text)
@@ -397,7 +397,7 @@ class _Reader:
     def _references(self, versions: Mapping[int, str], damaged: list[str]) -> dict[int, int]:
         found = {}
         for number, path in versions.items():
-            # A damaged manifest is already reported with its item.
+            # Skip a damaged manifest, which is already reported with its item.
             with suppress(storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
                 lineage = storage.read_manifest(self._uri(path)).fields.get("lineage", {})
                 named = lineage.get("reference") if isinstance(lineage, dict) else None
@@ -497,7 +497,7 @@ def _keep_trial(found: dict[str, Item], name: str, sweep: Item) -> None:
 def _sweep(folder: Path) -> tuple[Item, list[str]]:
     size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
-        # The file may be replaced between the listing and this call.
+        # Skip a file that was removed or replaced after it was listed.
         with suppress(OSError):
             found = each.stat()
             size, last = size + found.st_size, max(last, found.st_mtime)

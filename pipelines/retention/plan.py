@@ -134,7 +134,7 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     """Plan which items to remove under a policy."""
     items, remarks = found.items, []
     kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
-    # The gate of an active run compares its model with these versions.
+    # Keep the versions with which the gates of active runs compare their models.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
     # A damaged shared item can need only other shared items, but a damaged run can need any item.
@@ -203,11 +203,11 @@ def _find_fallbacks(model: Model) -> Iterator[int]:
         return
     newest = made[max(made)]
     yield newest.version
-    # A rollback restores this version.
+    # Keep the version that a rollback would restore.
     before = [number for number in made if number < (newest.restores or newest.number)]
     if before:
         yield made[max(before)].version
-    # If the run that made the champion is resumed, its gate needs this version.
+    # Keep the previous champion, which the gate needs if the run of the champion is resumed.
     others = [number for number, each in made.items() if each.version != newest.version]
     if others:
         yield made[max(others)].version
@@ -248,8 +248,8 @@ def _needs(origin: Item, target: Item) -> bool:
     """Return whether a kept item needs an item that it refers to.
 
     A version is never needed here, because the versions to keep are chosen separately. A checkpoint
-    does not need the checkpoint that it was warm-started from, because it contains all values.
-    Otherwise a chain of warm starts would keep all of its checkpoints.
+    contains all values, so it does not need the checkpoint that its training started from. This
+    lets retention remove the older checkpoints in a chain of warm starts.
     """
     return target.kind != VERSION and not origin.kind == target.kind == CHECKPOINT
 

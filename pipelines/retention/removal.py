@@ -73,7 +73,7 @@ def remove(
     """Remove the items of `plan` that may still be removed, and return the items that are kept.
 
     `done` is called with each removed item. If some items cannot be removed, the first `UserError`
-    is raised after all other items were tried. `Unavailable` is raised at once.
+    is raised after all other items were tried. `Unavailable` is raised immediately.
     """
     # Plan again, because the root may have changed since the plan was made.
     found = read(root, workdir)

@@ -1,7 +1,7 @@
 """Lists, shows and cancels runs, on this machine or on a KFP instance.
 
 A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
-imported only for a remote run, because its import takes about a second. A cancelled run stops its
+imported only for a remote run, because its import takes about a second. A canceled run stops its
 own cluster: see `trainer/cluster/supervisor.py` for a local run, and
 `components/kubernetes/launcher.py` for a remote one.
 """
@@ -219,7 +219,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
             ask(client.terminate_run, remote.run_id)
             asked = True
         except InstanceError as error:
-            # The instance refuses to cancel a run that is already being cancelled or has ended.
+            # The instance refuses to cancel a run that is already being canceled or has ended.
             remote = find_run(client, remote.run_id)
             if remote.state == "CANCELING" and error.is_of_absent_workflow:
                 raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None

@@ -144,7 +144,7 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # A shorter value is not a secret, and masking it would garble ordinary words.
+            # Do not mask a shorter value. It is not a secret, and ordinary words may contain it.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
@@ -156,7 +156,7 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
 
 
 def find_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
-    """Return the given namespace, or the one from the environment, or an empty string."""
+    """Return the given namespace, or else the namespace from the environment, which may be ""."""
     return _either(namespace, NAMESPACE, environment)
 
 

@@ -84,7 +84,7 @@ def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     if status // 100 == _REDIRECTED:
         remedy = _describe_redirect(access, error)
     elif status >= _SERVER and "not found" in words.lower():
-        # The server reports some missing objects as an internal error.
+        # Suggest the fix for status 404, because the server reports some missing objects as 500.
         remedy = _REMEDIES[404]
     elif status >= _SERVER:
         remedy = "the instance or a proxy in front of it has a problem: try again, or ask its owner"
@@ -156,7 +156,7 @@ def _words(access: Access, error: Any) -> str:
     try:
         tree = json.loads(text)
     except ValueError:
-        # Some error responses, for example from a proxy, are plain text.
+        # Use a plain text, for example from a proxy, as the message. Ignore a web page.
         tree = {} if text.lstrip().startswith("<") else {"message": text}
     if not isinstance(tree, dict):
         return ""
@@ -325,7 +325,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             answer.set_exception(error)
 
-    # An executor would wait for its thread when the process exits.
+    # Do not use an executor, which would wait for its thread when the process exits.
     threading.Thread(target=work, daemon=True).start()
     return answer.result(seconds)
 
@@ -333,7 +333,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
 def connect(access: Access) -> Client:
     """Return a client of the instance without sending a request. Raises `UserError`."""
     access.check()
-    # The SDK configures logging, which would print each retry with its URL.
+    # Hide the log of retries, which contains URLs and which the SDK's settings would print.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)
 
@@ -393,7 +393,7 @@ def health(access: Access) -> Health:
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):
-        # This older path, if it still exists, returns more fields.
+        # Try an older path. If the instance still has it, it returns more fields.
         with suppress(InstanceError):
             found |= ask(client.get_json, _HEALTH[1])
     version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")

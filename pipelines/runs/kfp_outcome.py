@@ -315,7 +315,7 @@ def _and(message: str, more: str) -> str:
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
     """Return the exit code and the cause from the first failed step, or from KFP."""
     pods = find_failed_pods(run.nodes)
-    # The exit step runs last, and may fail because of an earlier failure.
+    # Prefer another step. The exit step may fail only because of an earlier failure.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
         said = next((each for each in published.records.values() if each.error), None)
@@ -341,7 +341,7 @@ def _exit_code(record: StepRecord) -> int:
 
 
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
-    """Return the last line of the log of KFP's driver, which states the cause, if readable."""
+    """Return the last line of the driver's log, which states the cause, or "" if unreadable."""
     try:
         lines = read_log(client, run.run_id, run.created, pod.name).splitlines()
     except InstanceError:
@@ -365,7 +365,7 @@ class Cause:
 
     Attributes:
         blocks: whether a pod with this message usually does not start until the cause is fixed.
-        at_once: whether it never starts, so that waiting does not help.
+        at_once: whether such a pod never starts, so waiting does not help.
         of_image: whether the image cannot be pulled.
     """
 

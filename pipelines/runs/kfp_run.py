@@ -27,7 +27,7 @@ class RemoteRun:
     """One run. A run from a list has no nodes.
 
     Attributes:
-        state: KFP's state; CANCELED also for a cancelled run that KFP reports as FAILED.
+        state: KFP's state; CANCELED also for a canceled run that KFP reports as FAILED.
         at: the URI below which its steps publish; empty if unknown.
         impasse: why the run cannot continue although it has not ended; empty if it can.
         schedule_id: the id of the recurring run that started it, or empty.
@@ -107,7 +107,7 @@ def _find_uri(run: Any, nodes: Nodes) -> str:
     """Return the URI below which the run publishes, by the rules of its steps, or "" if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
-    # The parameters of the run do not include the defaults of the pipeline version.
+    # Take a missing root from the nodes. The run's parameters lack the version's defaults.
     root = str(given.get("storage_root") or nodes.root)
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):

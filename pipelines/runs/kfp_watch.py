@@ -27,8 +27,8 @@ LOOK_SECONDS = 3.0
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
 # Longest tolerated outage, in seconds. The instance may be upgraded while a long run continues.
 RETRY_SECONDS = 120.0
-# Seconds after which a pod that does not start is considered to block the run. The registry may be
-# briefly unavailable, or the image may still be pushed.
+# Seconds after which a pod that does not start is considered to block the run. Until then, the
+# registry may become available again, or the user may push the image.
 START_SECONDS = 60.0
 # Seconds without a running pod after which a failed run is considered stalled. Argo and KFP take
 # some seconds to start the next pod.

@@ -74,7 +74,7 @@ class RunOptions:
             URI or a pattern). None means the first that exists of: the configuration of the run to
             resume, the data files in the setting `data.source`, `configs/digits.yaml` in the
             current folder, and the defaults.
-        settings: `section.key=value` texts that override the configuration.
+        settings: `section.key=value` strings that override the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
@@ -135,7 +135,7 @@ def run(
         config: a configuration, its YAML file, a mapping, files to learn from, or None for the
             default; see `RunOptions`.
         settings: overrides of the configuration: a mapping, nested or with dotted keys, or
-            `section.key=value` texts.
+            `section.key=value` strings.
         workdir: the folder below which everything is written.
         resume: id of a run to resume, or None for a new one.
         code: folder of your modules, which are copied for the run; see `submit`.
@@ -225,7 +225,7 @@ def form_configuration(
 
 
 def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = "") -> Loaded:
-    """Return a configuration, or the one proposed for data files; see `configuration`."""
+    """Return a configuration, with its proposal if `config` names data; see `configuration`."""
     labels = [label] if isinstance(label, str) and label else [*label]
     of_label = [f"data.label={json.dumps(labels, ensure_ascii=False)}"] if labels else []
     if isinstance(config, Mapping):
@@ -233,7 +233,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
     if isinstance(config, Config):
         return Loaded(override(config, [*of_label, *settings]))
     if config is None:
-        # The last assignment takes effect.
+        # If there is more than one source, use the last one, as for every setting.
         given = [each.partition("=") for each in settings]
         sources = [value for key, _, value in given if key.strip() == _SOURCE and value.strip()]
         if sources:
@@ -261,7 +261,7 @@ def list_runs(workdir: Path) -> dict[str, float]:
     except OSError as error:
         raise UserError(f"cannot read {workdir}: {error.strerror}") from None
     found: dict[str, float] = {}
-    # A folder whose name is not printable is not a run, and a table could not show it.
+    # Skip folders whose names are not printable, because the id of a run is always printable.
     for name in filter(str.isprintable, folders):
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
@@ -363,7 +363,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` if there is no run `run_id` below `workdir`."""
     runs = list_runs(workdir)
     if run_id not in runs:
-        # Compare only the times at the end of the ids.
+        # Compare only the timestamps at the end of the ids.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
         known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
@@ -386,7 +386,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         begin = events.begin_again(folder / EVENTS, run_id)
         saved = config.model_dump_json(indent=2)
         if (folder / CONFIG).exists():
-            # The modification time tells when the run last started.
+            # Update the modification time, which shows when the run last started.
             os.utime(folder / CONFIG)
         else:
             (folder / CONFIG).write_text(saved, encoding="utf-8")
@@ -409,7 +409,7 @@ def execute(
     """Run a pipeline, named as in `flotilla.pipelines.training.PIPELINES`, until it ends.
 
     In the main thread, where Python delivers signals, the first SIGINT or SIGTERM stops the run
-    after a last checkpoint. The second one stops it at once. `extra` contains further arguments.
+    after a last checkpoint. The second one kills it. `extra` contains further arguments.
     """
     history = run.folder / EVENTS
     tracked = tracker.LocalRun(run.config, run.run_id, history, on_event, parent=run.parent)
@@ -430,7 +430,7 @@ def _execute(
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
-        # The signal arrived before the child could handle it.
+        # The child was stopped before it could write an event about the interrupt, so add one.
         state.take(_wait_interrupted(run))
     result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted") and result.find_step("checkpoint"):
@@ -477,7 +477,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # This process may have been interrupted in an earlier run, which would leave the variable set.
+    # Unset the variable, which remains set if this process was interrupted in an earlier run.
     found.pop(STOPPING, None)
     return found
 
@@ -502,7 +502,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward the first interrupt as SIGTERM, and later ones as SIGKILL. Yield a list of them."""
+    """Forward the first interrupt as SIGTERM, and later ones as SIGKILL. Yield their numbers."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

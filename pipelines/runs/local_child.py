@@ -64,7 +64,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
     """Start a dry run of the model in parallel with the steps. An error ends the run."""
     config = from_form(arguments)
     if is_resumed:
-        # A resumed run starts from its own checkpoints.
+        # A resumed run starts from its own checkpoints, so do not test the warm start.
         training = config.training.model_copy(update={"warm_start": ""})
         config = config.model_copy(update={"training": training})
     began = time.monotonic()

@@ -98,7 +98,7 @@ def _run_processes() -> Iterator[tuple[int, str]]:
     for pid, words in _processes():
         _, is_run, arguments = words.rstrip().partition(_RUN_PROCESS)
         if is_run:
-            # The folder is an absolute path, which may contain spaces.
+            # Find the start of the absolute path, because the path may contain spaces.
             yield pid, "/" + arguments.partition(" /")[2]
 
 

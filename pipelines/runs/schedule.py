@@ -61,7 +61,7 @@ class Scheduled:
         next: the next start in UTC; empty for an interval or if it is not computed.
         removed: number of other schedules of this name that were removed.
         existed: whether the same schedule existed before.
-        version: the version of all runs; with `Timing.latest`, the one that is newest now.
+        version: the version of all runs; with `Timing.latest`, the version that is newest now.
         remarks: remarks about settings that were not copied and schedules that remain.
     """
 
@@ -347,7 +347,7 @@ def _disable(client: Client, schedules: Sequence[Any]) -> None:
         try:
             ask(client.disable_recurring_run, each.recurring_run_id)
         except InstanceError as error:
-            # Another client has removed the schedule or its object in the cluster.
+            # Continue if another client removed the schedule or its object in the cluster.
             if error.status != ABSENT and not error.is_of_absent_workflow:
                 raise
     if enabled:
@@ -444,7 +444,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
     same = [
         each
         for each in named
-        # If no service account is requested, any is accepted, because the instance chose it.
+        # If none is requested, accept any service account: the instance has chosen it.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
     same.sort(key=_is_enabled, reverse=True)
@@ -490,7 +490,7 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
                 propagation_policy="ORPHAN",
             )
         except InstanceError as error:
-            # Another client has removed the schedule.
+            # Continue if another client removed the schedule.
             if error.status != ABSENT:
                 raise
         given = _meaning(each)["parameters"]

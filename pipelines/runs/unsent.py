@@ -43,11 +43,11 @@ def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
 
     def work() -> None:
         try:
-            # Stop here if the tracker is unavailable. The run itself reports this.
+            # Send nothing if the tracker is unavailable. The run itself reports the problem.
             mlflow_run.health()
             send_unsent(workdir)
             registration.announce_again(root, model)
-        # A failing tracker never fails a run; the next run tries again.
+        # A failing tracker must not fail the run. The next run tries to send the data again.
         except Exception as error:
             log.debug("not sent to the tracker: %s", error)
 
@@ -102,7 +102,7 @@ def _send(folder: Path, left: Unsent) -> bool:
     replace(left, sendings=left.sendings + 1).write(folder)
     history = folder / EVENTS
     try:
-        # A sweep's folder has no configuration, and the end of a sweep needs none.
+        # A folder without a configuration is a sweep, whose end can be sent without one.
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
             return sent.end("interrupted", "the process was killed")

@@ -31,7 +31,7 @@ from flotilla.pipelines.runs.kfp_client import (
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 NEWEST = "created_at desc"
-# Page size of version lists. A version includes its whole spec, which is 80 kB for Flotilla.
+# Page size of version lists. It is small, because a version includes its spec of about 80 kB.
 _VERSIONS = 5
 # Maximum number of versions that are searched for a match or for a similar name.
 _SOME = 20
@@ -139,7 +139,7 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
     """Return an uploaded version of the pipeline `name`. Raises `ConfigError` if there is none.
 
     `wanted` is a name, an id or the prefix of a name. If it is empty, return the newest version
-    that has the steps of this code. If none of the last 20 has them, return the newest of all.
+    that has the steps of this code. If none of the newest 20 has them, return the newest version.
     """
     pipeline_id = _find_pipeline(client, name)
     found = _find_wanted(client, name, pipeline_id, wanted)
@@ -207,7 +207,7 @@ def equals(key: str, value: str) -> str:
 
 
 def containing(key: str, value: str) -> str:
-    """Return a filter for texts that contain `value`, in which `%` and `_` are wildcards."""
+    """Return a filter for fields that contain `value`, in which `%` and `_` are wildcards."""
     # A backslash would escape the next character, so use the longest part without one.
     return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 

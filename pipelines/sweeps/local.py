@@ -214,7 +214,7 @@ def execute(
     """Train all trials and promote the best one. Return the result of its run.
 
     In the main thread, SIGINT and SIGTERM stop the sweep, and each training run publishes a last
-    checkpoint. A second signal stops the runs at once. `on_trial` is called in this thread with
+    checkpoint. A second signal kills the runs. `on_trial` is called in this thread with
     each trial, and `on_event` in any thread with each event of a trial's run. Raises `UserError`.
     """
     sweep, hear = begun.sweep, on_event or (lambda _trial, _event: None)
@@ -236,7 +236,7 @@ def execute(
 
 def _execute(begun: Study, parallel: int, on_trial: OnTrial, hear: OnEvent) -> RunResult:
     sweep = begun.sweep
-    # Once the best trial is chosen, only its run continues.
+    # Train no trials if the best one was already chosen before the sweep was resumed.
     if not sweep.best:
         was_interrupted = _Workers(begun, parallel, on_trial, hear).train()
         sweep = begun.sweep
@@ -301,7 +301,7 @@ class _Workers:
         self._running: dict[Future[RunResult], Trial] = {}
         # Trials that have completed a rung and continue to the next one.
         self._going_on: list[Trial] = []
-        # Without this lock, concurrent trials would each download and convert the same dataset.
+        # Only one trial prepares data at a time. The others then reuse the published dataset.
         self._preparing = threading.Lock()
         self._requests = 0
         minutes = self._sweep.minutes

@@ -5,7 +5,7 @@ export_model
 
 A failed trial does not fail its step, so the loop continues. With halving, each rung has a loop and
 a choice, and the trials of the next rung continue from their own checkpoints. A loop has a fixed
-number of places for trials. If trials failed, the steps of unused places end at once.
+number of places for trials. If trials failed, the steps of unused places end immediately.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 MOST_PARALLEL = 64
-# A NumPy seed has 32 bits, and a resumed sweep adds its number of trials to the seed.
+# A NumPy seed has 32 bits. Leave room, because a resumed sweep adds its number of trials.
 MOST_SEED = 1 << 31
 # The number of trials of `--auto`, and their maximum number with a time limit.
 TRIALS, TRIALS_BY_TIME = 20, 200
@@ -47,7 +47,7 @@ class SweepOptions:
 
     Attributes:
         label: columns to predict, if `config` is training data.
-        settings: `section.key=value` texts. A key with several values or a range is searched.
+        settings: `section.key=value` strings. A key with several values or a range is searched.
         random: number of random trials, or None.
         tpe: number of trials that TPE chooses from earlier results, or None.
         halving: whether only the best third of the trials continues from each rung to the next.
@@ -107,7 +107,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name
-    # The run of the best trial must not stop because an earlier run had the same configuration.
+    # Train even if an earlier run had the same configuration as the run of the best trial.
     training = space.base.training.model_copy(update={"when_unchanged": "train"})
     base = space.base.model_copy(update={"training": training})
     return Sweep(

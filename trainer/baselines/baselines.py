@@ -3,13 +3,13 @@
 The kinds of inputs, or the task, determine the baselines:
 
     numbers, classes    gradient boosting, and a linear model
-    texts               a linear model of TF-IDF features
+    text                a linear model of TF-IDF features
     recommendation      popularity, and item-item similarity
 
 A baseline is fitted to at most `MOST_ROWS` random training examples (recommenders: `_MOST_PAIRS`).
-Texts, and many columns or classes, reduce this number. This limits the memory to about 1 GB. The
-time is limited by a clock that is checked between slices of the work. A baseline that fails does
-not fail the evaluation. It is reported as skipped, with the reason.
+To limit the memory to about 1 GB, this number is lower for text, many columns or many classes. A
+clock, which is checked between slices of the work, limits the time. A baseline that fails does not
+fail the evaluation. It is reported as skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum number of test examples, and of training examples except for recommendations.
 MOST_ROWS = 100_000
 _NAMED = 3
-# For classification and regression: the suffix of scikit-learn's tree classes, and its linear
-# model.
+# For classification and regression: the suffix of scikit-learn's tree classes, and the name of its
+# linear model.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Maximum product of columns, rows and trees in a boosting iteration (0.1 s on a core).
+# Maximum product of columns, rows and trees in a boosting iteration (about 0.1 s on one core).
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
 # Maximum numbers of training examples for recommendations, and of output values (64 MB).
@@ -79,7 +79,7 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A baseline, with the number of rows it was fitted to, and the seconds that it took.
+    """A baseline, the number of rows that it was fitted to, and the time it took in seconds.
 
     If the baseline was skipped, `skipped` is the reason. `outputs` are the outputs for the first
     test examples, in the output format of the task. `validation` has the outputs for validation
@@ -223,7 +223,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return the outputs for the first examples of a split, which are a random sample."""
+    """Predict the first examples of a split. They are a random sample of the split."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -1,4 +1,4 @@
-"""Features of examples as the columns of a matrix: numbers, categories and texts.
+"""Features of examples as the columns of a matrix: numbers, categories and text.
 
 As in `flotilla.trainer.models.tabular`, a string feature whose values repeat in the training rows
 is a category. Otherwise it is text.
@@ -22,11 +22,11 @@ from flotilla.trainer.tasks.base import Array, Floats
 # Maximum size of a tensor of rank 2 or more. Larger tensors may be images, and are ignored.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Above this number of columns, histograms have 63 bins instead of 255, to limit their memory.
+# Above this number of columns, histograms have 63 bins instead of 255, which limits their memory.
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
-#: Maximum number of rows that a linear model of texts is fitted to.
+#: Maximum number of rows that a linear model of text is fitted to.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
 # A word is one letter of a script without spaces, or a sequence of other letters and digits.
@@ -36,7 +36,7 @@ Matrix = Any
 
 
 def usable(spec: DatasetSpec) -> list[str]:
-    """Return the inputs that are numbers, classes or texts, but not images or sequences."""
+    """Return the inputs that are numbers, classes or text. Images and sequences are excluded."""
     return [name for name in spec.inputs if _is_column(spec.features[name])]
 
 
@@ -65,7 +65,7 @@ def _code(values: Array, column: Array) -> Floats:
 
 
 class Columns:
-    """Statistics of the training rows, which are needed to convert rows to a matrix."""
+    """Converts rows to a matrix, based on statistics of the training rows."""
 
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
         """Determine the kind of each feature for a model with `classes` classes."""
@@ -118,7 +118,7 @@ class Columns:
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Return a mask of the category columns in the matrix of `trees`. They come last."""
+        """Return a mask of the category columns. They come last in the matrix of `trees`."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
@@ -148,7 +148,7 @@ class Columns:
         return self._together(self._plain(rows.first(taken)), counts)
 
     def linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of other rows. Raises `NoBaselineError` if time runs out."""
+        """Return the matrix of new rows. Raises `NoBaselineError` if time runs out."""
         counts, taken = self._count_words(rows.columns, rows.count, clock)
         if taken < rows.count:
             clock.check()
@@ -178,7 +178,7 @@ class Columns:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # Limit the coefficients of a text to 2^20 (8 MB), because a solver holds 20 copies of them.
+        # Limit a text feature to 2^20 coefficients (8 MB), because a solver keeps 20 copies.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

@@ -74,7 +74,7 @@ def boosting(columns: Columns) -> Kind:
             categorical_features=columns.are_categories(x.shape[1]),
             max_bins=columns.bins,
             max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
-            # Both the rows to fit and the rows that stop training need examples of each class.
+            # Early stopping holds out rows. Both these and the rest need examples of each class.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
 
@@ -146,7 +146,7 @@ def count_labels(task: Task) -> int:
 
 
 def count_classes(task: Task) -> int:
-    """Return the largest number of classes of a label, which determines the cost of fitting."""
+    """Return the largest number of classes of any label. It determines the cost of fitting."""
     if "" not in task.parts:
         return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1

@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of artificial examples to add to each item. Their rate is the mean rate of all items.
+# Number of artificial examples to add to each item. They are taken at the mean rate of all items.
 _PRIOR = 10.0
 
 
@@ -41,7 +41,7 @@ class _Taken:
         self.odds = _log_odds(rate)
 
     def places(self, rows: Rows) -> tuple[Array, Array]:
-        """Return the indices of the users and items of other rows, or -1 for unknown ones."""
+        """Return the indices of the users and items of new rows, or -1 for unknown ones."""
         known = zip((self.users, self.items), self._columns, strict=True)
         user, item = (_place(each, rows.columns[name]) for each, name in known)
         return user, item
@@ -92,7 +92,7 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
         found: Floats = (of_users[user] * of_items[item]).sum(axis=1)
         return found * ((user >= 0) & (item >= 0))
 
-    # If the user took an item, exclude its similarity to itself from its score.
+    # Exclude the similarity of an item to itself from its score if the user took the item.
     own = known.taken * (of_items[known.item] ** 2).sum(axis=1)
     found = np.stack([known.odds[known.item], scores(known.user, known.item) - own], axis=1)
     model = LogisticRegression().fit(found, known.taken, known.weights)

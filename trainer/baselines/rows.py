@@ -72,7 +72,7 @@ class Rows:
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
     def first(self, most: int) -> Rows:
-        """Return up to the first `most` rows."""
+        """Return the first `most` rows, or all rows if there are fewer."""
         return self if self.count <= most else self.select(slice(most))
 
 

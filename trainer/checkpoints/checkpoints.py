@@ -95,8 +95,8 @@ class Checkpoints:
     ) -> None:
         """Keep checkpoints below `uri` according to `Retention`, and temporary files in `scratch`.
 
-        `fingerprint` identifies the dataset. A run does not continue with another dataset, whose
-        test split may have training examples. `awaited` indicates whether an evaluator is running.
+        `fingerprint` identifies the dataset. A run does not continue with another dataset, because
+        the test split may contain old training examples. `awaited` means that an evaluator runs.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -164,7 +164,7 @@ class Checkpoints:
         return self.parts.servers if self.parts else None
 
     def enable_parts(self, servers: PartServers, least: int) -> None:
-        """Let servers write their own variables if they hold at least `least` bytes."""
+        """Let servers write their own variables if these total at least `least` bytes."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
     def read_validations(self) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ class Checkpoints:
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
-        """Return the error for a variable that is not finite."""
+        """Return the error for a variable with a value that is not finite."""
         last = next((uri for uri, _ in reversed(self._candidates())), "")
         return UserError(describe_divergence(f"{path} is not finite", step, last))
 
@@ -305,8 +305,8 @@ def restore(
 ) -> None:
     """Assign the checkpoint's values to `variables`. Raises `UserError` if they do not fit.
 
-    If `found.apart` is set and all `servers` respond, they assign the values. Optional variables
-    that the checkpoint lacks keep their values.
+    If `found.apart` is set and all `servers` respond, the servers assign the values. Optional
+    variables that the checkpoint lacks keep their values.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)
@@ -407,7 +407,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return the variables by the path of their values: that of the average, if there is one."""
+    """Return the variables by the path of their average or, if there is none, by their own."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

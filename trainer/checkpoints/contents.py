@@ -44,7 +44,7 @@ class StoredVariable:
     @property
     def bytes(self) -> int:
         """The size of the values in bytes, or 0 if the size of the dtype is unknown."""
-        # Use the first number of a name such as float8_e4m3fn, because the others are not sizes.
+        # Use the first number in a name such as float8_e4m3fn, because only this one is a size.
         digits = re.search(r"[0-9]{1,3}", self.dtype)
         bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
         return math.prod(self.shape) * bits // 8
@@ -113,7 +113,7 @@ def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
 
 
 def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
-    """Return the parts that hold these paths, or None if a path is unknown."""
+    """Return the parts that contain these variables, or None if a path is unknown."""
     numbers = {variables[path].part if path in variables else None for path in paths}
     return None if None in numbers else {each for each in numbers if each is not None}
 

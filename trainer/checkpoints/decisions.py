@@ -133,10 +133,10 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
-    The choice "best" selects the best valid checkpoint by the main validation metric. It selects
-    the last one, as any other choice does, if none was measured after step 0 or no measured one is
-    valid. A choice other than "best" and "last" is reported as the reason. Set `main_metric` for a
-    finished run that is resumed with another main metric.
+    The choice "best" selects the best valid checkpoint by the main validation metric. If there is
+    none, or none was measured after step 0, it selects the last checkpoint. All other choices do
+    the same. A choice other than "best" and "last" is reported as the reason. Set `main_metric` for
+    a finished run that is resumed with another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """
@@ -184,7 +184,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
 
 def _select(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> SelectedCheckpoint:
     read_checkpoint(entry.uri)
-    # Verify the files again, because they may have been corrupted after the publication.
+    # Verify the files again, because they may have been corrupted since they were published.
     fields = storage.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))

@@ -1,8 +1,8 @@
 """The history of a run: JSON rows, one per line, next to the checkpoints.
 
-The chief writes `history.jsonl`, at most one row per inner loop. A new attempt drops the rows after
-its checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint. If a step has two
-rows, the later one counts.
+The chief writes `history.jsonl`, at most one row per inner loop. A new attempt drops the rows of
+steps after the one at which it begins. The evaluator writes `validation.jsonl`, one row per
+checkpoint. If a step has two rows, the later one counts.
 
 In an object store, rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last
 segment is rewritten, so the number of written bytes grows linearly with the rows and not
@@ -49,7 +49,7 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # Rewrite the file, which removes rows after the checkpoint and invalid lines.
+        # Rewrite the file to drop invalid lines and rows of steps after `start`.
         self._file.begin(self.rows)
         self._begun = True
 
@@ -99,7 +99,7 @@ class Validations:
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether this checkpoint, and not an earlier one at its step, was measured."""
+        """Return whether this checkpoint was measured, not just an earlier one at the same step."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
@@ -245,7 +245,7 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # A last segment without rows is not written, so delete its old file too.
+            # An empty last segment is not written, so also delete the old file of this segment.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:

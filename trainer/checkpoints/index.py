@@ -83,7 +83,7 @@ def require_weights(value: str | Mapping[str, Any]) -> None:
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:
-    """Return the URI and global step of the newest checkpoint. Raises `UserError` if none."""
+    """Return the URI and step of the newest checkpoint. Raises `UserError` if there is none."""
     found = list_checkpoints(uri)
     if not found:
         raise none_below(uri)
@@ -123,12 +123,12 @@ class IndexEntry:
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` is the metric to compare them by. By default, the newest checkpoint determines it.
+    `main_metric` is the metric that ranks them. By default, the newest checkpoint determines it.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # If the run was resumed with another main metric, the newest recorded one counts.
+    # Use the newest recorded metric, because the run may have been resumed with another one.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -158,7 +158,7 @@ def _validation(measured: Any) -> dict[str, float]:
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
     """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # The existing checkpoint is invalid: a valid one would have been resumed.
+        # The existing checkpoint is invalid: the run would have resumed from a valid one.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 

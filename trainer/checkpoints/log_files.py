@@ -22,10 +22,10 @@ class LogFiles:
         self._has_failed = False
 
     def upload(self) -> None:
-        """Upload the files that have grown. Log failures, only the first one as a warning."""
+        """Upload the files that have grown. Log the first failure as a warning, others as debug."""
         try:
             for path in sorted(self.folder.rglob("*")):
-                # Skip links, because a user's program may link to files that are not its own.
+                # Skip links, because a user's program may link to files that are not logs.
                 if (
                     path.is_symlink()
                     or not path.is_file()

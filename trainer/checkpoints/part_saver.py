@@ -52,13 +52,13 @@ class Owner(Protocol):
     """The methods of a run's checkpoints that the saver calls."""
 
     def prepare_publication(self) -> None:
-        """Raise an error if publication is not allowed. If it is, publish files that come first."""
+        """Raise an error if publication is not allowed. Otherwise, publish what must come first."""
 
     def note_published(self, uri: str, step: int) -> None:
         """Report that a checkpoint was published."""
 
     def not_finite(self, path: str, step: int) -> UserError:
-        """Return the error for a variable that is not finite."""
+        """Return the error for a variable with a value that is not finite."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -102,7 +102,7 @@ class PartSaver:
         self._scratch = scratch
         self._written = threading.Event()
         self._written.set()
-        # Cancelled saves whose parts still exist.
+        # Canceled saves whose parts still exist.
         self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
 
@@ -137,7 +137,7 @@ class PartSaver:
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
 
     def get_layout(self, variables: Variables) -> Layout:
-        """Return the layout of these variables, which is created only once. Raises `UserError`."""
+        """Return the cached layout of these variables, or create it. Raises `UserError`."""
         return make_layout(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
@@ -192,7 +192,7 @@ class PartSaver:
         own = [path for path, at in save.servers.items() if at == server]
         names = [save.layout.keys[path] for path in own]
         values = [save.snapshot.pop(path) for path in own]
-        # The first part also has the object graph, which belongs to no variable.
+        # Store the object graph in the first part, because it belongs to no variable.
         if save.parts[server] == 0:
             with run_on_server(server):
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
@@ -208,7 +208,7 @@ class PartSaver:
     def _publish(self, save: _Save) -> None:
         self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # The existing checkpoint is invalid: a valid one would have been resumed.
+            # The existing checkpoint is invalid: the run would have resumed from a valid one.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)

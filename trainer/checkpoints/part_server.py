@@ -177,7 +177,7 @@ class PartServer:
             if is_quick not in {None, request.action in _QUICK}:
                 continue
             target = self._folder / REPLIES / path.name
-            # The chief repeats an answered request if its file system wrongly reported an error.
+            # The chief repeats an answered request if a file system wrongly reported an error.
             with self._lock:
                 is_answered = target in self._replied
             if not is_answered:
@@ -264,7 +264,7 @@ def _publish(folder: Path, request: Request) -> Reply:
     # Read the index first, because moving the data cannot be repeated.
     data = index.read_bytes()
     entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
-    # If this fails, the server removes the file when the next chief starts.
+    # Ignore an error, because the server also removes the file when the next chief starts.
     with suppress(OSError):
         index.unlink()
     return Reply(

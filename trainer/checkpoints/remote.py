@@ -80,7 +80,7 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        # The lease is needed here too, because a run also resumes from pending checkpoints.
+        # Require the lease here too, because a run also resumes from pending checkpoints.
         self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
@@ -105,7 +105,7 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # `publish` would keep an invalid checkpoint that has the same manifest.
+                # Delete it, because `publish` would keep an invalid checkpoint with this manifest.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):

@@ -86,7 +86,7 @@ class PartServers:
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that cannot write cannot report an error, but this write raises one.
+                # A server that cannot write also cannot report an error, but this write raises one.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -158,14 +158,14 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# Module-level, because an error would keep a nested function and its tensors alive.
+# Define this at module level: an error would keep a nested function and its tensors alive.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Run `work` for all servers in parallel, and return the results. Errors hold no tensors."""
+    """Run `work` for all servers in parallel. Return the results. Errors keep no tensors alive."""
 
     def run(server: int) -> Result:
         try:

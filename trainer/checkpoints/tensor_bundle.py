@@ -34,7 +34,7 @@ _UNWRITABLE = (
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
-# Error texts of the operating system. They appear in errors of any type, because TensorFlow has no
+# The operating system's messages. They appear in errors of any type, because TensorFlow has no
 # type for a disk failure. A missing file is excluded, because it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
@@ -66,7 +66,7 @@ def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[Non
 
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
-    """Return the operating system's error text (empty for other errors)."""
+    """Return the operating system's error message (empty for other errors)."""
     # The last line, after the stack trace of the graph, is "PATH; REASON".
     last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
@@ -237,14 +237,14 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # If the CPU were not named, a task with a GPU would copy all values to the GPU.
+        # Name the CPU. Otherwise, a task with a GPU would copy all values to the GPU.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]
 
 
 def _value(variable: tf.Variable) -> tf.Tensor:
-    # Any other way to read a variable with sparse updates copies the value.
+    # If a variable has sparse updates, any other way to read it copies the value.
     if isinstance(variable, BaseResourceVariable):
         return variable.read_value_no_copy()
     return tf.convert_to_tensor(variable)

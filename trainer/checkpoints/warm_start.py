@@ -1,6 +1,6 @@
 """A warm start: a new run that begins with existing weights.
 
-The weights come from a checkpoint, a `.keras` file, or an exported model that contains one. The
+The weights come from a checkpoint, a `.keras` file, or an exported model with such a file. The
 global step and the optimizer are new. See
 `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`. Variables are matched by path.
 Keras omits the names of outer models from some paths. Therefore, a path in a `.keras` file may have
@@ -70,7 +70,7 @@ class Selection:
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def leave(self, path: str, why: str) -> None:
-        """Skip a variable."""
+        """Record that a variable is skipped, and why."""
         self.left.setdefault(why, []).append(path)
 
     def __str__(self) -> str:
@@ -260,7 +260,7 @@ def _split_tables(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any
 
 
 def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Map each path in the file to the only matching path of the model, or else to itself."""
+    """Map each path in the file to its only match in the model or, without one, to itself."""
     alike = {path: _match(path, [each for each in here if each not in there]) for path in there}
     times = Counter(each for found in alike.values() for each in found)
     return {

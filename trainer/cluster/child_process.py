@@ -1,7 +1,7 @@
-"""Calls of a module in a child process, which return its answer or raise its error.
+"""Run a module in a child process, and return the child's answer or raise its error.
 
-The request is a JSON file. The answer is the last line of output that is a JSON object, and an
-error is the last line that starts with `flotilla: `. The child exits when its parent exits.
+The request is a JSON file. The answer is the last line of output that is a JSON object. An error
+is the last line that starts with `flotilla: `. The child exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = "flotilla: "
 
 
 class ChildError(UserError):
-    """The process ended without an answer. The message is its last error line."""
+    """The child process ended without an answer. The message is the child's last error line."""
 
     code = 0
 

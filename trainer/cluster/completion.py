@@ -27,7 +27,7 @@ class Completion:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: its creation time, because another checkpoint may get the same name later.
+        created: the checkpoint's creation time, because a later one may have the same name.
     """
 
     run_id: str
@@ -64,7 +64,7 @@ def is_over(job: Job) -> bool:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # Compare times, not steps: training may have skipped a corrupted checkpoint of a later step.
+    # Compare creation times, because training may have skipped a corrupted later checkpoint.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),

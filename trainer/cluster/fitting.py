@@ -22,7 +22,7 @@ class NotKnownError(ConfigError):
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit. Log a warning if the dry run fails."""
+    """Raise `ConfigError` if model and dataset do not fit. Only warn if the result is unknown."""
     if config.program.command:
         return
     try:

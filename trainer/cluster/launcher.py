@@ -39,7 +39,7 @@ def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
 
 
 class Launcher(Protocol):
-    """A function that starts and supervises the tasks of a job until training is done."""
+    """A function that starts the tasks of a job, and supervises them until training is done."""
 
     def __call__(self, job: Job) -> None:
         """Train until the final checkpoint is published and no task is running.

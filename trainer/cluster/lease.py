@@ -3,13 +3,13 @@
 A lease is a lock that expires unless it is renewed. The lease is a file below the folder, such as
 `.lock/000003.json`, created by a write that never replaces a file. The file with the highest number
 holds the lease, unless it says `released` or was not renewed for `LEASE_SECONDS`. A new holder
-first creates the file with the next number, so that a replaced holder always notices. Clocks of
-machines may differ by hours, so a lease that has expired by the clock is watched for as long as a
-holder needs to renew it.
+first creates the file with the next number, so that a replaced holder always notices. Because the
+clocks of machines may differ by hours, a lease that seems to have expired is watched for as long as
+a holder needs to renew it.
 
-A killed task, such as a chief that Kubernetes restarts or a retried step, restarts at once, perhaps
-on another machine, and finds its own earlier lease. Only a renewal shows whether the holder is
-alive, so `acquire_waiting` waits for a renewal or for the expiry.
+When a killed task restarts immediately, perhaps on another machine, it finds its own earlier lease.
+Examples are a retried step and a chief that Kubernetes restarts. Only a renewal shows that the
+holder is alive, so `acquire_waiting` waits for a renewal or for the expiry.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LeaseHolder:
 
     Attributes:
         token: unique to this holder.
-        job: the job whose attempts share the lease, so that a new attempt takes it over at once.
+        job: the job whose attempts share the lease. A new attempt takes it over immediately.
         writer: see `flotilla.trainer.storage.local.writer`.
     """
 
@@ -101,11 +101,11 @@ class LeaseHeldError(UserError):
 
 
 class LeaseLostError(UserError):
-    """Another job has the lease, or the lease was removed: this job must no longer write."""
+    """Another job holds the lease, or the lease was removed, so this job must stop writing."""
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
-    """Return the lease holders below the folder `uri` by number. None is an unreadable file."""
+    """Return the lease holders below `uri` by number. The value is None for an unreadable file."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
@@ -192,14 +192,14 @@ class Lease(NoLease):
             # Set the start time only now, because the caller may have waited for the lease.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # Another job may have written at the same time, or the response was lost, so read the
-            # result.
+            # Read the result, because another job may have written at the same time, or the
+            # response may have been lost.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder has used a higher number in the meantime, and released its lease.
+                # Another holder has since used a higher number and released its lease.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -316,7 +316,7 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Only record the interrupt: logging would swallow an exception of a signal handler.
+        # Only record the interrupt, because logging would swallow a signal handler's exception.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)
@@ -376,7 +376,7 @@ def lease_environment() -> dict[str, str]:
 
 
 def _release(lease: Lease) -> None:
-    # If the release fails, only log the error, so that the error that ended the block is raised.
+    # If the release fails, only log that, so that the error that ended the block is raised.
     try:
         with shorter_retry(_RELEASE_SECONDS):
             lease.release()

@@ -70,7 +70,7 @@ def _beat(descriptor: int) -> bool:
     try:
         os.write(descriptor, b".")
     except OSError:
-        # The parent has exited. Stop only this thread, and not the task.
+        # The parent has exited. Stop this thread without ending the task.
         return False
     return True
 
@@ -133,8 +133,8 @@ CHANNEL_OPTIONS = {
     # The timeout of keepalive pings, and of the pings by which gRPC measures a connection. A
     # transfer from a machine that has disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC also sets TCP_USER_TIMEOUT to this value: the time that sent data may stay
-    # unacknowledged. A task may be stopped or swapped out for this long (see
+    # gRPC also sets TCP_USER_TIMEOUT, the time that sent data may stay unacknowledged, to this
+    # value. A task may therefore be stopped or swapped out for this long (see
     # `training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
     # Send pings during the whole call. By default, gRPC stops after two.

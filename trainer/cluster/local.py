@@ -115,7 +115,7 @@ class TaskLogs:
     def take(self) -> None:
         """Read new lines. Log events as text, and pass other lines to the sink."""
         for path in self._logs():
-            # Another process may remove the folder.
+            # Ignore errors, because another process may remove the folder.
             with suppress(OSError):
                 for line in self._new(path):
                     self._relay(path.parent.name, line)

@@ -4,8 +4,8 @@ TensorFlow's servers run any graph that they receive, and listen on every addres
 Their address cannot be set, but their port can be shared (SO_REUSEPORT). Therefore, a socket of
 this process listens first, and a filter makes the kernel choose between the two: a connection over
 loopback goes to the server, and any other one to this socket, which drops it. The filter is active
-before the server listens. Until then, a loopback connection also goes to this socket, which closes
-it at once. The client tries again. See `docs/decisions/0032-pods-and-networks.md`.
+before the server listens. Until then, loopback connections also go to this socket, which closes
+them, and the clients try again. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _SERVER_IF_LOOPBACK = [
 ]
 # The kernel keeps as many bytes of a packet as this filter returns, so 0 drops the packet.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# Maximum number of connections that wait to be accepted. It must suffice for tasks that wait for
-# this one, which connect several times per second.
+# Maximum number of connections that wait to be accepted. It must suffice for all tasks that wait
+# for this one, because each of them connects several times per second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
 # Number of test connections, and the timeout of each in seconds. One connection would not be
@@ -88,7 +88,7 @@ def close_to_others(address: str) -> None:
     """Let only loopback connections reach the server that this process creates at `address`.
 
     An address that other machines need stays open. On a system without this filter, all ports stay
-    open, with a warning. Raises `UserError` if the port is taken.
+    open, and a warning is logged. Raises `UserError` if the port is taken.
     """
     if not is_loopback(address):
         return

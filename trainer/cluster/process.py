@@ -1,7 +1,7 @@
 """One task of a local cluster as a process, with its folder, environment, resources and log.
 
-The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, one
-thread per operation gave 15 % more steps per second, and one core per worker another 10 %.
+The tasks share one machine, so each task is limited to a part of the cores and GPUs. On two cores,
+one thread per operation gave 15% more steps per second, and one core per worker another 10%.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
-        # On one core, TensorFlow has one inter-op thread by default, which may deadlock.
+        # Set at least 2, because TensorFlow's default on one core is 1, which may deadlock.
         "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
     }
 
@@ -45,7 +45,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
     """Pin a started worker to its own cores, if there are enough cores for all workers."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
-        # The process may already have ended.
+        # Ignore an error, because the process may already have ended.
         with suppress(OSError):
             os.sched_setaffinity(pid, own)
 
@@ -86,7 +86,7 @@ def require_memory(config: Config, parameters: int) -> None:
 
 
 def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
-    """Return the memory limit, in MB, of each of the `count` GPUs that this process sees.
+    """Return the memory limit, in MB, of each of the `count` GPUs that are visible to this process.
 
     Returns:
         an empty list if memory grows on demand.
@@ -128,7 +128,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# This makes TensorFlow load Keras 2 on first use, and not Keras 3 at import. Servers use neither.
+# Servers use no Keras. This makes TensorFlow load Keras 2 on first use, not Keras 3 at import.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The module of each kind of task, which the fork server loads in addition to TensorFlow.
 MODULES = {
@@ -141,7 +141,7 @@ MODULES = {
 CONFIG = "config.json"
 LOG = "log.txt"
 _GUARD_SECONDS = 30.0
-# The file with the number of times that the launcher has started the task.
+# The file that stores how many times the launcher has started the task.
 STARTS = "starts.txt"
 # The file in the evaluator's folder that marks the end of training.
 OVER = "over.txt"
@@ -152,7 +152,7 @@ _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """The end of a task: its exit code and, if the launcher killed it, the reason.
+    """How a task ended: its exit code and, if the launcher killed it, the reason.
 
     Attributes:
         code: the exit code, or the negative number of the signal.
@@ -298,16 +298,16 @@ class TaskProcess:
         if self._is_program:
             return MODULES["program"]
         if self._job.config.cluster.in_process:
-            # A debugger attaches to processes that start under it, and not to forked ones.
+            # A debugger attaches to processes that start under it, but not to forked ones.
             return ""
         return MODULES["server" if self._serves else self.task.role]
 
     def _environment(self) -> dict[str, str]:
         return {
-            # TensorFlow's messages about devices would hide the task's own messages.
+            # Hide TensorFlow's messages about devices, because they distract from the task's own.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Let gRPC wait for a whole message: on one machine, this takes no longer.
+            # Let gRPC wait for a whole message, because this takes no longer on one machine.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -315,7 +315,7 @@ class TaskProcess:
             **signals.parent_environment(),
             **lease.lease_environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
-            # Let a call to a dead peer fail at once, without gRPC's own retries.
+            # Let a call to a dead peer fail immediately, without gRPC's retries.
             "GRPC_FAIL_FAST": "use_caller",
             **user_code.environment(),
         }

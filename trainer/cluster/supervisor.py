@@ -46,12 +46,12 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 GRACE_SECONDS = 60.0
 # Time to wait for the evaluator after training (per checkpoint on Kubernetes), in seconds.
 EVALUATION_SECONDS = 600.0
-# Maximum growth of a server's memory, relative to the end of the first attempt. It is no lower,
-# because a restart loses a parameter server's values, and TensorFlow frees a dead chief's memory
-# after ten minutes anyway.
+# Maximum growth of a server's memory, relative to the end of the first attempt. A lower limit would
+# cause more restarts, each of which loses a parameter server's values, and TensorFlow frees a dead
+# chief's memory after ten minutes anyway.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
-# Maximum number of restarts of a failing evaluator, which do not count towards
+# Maximum number of restarts of a failing evaluator. They do not count toward
 # `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
@@ -73,7 +73,7 @@ class ServerMemory:
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that restarted for a reason other than growth has not served a whole attempt.
+            # Skip a server that missed part of the attempt, unless it was restarted for growth.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
@@ -96,7 +96,7 @@ class EvaluatorSupervision:
     def begin(self) -> TaskProcess | None:
         """Return the process to start, or None if there is no evaluator."""
         if self._process:
-            # If the file cannot be removed here, the start of the process reports the error.
+            # Ignore errors here, because the start of the process reports them.
             with suppress(OSError):
                 (self._process.folder / OVER).unlink()
             self.running = True
@@ -193,15 +193,15 @@ class Supervisor:
                 self._start_evaluator(self._evaluator.handle_end(end))
                 continue
             if end.code == DONE and process is not self._leader and self._is_program:
-                # No record is needed: only the leader's exit shows that the training of a program
-                # is over.
+                # Require no record: for a program, only the leader's exit shows that training is
+                # over.
                 continue
             if end.code == DONE:
                 # If all workers run the outer loop, they may end shortly before the leader.
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # Do not restart even a failed leader: it would wait for workers that have ended.
+                # Do not restart the leader, even if it failed: its workers may have ended.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:

@@ -1,7 +1,7 @@
 """The termination message of a task: one line in a file that is allocated in advance.
 
-A full disk therefore cannot prevent the message. The message passes through these places before it
-becomes the last line of a failed run:
+Because of this, a full disk cannot prevent the message. The message passes through these places
+before it becomes the last line of a failed run:
 
 1. The task writes its error here (`trainer/__main__.py`).
 2. The supervisor of the local cluster (`supervisor.py`), or the launcher on Kubernetes
@@ -23,7 +23,7 @@ ROOM = 4096
 
 
 def reserve(workdir: Path) -> None:
-    """Reserve space for a message, and delete that of an earlier attempt. Raises `OSError`."""
+    """Reserve space for a message, and erase an earlier attempt's message. Raises `OSError`."""
     (workdir / FILE).write_bytes(_pad(""))
 
 
@@ -41,7 +41,7 @@ def remove(workdir: Path) -> None:
 def write(workdir: Path, message: str) -> None:
     """Write the message into a task's folder, as one line."""
     path = workdir / FILE
-    # If the message cannot be written, the exit code must still be returned.
+    # Ignore errors, because the task must still exit with its exit code.
     with suppress(OSError):
         path.touch()
         with path.open("r+b") as file:

@@ -62,7 +62,7 @@ def publish(folder: Path, root: str) -> Bundle:
 
 
 def _copy(found: Found, scratch: Path) -> str:
-    """Copy a file, and return its SHA-256 digest. Raises `UserError` if the file changes."""
+    """Copy a file, and return its SHA-256 digest. Raises `UserError` if it changes meanwhile."""
     try:
         with found.file.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -132,7 +132,7 @@ def load_bundle(text: str) -> Config:
 
 
 def enter(uri: str) -> None:
-    """Download a bundle, if given, and add it to the module path of this process."""
+    """Download a bundle, and add it to this process's module path. Ignore an empty `uri`."""
     if not uri:
         return
     digest = storage.name_of(uri)

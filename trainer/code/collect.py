@@ -86,7 +86,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Collected:
-    """The files of a bundle, sorted by path, and left-out paths to report to the user."""
+    """The files of a bundle, sorted by path, and the skipped paths to report to the user."""
 
     files: list[Found] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)

@@ -97,7 +97,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-#: Values that only the code that uses them can check, such as the arguments of a model.
+#: Values that can be checked only by the code that uses them, such as the arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 

@@ -1,9 +1,9 @@
 """The form of a run: the common configuration keys as typed fields, and `settings`.
 
 Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
-other keys, as in a YAML file. A key that has a field is rejected there, so that each key is set in
-one place. To use a value that a drop-down list lacks, choose its entry `settings`, and set the key
-in the field `settings`.
+other keys, as in a YAML file. It rejects keys that have a field, so that each key is set in one
+place. To use a value that a drop-down list lacks, choose its entry `settings`, and set the key in
+the field `settings`.
 
 In local runs, `settings` is `{"json": TEXT}` with the whole configuration, because KFP's local
 runner changes the types of values in a mapping.
@@ -34,7 +34,7 @@ _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "l
 _STEPS = ("training", "steps")
 # Number fields in which zero means `auto`.
 _AUTOMATIC = ("steps", "batch_size", "learning_rate")
-# A label field that begins with this character contains JSON and not a single name.
+# A label field that begins with this character contains JSON rather than a single name.
 _LIST = "["
 
 
@@ -42,7 +42,7 @@ _LIST = "["
 class Field:
     """One field, with its KFP type, its default, and the configuration key that it sets.
 
-    `choices` are the entries of its drop-down list. If there are none, any value may be typed.
+    `choices` are the entries of the drop-down list. Without choices, the user may type any value.
     """
 
     name: str
@@ -136,7 +136,7 @@ def to_local_form(config: Config) -> dict[str, Any]:
 
 
 def from_form(values: Mapping[str, Any]) -> Config:
-    """Return the configuration in a form, with values as KFP passes them. Raises `ConfigError`."""
+    """Return the configuration in a form with the value types of KFP. Raises `ConfigError`."""
     settings = parse_settings(values[SETTINGS])
     if WHOLE in values[SETTINGS]:
         return parse_config(settings)
@@ -157,7 +157,7 @@ def from_form(values: Mapping[str, Any]) -> Config:
         _refuse_twice(settings, each.key, each)
         _put(tree, key, value)
     if values["epochs"]:
-        # A form always contains a number of steps, even if the user entered none.
+        # Remove the steps, which conflict with epochs. A form always contains them.
         _remove(tree, _STEPS)
     return parse_config(tree)
 

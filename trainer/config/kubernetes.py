@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
-# One year, which is far below the limit of Kubernetes' 32-bit counts.
+# One year, in seconds. This is far below the limit of the 32-bit counts in Kubernetes.
 MOST_SECONDS = 365 * 24 * 3600
 
 
@@ -92,8 +92,8 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# The fields of a pod's security context. The API server would silently drop any other field, such
-# as a field of a container's security context, which belongs in `security`.
+# The fields of a pod's security context. The API server would silently drop any other field. The
+# fields of a container's security context belong in `security`.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",

@@ -49,7 +49,7 @@ BY_DATA: Mapping[str, Any] = {
 # Keys of the data section whose values may be relative paths.
 _PATHS = ("source", "manual_dir", "schema_file")
 _URI = re.compile("[a-z0-9]+://|file:")
-# Maximum length of a message, which quotes invalid values.
+# Maximum length of a message. A message quotes invalid values, which may be long.
 _MOST_LETTERS = 1000
 
 
@@ -62,9 +62,9 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that keeps strings as written and rejects duplicate keys.
 
     YAML 1.1 reads `no` as false, `2` as a number and `2025-01-01` as a date. This loader keeps keys
-    as written, and also the values of keys that take strings, such as column names. It reads `1e6`
-    as a number, which YAML 1.1 does not, because learning rates are often written this way. A
-    duplicate key would silently replace the first one.
+    as written, and also the values of keys that take strings, such as column names. Unlike YAML
+    1.1, it reads `1e6` as a number, because learning rates are often written this way. It rejects a
+    duplicate key, which would silently replace the first one.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -101,8 +101,8 @@ def load_config(
     Args:
         path: path of the file, or None for the defaults.
         assignments: assignments such as `training.steps=500`.
-        rebases: whether relative paths in the file refer to its folder, as in a file that a person
-            wrote, and not to the working folder, as in a recorded file.
+        rebases: whether relative paths in the file refer to its folder. If not, they refer to the
+            working folder, as in a configuration that a run recorded.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or contains a value that is not allowed.
@@ -124,7 +124,7 @@ def is_configuration(path: Path) -> bool:
 
 
 def _rebase(data: Any, folder: Path) -> None:
-    """Make paths that are relative to `folder` relative to the working folder instead."""
+    """Convert paths relative to `folder` to paths relative to the working folder."""
     for key in _PATHS if isinstance(data, dict) else ():
         value = data.get(key)
         if isinstance(value, str) and value[:1] not in ("", "/", "~") and not _URI.match(value):
@@ -154,7 +154,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
             _one_line(f"the configuration cannot be written as JSON: {error}")
         ) from None
     try:
-        # Check the values first, because a later error message would quote a rejected one.
+        # Check the values first, because later error messages would quote a forbidden value.
         require_writable(tree)
     except ValueError as error:
         raise ConfigError(_one_line(str(error))) from None

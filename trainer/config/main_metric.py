@@ -1,6 +1,6 @@
 """The main metric of a run, by which validations, trials and models are compared.
 
-Records contain it in two fields: `main_metric`, and `directions`, which tells for each metric
+Records contain it in two fields: `main_metric`, and `directions`, which states for each metric
 whether a higher or a lower value is better.
 """
 

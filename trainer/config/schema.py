@@ -89,7 +89,7 @@ _OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": 
 
 
 def _restore_name(value: object) -> object:
-    """Restore a class name that YAML has parsed as a boolean or a number."""
+    """Restore a class name that YAML parsed as a boolean or a number."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
@@ -138,7 +138,7 @@ class TaskConfig(Section):
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# An interval or a limit that may be 0, which means never.
+# An interval or a limit. 0 means never.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 
@@ -279,7 +279,7 @@ class ExportConfig(Section):
     @field_validator("formats")
     @classmethod
     def _require_served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
-        # The SavedModel is served, and the next model is compared with it.
+        # The SavedModel is needed for serving and for the comparison with the next model.
         if "saved_model" not in formats:
             raise ValueError("saved_model is required")
         return formats
@@ -473,7 +473,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_placement(self) -> Config:
         """`cluster.placement` may only name servers of `cluster.parameter_servers`."""
-        # The number of existing servers is known only when the run connects to them.
+        # Skip existing servers: their number is known only when the run connects to them.
         if find_topology(self.training.strategy).servers and not self.cluster.existing_servers:
             self.cluster.refuse_placement()
         return self

@@ -29,7 +29,7 @@ _SHORT = {
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 
-# With several outputs, the name of an output, which may contain any character, precedes the metric.
+# With several outputs, the name of an output precedes the metric. It may contain any character.
 _METRIC = re.compile(r"(?:.*_)?[^\W\d]\w*", re.DOTALL)
 
 

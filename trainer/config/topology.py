@@ -153,8 +153,8 @@ class Capabilities:
 
     Attributes:
         spares_workers: a lost worker does not stop training or cause a new attempt.
-        mixes_steps: training is asynchronous, so that variables contain values of different global
-            steps, and a gradient may be computed at an earlier step than its update.
+        mixes_steps: training is asynchronous. Variables may contain values of different global
+            steps, and an update may apply a gradient that was computed at an earlier step.
         keeps_values: the next attempt may continue with the variables on the servers.
         aggregates: a step applies the first gradients that arrive (`replicas_to_aggregate`).
         copies: each worker has a copy of all variables.

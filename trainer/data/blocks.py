@@ -57,8 +57,8 @@ def encode_blocks(
     features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
 ) -> Iterator[bytes]:
     """Yield blocks of `size` rows of a table. The last block may have fewer rows."""
-    # Sort the features, because equal rows must give equal bytes, and the entries of a protobuf map
-    # have no order.
+    # Sort the features, so that equal rows give equal bytes. The entries of a protobuf map have no
+    # defined order.
     packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
     for first in range(0, table.num_rows, size):
         last = min(first + size, table.num_rows)
@@ -115,7 +115,7 @@ def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[
 
 
 class _Packed(NamedTuple):
-    """A serialized column: row `i` begins at byte `starts[i]` of `data`, and `kind` is its tag."""
+    """A serialized column with the tag `kind`. Row `i` begins at byte `starts[i]` of `data`."""
 
     kind: bytes
     data: memoryview
@@ -125,8 +125,8 @@ class _Packed(NamedTuple):
 # Protobuf tags of length-delimited fields with the numbers 1 and 2
 # (https://protobuf.dev/programming-guides/encoding).
 _FIRST, _SECOND = b"\x0a", b"\x12"
-# The first bytes of a `Feature`, which contains a list of strings, one bytes value, packed floats
-# or packed ints.
+# The first bytes of a `Feature` that contains a list of strings, one bytes value, packed floats or
+# packed ints, respectively.
 _TEXTS, _BYTES, _FLOATS, _INTS = b"\x0a", b"\x0a\x0a", b"\x12\x0a", b"\x1a\x0a"
 _BITS, _MORE = 7, 0x80
 
@@ -222,7 +222,7 @@ def _wire(feature: FeatureSpec) -> Any:
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    """Return the rows of a column. `count` is the number of rows, or the lengths of sequences."""
+    """Return the rows of a column. `count` is their number or, for sequences, their lengths."""
     if not _is_one_value(feature):
         values = column.values
         if feature.stored in _SCALARS:
@@ -268,7 +268,7 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
     if not _is_sequence(feature):
         return values
     first, *inner = feature.shape
-    # Pad to a length of at least 1, because layers cannot reduce an empty axis.
+    # Pad to a length of at least 1, because layers cannot reduce along an empty axis.
     longest = tf.cast(first or tf.maximum(values.bounding_shape(axis=1), 1), tf.int64)
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
     padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))

@@ -4,7 +4,7 @@ A column has one of three forms:
 
 - numbers of a fixed shape: a NumPy array whose first axis is the example;
 - strings and encoded images: an Arrow array of bytes without nulls (pixels are encoded as PNG);
-- sequences, and arrays of texts: an Arrow array of lists of numbers or bytes, one flat list per
+- sequences, and arrays of strings: an Arrow array of lists of numbers or bytes, one flat list per
   example (`bfloat16` is stored as `float32`).
 
 A table has the same columns in their stored form: int64, float32 or bytes.
@@ -26,7 +26,7 @@ from flotilla.trainer.data.png import encode
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-#: An `NDArray`, or a `pa.Array`, which has no type stubs.
+#: An `NDArray` or a `pa.Array`. The type is `Any`, because PyArrow has no type stubs.
 Column: TypeAlias = Any
 Columns = Mapping[str, Column]
 # Neither NumPy nor Arrow has this type. Its values are truncated float32 values.
@@ -54,7 +54,7 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
     if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
         return _make_lists(feature, values)
     if feature.stored == "image":
-        # `encode` writes PNG, which is lossless.
+        # Encode pixels as PNG, because it is lossless.
         return make_texts(each if isinstance(each, bytes) else encode(each) for each in values)
     if feature.dtype == "string":
         return make_texts(values)
@@ -96,7 +96,7 @@ def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
 
 
 def make_rows(feature: FeatureSpec, column: Any) -> Any:
-    """Convert a column for a user's Python code. Strings become bytes, sequences become arrays."""
+    """Convert a column for a user's code. Strings become bytes, and sequences become arrays."""
     if not isinstance(column, pa.Array):
         return column
     if not pa.types.is_large_list(column.type):

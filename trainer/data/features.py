@@ -75,7 +75,7 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
 def choose(
     config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
 ) -> Selection:
-    """Select features of a dataset, as `select` does. `keys` are its TFDS supervised keys."""
+    """Select features from the `leaves` of any dataset. `keys` are supervised keys from TFDS."""
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = make_length_features(name, leaves, varies)
     roles = _roles(config, name, keys, leaves, of_lengths)
@@ -114,7 +114,7 @@ def choose(
 
 
 def _item_size(dtype: str) -> int:
-    # NumPy does not support bfloat16.
+    # Set the size of bfloat16 here, because NumPy does not support this type.
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
 
@@ -122,7 +122,7 @@ def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
     Scalars are stored as numbers, which every tool can display. Scalars that an int64 or a float32
-    cannot hold exactly are stored as bytes, like tensors.
+    cannot represent exactly are stored as bytes, like tensors.
     """
     if dtype == "string":
         return "bytes"
@@ -140,7 +140,7 @@ def _leaves(
         has_features = isinstance(element, tfds.features.FeaturesDict)
         for key, inner in tensor.items():
             each = element[key] if has_features else None
-            # Store a sequence of several features as one sequence per feature.
+            # Store a sequence of several features as a separate sequence for each feature.
             below = each if isinstance(connector, tfds.features.FeaturesDict) else None
             yield from _leaves(below, each, inner, f"{path}/{key}" if path else key)
     else:
@@ -154,7 +154,7 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the configured or default roles. A length feature is an input only if it is named."""
+    """Return configured or default roles. A length is an input only if `data.inputs` names it."""
     by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
     weight, group = (

@@ -38,7 +38,7 @@ _QUALITY = 95
 
 
 class UndecodableError(ValueError):
-    """An image cannot be decoded. The message is only the reason."""
+    """An image cannot be decoded. The message contains only the reason."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
         raise
     except UnidentifiedImageError:
         raise UndecodableError("it is not an image of a known format") from None
-    # Pillow's decoders may raise any exception for a corrupted file.
+    # Catch everything, because Pillow may raise any exception for a corrupted file.
     except Exception as error:
         raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error
 

@@ -6,7 +6,7 @@ across folders, `[ab]`, `{a,b}`, and at most one `{SPAN}` (an integer) or `{DATE
 or in a folder, that begins with a dot or an underscore, and checksum files (`.crc`).
 
 A changed file is detected by its size and its tag. In a bucket, the tag is a checksum, so a file
-that is stored again with the same content is unchanged. On a disk, it is the modification time.
+that is stored again with the same content is unchanged. On disk, the tag is the modification time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Listing:
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
         tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
-        # Without a timestamp, equal listings give equal bytes.
+        # Omit the timestamp, so that equal listings give equal bytes.
         return gzip.compress(text.encode(), mtime=0)
 
     @classmethod
@@ -138,7 +138,7 @@ class Listing:
 
 
 def span_order(span: str) -> tuple[int, str]:
-    """Return a sort key by which numbers sort numerically and dates by time."""
+    """Return a sort key that puts integers in numerical order and dates in time order."""
     return len(span), span
 
 
@@ -279,7 +279,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # Hide a path such as "a//b", because a path with an empty name is not the path of a file.
+    # Hide a path with an empty name, such as "a//b", because no file on a disk can have it.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

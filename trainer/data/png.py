@@ -1,4 +1,4 @@
-"""A PNG encoder that replaces the encoder of TFDS, which calls TensorFlow for each image.
+"""A PNG encoder that replaces that of TFDS, because TFDS calls TensorFlow for each image.
 
 It is optimized for speed, because most images are small and their files exist only for minutes.
 """
@@ -15,13 +15,13 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# PNG colour types (grey, RGB, RGBA) by number of channels.
+# PNG color types (gray, RGB, RGBA) by number of channels.
 _COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
 _BITS = 8
 
 
 def quicken(connectors: Iterable[Any]) -> None:
-    """Make TFDS image features encode uint8 arrays with `encode`. Other values still go to TFDS."""
+    """Make TFDS image features encode uint8 arrays with `encode`. TFDS encodes other values."""
     for connector in connectors:
         if _is_png(connector):
             connector.encode_example = _quick(connector, connector.encode_example)

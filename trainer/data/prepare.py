@@ -38,7 +38,7 @@ from flotilla.trainer.storage.errors import report_errors
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.shards import Written
 
-# Keys for where data is stored and how it is read. They do not change its content.
+# Keys that set where data is stored and how it is read. They do not change a dataset's content.
 _NOT_CONTENT = {
     "manual_dir",
     "partition",
@@ -78,7 +78,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         TransientError: a host or the store cannot be reached.
         UserError: a file or the store cannot be read or written.
     """
-    # Look up a known version without the builder. The installed builder may only have newer ones.
+    # Look up a given version without the builder, because only a newer builder may be installed.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
@@ -144,7 +144,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 
 
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
-    """Return the source of a configuration's dataset. It downloads files to `folder`.
+    """Return the source of a configuration's dataset. The source downloads files to `folder`.
 
     `root` is `storage.root`, where the listing of `data.version` is stored. It may be empty. Raises
     `ConfigError` if the dataset does not exist, and `UserError` if the files cannot be listed.

@@ -2,7 +2,7 @@
 
 `make_random_access` returns two graphs, which run in a worker process without Python code of this
 package. `held` makes the state that a worker keeps between batches. `read` makes a batch from
-example numbers. A small split is parsed and held in memory. For a larger one, the state has the
+example numbers. A small split is parsed and kept in memory. For a larger split, the state is the
 block offsets from `write_index`, and the blocks of a batch are read from the files.
 """
 

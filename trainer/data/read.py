@@ -167,7 +167,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Return whether the training split has fixed lengths and fits in `held` rows (or 256 MiB)."""
+    """Return whether the training split has fixed lengths and at most `held` rows (or 256 MiB)."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 
@@ -260,7 +260,7 @@ def _count_held(spec: DatasetSpec, examples: int | None) -> int:
 
 
 def _count_blocks(spec: DatasetSpec, most: int) -> int:
-    """Return the number of blocks in a window, or 1 if a block is one row, which may be large."""
+    """Return `most`, or 1 if each block has a single row, because such rows may be large."""
     return most if spec.block_rows > 1 else 1
 
 
@@ -295,7 +295,7 @@ def _batch(  # noqa: PLR0913
 def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
     """Return a Keras batch: inputs, labels, and weights if there are any.
 
-    Several inputs or labels are mappings by feature name. Weights are float32.
+    Inputs or labels are a mapping by feature name if there are several. Weights are float32.
     """
     values = complete_features(spec, spec.roles, rows)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))

@@ -14,7 +14,7 @@ LABELS = ("label", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Names of features by role. `targets` are predicted, and `weight` and `group` may be empty."""
+    """Names of features by role. Models predict `targets`. `weight` and `group` may be empty."""
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
@@ -113,7 +113,7 @@ def assign(
         taken = {*targets, *one.values(), *by.values()}
         inputs = tuple(name for name in left if name not in taken)
     used = [*inputs, *targets, *one.values(), *by.values()]
-    # Do not group by an id that is an input: every test example would have an unknown id.
+    # Do not group by an id that is an input, because all ids in the test split would be unknown.
     if not any(by.values()) and one["group"] not in inputs:
         by["split_group"] = one["group"]
     kept = tuple(name for name in names if name in left or name in used)

@@ -1,6 +1,6 @@
 """Fixed shapes for features whose examples differ in shape: images are resized, others padded.
 
-This module only makes plans, without TensorFlow. `builders.batches` executes them.
+This module only plans the conversion, without TensorFlow. `builders.batches` converts the examples.
 """
 
 from __future__ import annotations

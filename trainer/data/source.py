@@ -2,7 +2,7 @@
 
 A source is divided into parts. Each part is read by one process, in batches and in a fixed order,
 so that reading it again gives the same examples. A source is pickled for worker processes, so it
-must not hold open files.
+must not keep files open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla.trainer.data.features import Selection
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A range of a split of a source, which one process reads.
+    """A range of a split of a source. A single process reads it.
 
     `origin` is the split, or empty, and `where` is the range as JSON values of the source.
     """
@@ -85,9 +85,9 @@ class Source(ABC):
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:
-        """Return one-line notes on how the source was read. Call this after all parts were read."""
+        """Return one-line notes on how the source was read. Call this after reading all parts."""
         return ()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return more fields for the manifest. Call this after all parts were read."""
+        """Return additional fields for the manifest. Call this after all parts have been read."""
         return {}

@@ -119,7 +119,7 @@ def split_of_folder(name: str) -> str:
 
 
 def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
-    """Return the split of each hash. The lowest hashes are test, the next validation."""
+    """Return the split of each hash: test for the lowest hashes, validation for the next."""
     place = found.astype(np.float64) / 2.0**64
     splits = np.full(len(found), TRAIN, np.int8)
     splits[place < test + validation] = VALIDATION
@@ -128,7 +128,7 @@ def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) 
 
 
 def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
-    """Return the split of each time. Validation begins at the first bound, test at the second."""
+    """Return the split of each timestamp. The bounds are the starts of validation and of test."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
     splits[values >= bounds[1]] = TEST
@@ -153,9 +153,9 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
 def find_bounds(
     times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
-    """Return the times at which validation and test begin. Equal times stay together.
+    """Return the timestamps at which validation and test begin. Equal ones stay together.
 
-    `times` are distinct and in ascending order, and `counts` are the examples at each time.
+    `times` are distinct and ascending. `counts` has the number of examples at each timestamp.
     """
     total = int(counts.sum())
     left = np.concatenate([counts[::-1].cumsum()[::-1], [0]])

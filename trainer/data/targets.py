@@ -1,4 +1,4 @@
-"""Number of examples of each class of a target, and checks of labels and weights.
+"""Counts the examples of each class of a target, and checks labels and weights.
 
 The counts are part of the manifest, so that a task can be checked, and its classes balanced,
 without reading an example.
@@ -57,7 +57,7 @@ class Target:
             if flat.size and flat.max() >= MOST_CLASSES:
                 self._of_classes = False
                 return
-            # Negative values are the padding of a sequence.
+            # Skip negative values, which are the padding of a sequence.
             found = np.bincount(flat[flat >= 0].astype(np.int64))
         self._count(split, found)
 
@@ -83,7 +83,7 @@ class Target:
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
 
     def counts(self) -> dict[str, list[int]]:
-        """Return the number of examples of each class by split, or {} unless the target is a class.
+        """Return the number of examples of each class by split, or {} if there are no classes.
 
         Every label of a sequence is counted. A vector of bools is counted element by element.
         """

@@ -20,7 +20,7 @@ _LARGEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A record is corrupted. The message has its number and the reason."""
+    """A record is corrupted. The message states the number of the record and the reason."""
 
 
 def frame_record(record: bytes) -> bytes:

@@ -34,7 +34,7 @@ def compare_samples(
     if new.kind in (TEXT, CLASS):
         if not new.counts or not old.counts:
             return None
-        # An example may have several strings, which are not independent.
+        # Count examples instead of strings, because strings of one example are not independent.
         present = (min(sizes[0], new.present), min(sizes[1], old.present))
         found, known = _tables(new, old)
         return homogeneity(found, known, present)
@@ -45,7 +45,7 @@ def compare_samples(
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
     """Yield the counts of each sample. Values that one sample may not have counted are merged."""
-    # If a text has many values, only the most frequent are counted, and these differ by sample.
+    # Some features have counts of only the most frequent values, which differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),
@@ -83,7 +83,7 @@ def compare_features(question: Question) -> Iterator[Finding]:
 def compare_splits(question: Question) -> Iterator[Finding]:
     """Compare each feature of the test split with the same feature of the training split.
 
-    The rule is skipped if splits are made by time, because nearly every distribution then differs.
+    The rule is skipped for splits by time, because nearly every distribution changes over time.
     """
     dataset = question.dataset
     train, test = (dataset.features(split) for split in ("train", "test"))
@@ -158,7 +158,7 @@ def compare_together(question: Question) -> Iterator[Finding]:
     total = float(np.sum(lifts**2 / variances))
     spread = 2 * _squares_of_correlations(question.dataset.splits["train"], pairs)
     chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
-    # Subtract the value that is expected by chance, which is not an effect.
+    # Subtract the value that is expected by chance, because it is not an effect.
     size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
     if chance < question.significance and size >= question.limit("drift_together"):
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))

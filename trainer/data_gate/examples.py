@@ -68,8 +68,8 @@ def _expected(question: Question, split: str) -> float | None:
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # In splits other than `train`, the champion's share cannot be scaled, because some values
-        # may occur in only a few splits.
+        # Scale the champion's share only in `train`, because some values may occur in only a few
+        # splits.
         return None
     known = _get_champion_share(question, split)
     if known is None or question.champion is None:

@@ -19,7 +19,7 @@ from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 # Names that need no quotes in a YAML list.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
-#: A value in a finding. In JSON, NaN and infinities become text.
+#: A value in a finding. In JSON, NaN and infinities become strings.
 Value = float | int | str | None
 
 
@@ -45,12 +45,12 @@ class Finding:
     champion: Value = None
 
     def to_json(self, action: str) -> dict[str, Any]:
-        """Return the finding with its action. NaN and infinities become text."""
+        """Return the finding and its action as JSON values. NaN and infinities become strings."""
         tree = {name: _plain(value) for name, value in asdict(self).items()}
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line, which may say how to change the action of its rule."""
+        """Return the finding as one line, possibly with advice on changing the rule's action."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"

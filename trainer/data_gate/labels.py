@@ -96,7 +96,7 @@ def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[F
 
 
 def shares(question: Question) -> Iterator[Finding]:
-    """Find rare classes, which accuracy hides, and class shares that have changed."""
+    """Find rare classes and changed class shares. Accuracy hides errors in rare classes."""
     for target in question.dataset.class_counts:
         counts = question.dataset.count_classes(target, "train")
         yield from _imbalance(question, target, counts)
@@ -196,7 +196,7 @@ def _find_lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        # Correct for the number of features: the strongest of many associations is biased upwards.
+        # Correct for the number of features: the strongest of many associations is biased upward.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"{target!r} depends far less on the inputs in {words[1]} than in {words[0]} "

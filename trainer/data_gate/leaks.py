@@ -1,4 +1,4 @@
-"""The rule on leaks: an input determines a label, which legitimate inputs hardly ever do.
+"""The rule on leaks: find inputs that determine a label. Legitimate inputs hardly ever do this.
 
 An input leaks a class if all examples with the same value have the same class, if a few thresholds
 separate the classes, or if the remainder of a row number determines the class. An image or a tensor
@@ -95,7 +95,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return a mask of the examples of frequent classes, all False if they cover too few."""
+    """Return a mask of the examples of frequent classes, or all False if they are too few."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -126,7 +126,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the relative error of predicting each example by others with the same value."""
+    """Return the relative error of predicting each example from others with the same value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -151,7 +151,7 @@ def _explain_class(
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
     _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
     _, classes = np.unique(y, return_inverse=True)
-    # `np.unique` treats all missing values as one value.
+    # All missing values have the same index, because `np.unique` treats them as equal.
     pairs = values * (int(classes.max()) + 1) + classes
     _, pairs, of_pair = np.unique(pairs, return_inverse=True, return_counts=True)
     most = np.zeros(len(of_value), np.int64)

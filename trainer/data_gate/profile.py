@@ -92,7 +92,7 @@ class DatasetProfile:
     spans: tuple[str, ...] = ()
 
     def grows_by_design(self, name: str) -> bool:
-        """Return whether later spans have new values by design, as times and row numbers do."""
+        """Return whether later spans always have new values, as for timestamps and row numbers."""
         return name in self.times or self.features("train")[name].is_serial
 
     @property

@@ -107,7 +107,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
 
 
 def missing(question: Question) -> Iterator[Finding]:
-    """Find features without values, and features with more missing values than the champion had."""
+    """Find features without values, or with more missing values than in the champion's dataset."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Return whether a used feature lacks values in a split for other reasons than chance."""
+    """Return whether a used feature lacks values in a split for reasons other than chance."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used

@@ -139,8 +139,8 @@ class Lookups:
         needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:
             raise Unforeseen("computes ids from rows")
-        # The traced model uses other tensors instead of the variables, so ids that are computed
-        # from them would be wrong.
+        # The traced model uses zeros in place of the variables, so ids that are computed from
+        # variables would be wrong.
         if needed & {each.op for each in variables}:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
@@ -225,7 +225,7 @@ def _make_table(layer: Any) -> Table | None:
 
 
 def _resolve_negative(rows: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    # Keras counts a negative id from the end.
+    # As in Keras, count a negative id from the end.
     return lambda ids: tf.where(ids < 0, ids + rows, ids)
 
 
@@ -240,7 +240,7 @@ def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
         op = left.pop()
         if op not in found:
             found.add(op)
-            # Control inputs, such as checks, do not affect a value.
+            # Skip control inputs, such as checks, because they do not affect values.
             left += [each.op for each in op.inputs]
     return found
 
@@ -268,7 +268,7 @@ class Sent:
         self._send(local)
 
     def rows(self) -> list[tf.Tensor]:
-        """Return the rows of each table, in the order of its ids, on the current device."""
+        """Return the rows of each table, in the order of the ids, on the current device."""
         found = dict[tuple[int, int], tf.Tensor]()
         for (device, _), keys in self._servers.items():
             with tf.device(device):
@@ -287,7 +287,7 @@ class Sent:
         ]
 
     def gradients(self, values: Sequence[tf.Tensor]) -> dict[int, RowsOnce]:
-        """Return the gradient of each variable, by the variable's `id`, on its server."""
+        """Return each variable's gradient on the variable's server, keyed by `id(variable)`."""
         found = dict[int, RowsOnce]()
         for (device, dtype), keys in self._servers.items():
             parts = [tf.gather(values[key[0]], self._where[key]) for key in keys]
@@ -301,7 +301,7 @@ class Sent:
 
     def _send(self, local: dict[tuple[int, int], tf.Tensor]) -> None:
         for (device, _), keys in self._servers.items():
-            # Send int32 if all row numbers fit, which halves the bytes.
+            # If all row numbers fit into int32, send them as int32 to halve the message.
             rows = max(self._shard(key).shape[0] for key in keys)
             kind = tf.int32 if rows < tf.int32.max else tf.int64
             sizes = tf.stack([tf.size(local[key], kind) for key in keys])

@@ -39,7 +39,7 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids. Return which are frequent enough, and the change in the number of ids held."""
+        """Count ids. Return which ones are frequent enough, and the change in the ids held."""
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
         block, own = hash_keys(keys + 1, blocks), _select_cells(keys)

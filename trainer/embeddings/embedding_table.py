@@ -145,7 +145,7 @@ class EmbeddingTable(keras.layers.Layer):
             name=f"shard_{number}_rows",
             shape=(size + 1, self.dimension),
             initializer="zeros",
-            # An automatic cast would read the whole shard.
+            # Disable the automatic cast, because it would read the whole shard.
             autocast=False,
         )
         has_filter, is_text = self.min_count > 1, self.keys == "string"
@@ -204,8 +204,8 @@ class EmbeddingTable(keras.layers.Layer):
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # Without this dependency, the counter could be read while the input still waits for its
-        # batch.
+        # Without this dependency, the counter could be read while the input pipeline still waits
+        # for a batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
@@ -337,7 +337,7 @@ class EmbeddingTable(keras.layers.Layer):
             )
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the values from a file, except a sketch in another format, which starts empty."""
+        """Load the values from a file. A sketch that has another format there starts empty."""
         sieves = {id(shard.noted.seen) for shard in self._parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
@@ -402,7 +402,7 @@ def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:
 class _Seed(keras.random.SeedGenerator):
     """A seed generator that always returns the same seed, a tensor of two numbers."""
 
-    # Skip Keras's constructor, which would create a variable.
+    # Skip Keras's constructor, because it would create a variable.
     def __init__(self, seed: tf.Tensor) -> None:
         self._seed = seed
 
@@ -422,8 +422,8 @@ def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
     make = partial(_build_draw, initializer, dimension, has_seed=seed is not None)
-    # Share only Keras's own initializers, because a user's may depend on more than its
-    # `get_config`. An array in the configuration cannot be written as JSON.
+    # Share only Keras's own initializers, because a user's initializer may depend on more than its
+    # `get_config`. If that contains an array, JSON raises a TypeError, and nothing is shared.
     with suppress(TypeError):
         if type(initializer).__module__.startswith("keras."):
             text = json.dumps({**initializer.get_config(), "seed": seed is not None})

@@ -12,5 +12,5 @@ _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
 
 
 def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
-    """Return texts without surrounding white space, as file readers do."""
+    """Strip surrounding white space from each string, as file readers do."""
     return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")

@@ -6,8 +6,8 @@ and its slots do not change in a step that has no gradient for the row. Dense up
 
 - Adam: in steps that do not touch a row, its moments do not decay, and the row does not move. The
   bias is corrected by the global step, as in a dense update, and not by the number of touches.
-- SGD with momentum: the velocity does not change between two touches. Without momentum, and for
-  Adagrad, lazy and dense updates are equal.
+- SGD with momentum: the velocity does not change between two touches.
+- SGD without momentum, and Adagrad: lazy and dense updates are equal.
 - Ftrl: a row that was never touched keeps its initial values (a dense update sets them to zero), a
   new learning rate takes effect at the next touch, and `l2_shrinkage` applies only at touches.
 - Weight decay applies to the touched rows, once per touch.
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 # step, in milliseconds: a million rows of 16 values took 36 to 70 ms with Adam.
 LARGE = 1_000_000
 MILLISECONDS = 3
-# With momentum, the AUC after 600 steps on the data of configs/clicks.yaml was 0.55, compared to
-# 0.76 with dense updates.
+# With momentum and lazy updates, the AUC after 600 steps on the data of configs/clicks.yaml was
+# 0.55, compared to 0.76 with dense updates.
 SLOWER = (
     "momentum updates a table row only when a batch looks it up, so rare ids learn slowly; set "
     "training.optimizer.dense_updates, or use adam or adagrad"
@@ -74,7 +74,7 @@ def whole_tables(
     *,
     pulled: bool,
 ) -> str:
-    """Return a warning about large tables that are updated as a whole, and why, or ""."""
+    """Return a warning that names the large tables updated as a whole, and the reason, or ""."""
     tables = [each for each in _tables(model) if math.prod(each.shape) >= LARGE]
     kept = any(each.regularizer or each.constraint for each in tables)
     name = type(optimizer).__name__
@@ -106,7 +106,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read single rows. A full read after an update copies the table."""
+    """Make Keras's embeddings read single rows: a full read after an update copies the table."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:

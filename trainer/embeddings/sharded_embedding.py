@@ -35,7 +35,7 @@ UNKNOWN = ("error", "wrap")
 class ShardedEmbedding(keras.layers.Layer):
     """An embedding layer from integers of any shape `[...]` to rows `[..., dimension]`.
 
-    Unlike `keras.layers.Embedding`, it never counts a negative id from the end.
+    Unlike `keras.layers.Embedding`, this layer never counts a negative id from the end.
     """
 
     #: Strategies leave the variables on their servers instead of pulling them whole.
@@ -92,7 +92,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 name=f"shard_{shard}",
                 shape=((self.rows - shard - 1) // self.shards + 1, self.dimension),
                 initializer=self._initializer(shard),
-                # An automatic cast would read the whole shard.
+                # Disable the automatic cast, because it would read the whole shard.
                 autocast=False,
             )
             for shard in range(self.shards)
@@ -118,7 +118,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if self.unknown == "wrap":
             ids = keras.ops.mod(ids, self.rows)
         else:
-            # Keras counts a negative id from the end, so replace it by an invalid id.
+            # Keras counts a negative id from the end, so replace it with an invalid id.
             ids = keras.ops.where(ids < 0, keras.ops.full_like(ids, self.rows), ids)
         table = np.empty((self.rows, self.dimension), self.tables[0].dtype)
         for shard, each in enumerate(self.tables):
@@ -145,7 +145,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
-        # For an invalid id, a GPU would return zeros without an error.
+        # Check the ids, because a GPU would return zeros for an invalid id, without an error.
         message = f"{self.name}: ids outside of 0 to {self.rows - 1}:"
         check = tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(ids, ~inside)])
         with tf.control_dependencies([check] if check is not None else []):

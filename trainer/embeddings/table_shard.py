@@ -28,8 +28,8 @@ from flotilla.trainer.embeddings.shared_branch import SharedBranch
 # ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# A full shard evicts one in this many rows at once, if they are old enough, because each eviction
-# searches all slots.
+# A full shard evicts one in this many rows at a time, if they are old enough. Evicting fewer would
+# be slower, because each eviction searches all slots.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """The Keras variables of a shard. `checks` and `seen` are only created if needed."""
+    """The Keras variables of a shard. `checks` and `seen` are None if they are not needed."""
 
     rows: Any
     ids: Any
@@ -104,7 +104,7 @@ class Shard:
         #: None stands for a copy of the row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # The values are created on the device, so that they need not be sent.
+            # Create the values on the device, so that they need not be sent there.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
@@ -183,7 +183,7 @@ class Shard:
         slots = self._check_keys(found, asked.checks)
         # Mark the rows of this batch as used before an eviction, so that they are kept.
         used, places = self.noted.used.value, self._none_to_last(slots)
-        # A slow worker's step may be lower than the step of a more recent lookup by another worker.
+        # Keep the maximum, because another worker may already have used the row at a later step.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
@@ -283,7 +283,7 @@ class Shard:
         # If another slot has the same id, because a step was interrupted, keep the id in the map.
         keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
-        # A worker may die at any point, so free a slot only after no id refers to it.
+        # A worker may die at any point, so free a slot only when no id refers to it anymore.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
@@ -370,7 +370,7 @@ class Shard:
         return found
 
     def _check_keys(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
-        """Replace the slot with the last slot for ids that have the key of another id."""
+        """Return the slots, but the last slot for each id whose key belongs to another id."""
         if self.noted.checks is None:
             return found
         there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))

@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Examples, Part
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# The one-sided confidence of each bound. Two bounds form a 95 % interval.
+# The one-sided confidence of each bound. Two bounds form a 95% interval.
 _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 
@@ -80,8 +80,8 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
         metrics = measure_predictions(theirs, other)["metrics"]
         paired = _compare_paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
-    # In a small sample of users or items, a metric may be undefined. A baseline that fails must not
-    # make the evaluation of a trained model fail.
+    # Skip a baseline that fails, so that the evaluation of the trained model succeeds. For example,
+    # a metric may be undefined in a small sample of users or items.
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else user_code.format_error(error)
         return {**found, "skipped": why}
@@ -90,7 +90,7 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
 def _compare_paired(
     objective: Objective, model: Examples, theirs: Objective, other: Examples
 ) -> dict[str, Any]:
-    """Return the comparison of the model with a baseline, with the `interval` of the difference."""
+    """Compare the model with a baseline, and add the `interval` of the difference to the result."""
     first = compare(Opponents(objective=objective, own=model, other=other, theirs=theirs), _RULE)
     turned = compare(Opponents(objective=theirs, own=other, other=model, theirs=objective), _RULE)
     bounds = first["bound"], turned["bound"]

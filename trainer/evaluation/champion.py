@@ -48,8 +48,8 @@ class Champion:
 def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
     """Fetch the model published at `uri` and load it for prediction. Raises `UserError`.
 
-    A champion with other inputs or another task is not an error here. The gate refuses the new
-    model.
+    If the champion has other inputs or another task, the result states the reason, and the gate
+    refuses the new model.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:

@@ -159,12 +159,12 @@ def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
-    # The probability that a random guess recognizes at least this many examples (binomial).
+    # Probability that a random guess recognizes at least as many examples as the champion did.
     hits = each.worth * each.champion
     finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
     judged = finds & (_equal_model_bounds(each, rule.confidence, classes) >= -margin)
-    # The probability that an equally good model loses at least this many of the examples on which
-    # the two models differ.
+    # Probability that an equally good model loses at least as many of the examples on which both
+    # models differ.
     by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
     proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
     return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))

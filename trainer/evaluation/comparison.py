@@ -87,7 +87,7 @@ _WHO = ((1, 1), (1, 0), (0, 1), (0, 0))
 
 
 def _pairs(own: Values | None, other: Values | None) -> Pairs | None:
-    """Count the pairs, if all weights are equal and every prediction is right or wrong."""
+    """Count the pairs. Return None if a weight is not 1, or a value is neither 0 nor 1."""
     if own is None or other is None or not (own[1] == 1).all():
         return None
     if not all(np.isin(values, (0, 1)).all() for values, _ in (own, other)):

@@ -45,7 +45,7 @@ from flotilla.trainer.tasks.base import (
 )
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Confidence of the test against the constant: 1 of 200 uninformative models passes.
+#: Confidence of the test against the constant: at most 1 in 200 uninformative models passes.
 CONFIDENCE = 0.995
 # Number of permutations. Their second-highest value is the quantile at `CONFIDENCE`.
 _SHUFFLES = 399
@@ -71,13 +71,12 @@ def compare_constant(
         # A metric without a direction has no best value.
         return {"answer": "", "metrics": values, "paired": None}
     if value is not None and mine is not None and math.isclose(value, mine):
-        # Sums in another order differ by rounding errors, which are not a real difference.
+        # Treat the values as equal, because sums in another order differ by rounding errors.
         value = mine
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
     if mine is None or value is None or constant is None:
-        # A metric may be undefined, such as the area under a curve if all examples are of one
-        # class.
+        # The metric is undefined. For example, the area under a curve requires two classes.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
@@ -141,7 +140,7 @@ def _mean(own: Examples) -> Constant:
 def _condense(objective: Objective, own: Examples) -> Examples:
     """Merge examples with equal labels into one with their total weight, if no metric changes.
 
-    The outputs of a constant are equal for all of them.
+    A constant has the same outputs for all examples, so only labels and weights matter.
     """
     some = next(iter(own.parts()))
     weigh = all(each.measured.weighted for each in objective.states if each.measured)
@@ -205,16 +204,16 @@ def compare_shuffled(
     others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(others, np.float64), axis=0).T
     if not np.isfinite([*values, *evidence, *found]).all():
-        # A metric is undefined if a small sample lacks a rare class.
+        # The sample may lack a rare class, so that the metric is undefined.
         return {}
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
-        # Random classes have a higher macro F1 than any constant class.
+        # Report the mean of random orders if it clearly exceeds the constant, as for macro F1.
         answer = "its outputs assigned to other examples"
         more = {"constant": float(values.mean()), "answer": answer}
-    # If positives are rare, a random order has an average precision above their fraction.
+    # A random order may beat the constant, for example in average precision if positives are rare.
     gain = mine - max(constant, float(values.mean()))
-    # The sample may be smaller than the split, and chance differences shrink with the size.
+    # Scale the chance differences of the sample down to the size of the whole split.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
     # Use the test only for a whole split. The statistic of a sample is not sufficient evidence.
     if count == own.count:

@@ -33,7 +33,7 @@ class Judges:
 
     @classmethod
     def load(cls, uri: str, limits: DataGateConfig) -> Judges | None:
-        """Load the hashes of the dataset at a URI, or return None if it stores none."""
+        """Load the hashes of the dataset at a URI, or return None if the dataset has none."""
         try:
             return cls(dataset=make_profile(uri), limits=limits)
         except storage.Missing:
@@ -159,7 +159,7 @@ def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:
     bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
     hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
     copies = np.zeros(len(hashes), np.int64)
-    # An example that occurs in several splits does not count as a copy.
+    # Take the maximum, because an example in several splits does not count as a copy.
     np.maximum.at(copies, places, np.concatenate([each.copies for each in found]))
     within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
     return SplitProfile(

@@ -29,8 +29,8 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 Values = tuple[Floats, Floats]
 # Number of jackknife groups.
 _GROUPS = 100
-# For metrics without a state, which are recomputed for each group: the maximum number of examples,
-# and the number of groups.
+# Maximum number of examples, and number of groups, for metrics without a state. These metrics are
+# recomputed for each group.
 _MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
 # Maximum number of scores in memory, over all classes.
 _MOST_SCORES = 20_000_000
@@ -55,7 +55,7 @@ class Metric:
 
     @cached_property
     def values(self) -> Values | None:
-        """The values whose mean is the metric, and their weights, or None if it is not a mean."""
+        """The values and weights whose mean is the metric, or None if the metric is not a mean."""
         if (groups := self._groups) is not None:
             return groups, np.ones(len(groups))
         if self.state is None or not self.state.is_mean:
@@ -63,7 +63,7 @@ class Metric:
         place = self.objective.states.index(self.state)
         each = [self.objective.example_states(place, part) for part in self.examples.parts()]
         totals, weights = np.concatenate(each).T
-        # An example with weight 0 has no value.
+        # Use 0 as the value of an example with weight 0.
         return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
     @cached_property

@@ -137,8 +137,8 @@ def _read_training_columns(
 def describe_request(config: Config, champion: str) -> dict[str, str]:
     """Return the inputs of an evaluation, except the examples and the model.
 
-    They include the rule of the champion, which sets the direction of a user's metric. The
-    comparison with the constant needs this direction too.
+    The inputs include the rule of the champion, because it sets the direction of a user's metric.
+    The comparison with the constant needs this direction too.
     """
     return {
         "slices": ",".join(config.evaluation.slices),
@@ -182,7 +182,7 @@ def read_inputs(
         "dataset": dataset,
         "fingerprint": str(data.fields["fingerprint"]),
         "checkpoint": checkpoint,
-        # A resumed run may publish another checkpoint at the same URI.
+        # The URI is not enough: a resumed run may publish another checkpoint there.
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
@@ -307,7 +307,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
 def summarize_predictions(
     spec: DatasetSpec, objective: Objective, found: Predictions, features: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the entries of `metrics.json` for the predictions, with slices by these features."""
+    """Return the entries of `metrics.json` for the predictions, with slices by `features`."""
     names = {feature: spec.features[feature].labels for feature in features}
     with Work("measuring"):
         summary, slices = (

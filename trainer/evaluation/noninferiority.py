@@ -50,7 +50,7 @@ class Estimate(NamedTuple):
     """A metric, and the influence of each unit on it. The influences add up to 0.
 
     The sum of their squares is the variance of the metric. `fewest` is the number of units that
-    limits its precision: all units, or the units of the rarer class.
+    limits the precision: all units, or the units of the rarer class.
     """
 
     value: float
@@ -97,8 +97,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
         confidence: the confidence of each bound.
     """
     wanted = special.ndtri(confidence)
-    # At -1 the score is infinite, or undefined if all examples were lost. Therefore it is not
-    # evaluated there.
+    # Do not compute the score at -1. It is infinite there, or undefined if all examples were lost.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -79,9 +79,9 @@ class Worst:
     def write(self, folder: Path) -> list[dict[str, Any]]:
         """Write images to `folder` and return a row for each example, highest loss first.
 
-        A row has `index` (in the split), `loss` and the task's cells for the example. It also has
-        either `picture`, a path below `folder`, or `inputs`, a string, and `columns`, the value of
-        each input.
+        A row has `index` (in the split), `loss` and the task's cells for the example. For an image,
+        it also has `picture`, a path below `folder`. Otherwise, it has `inputs`, a string, and
+        `columns`, the value of each input.
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):
@@ -157,8 +157,8 @@ class Column:
     """A column on disk, written batch by batch and read in parts that fit into memory.
 
     The format is `.npy` (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
-    Strings are stored as indices into a list of distinct values, whose length is limited unless
-    `has_all_texts` is set.
+    Strings are stored as indices into a list of distinct values. The list has a limited length
+    unless `has_all_texts` is set.
     """
 
     def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
@@ -348,9 +348,9 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # Slices list only the most frequent users, but metrics by user need all users.
+        # Store all strings of the task's columns: metrics by user need every user, unlike slices.
         writer.add_batch(part, objective.task.columns)
-        # Non-finite outputs have no loss. The caller refuses them after they are all counted.
+        # Non-finite outputs have no loss. The caller raises an error once all of them are counted.
         if not bad:
             worst.look(named, part)
         count(len(tf.nest.flatten(labels)[0]))

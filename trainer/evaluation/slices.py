@@ -49,7 +49,7 @@ def slice_metrics(
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
-                # A slice whose weights are all 0 has no metrics.
+                # Skip examples of weight 0. A slice with no other examples has no metrics.
                 places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
                 tallies[column][place].add(select_rows(part, places == place))

@@ -398,9 +398,9 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 
 
 def append(path: Path, event: Event) -> None:
-    """Append one event to a file, or, if the file is full, store progress separately."""
+    """Append an event to a file. If the file is full, store progress in a separate file."""
     with open(path, "ab", buffering=0) as file:
-        # The size of a pipe is 0, so it always has room.
+        # A pipe always has room, because its size is 0.
         has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES
         if has_room or not isinstance(event, _PROGRESS):
             file.write(_line(event))
@@ -415,7 +415,7 @@ def append(path: Path, event: Event) -> None:
 def begin_again(path: Path, run_id: str) -> int:
     """Append the start of a run. Return the position at which the earlier events end."""
     if path.exists() and not path.is_file():
-        # Opening a pipe would block until a reader opens it.
+        # Reject a pipe, because opening it would block until a reader opens it too.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
@@ -458,7 +458,7 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
 
 
 class Follower:
-    """Reads the events of a file as they are appended, from a given position."""
+    """A reader of the events that are appended to a file after a given position."""
 
     def __init__(self, path: Path, begin: int = 0) -> None:
         """Open the file, which must exist. Raises `OSError`."""

@@ -1,4 +1,4 @@
-"""Formats the events of a run as lines for people, in a step's log or on a terminal."""
+"""Formats the events of a run as readable lines for a step's log or a terminal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def format_event(event: Event) -> str:
 def format_metrics(progress: Progress) -> str:
     """Return the loss, the speed and, if known, the remaining time."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
-    # A user's own program may report no loss.
+    # A user's program may not report a loss.
     loss = f"loss {progress.loss:.4g}  " if progress.loss else ""
     return f"{loss}{progress.steps_per_second:.0f} steps/s{left}"
 
@@ -120,13 +120,13 @@ def format_reached(progress: Progress) -> str:
 
 def format_epoch(progress: Progress) -> str:
     """Return the progress of training in epochs, or an empty string if unknown."""
-    # The last batch of an epoch may extend into the next one.
+    # Limit the value, because the last batch of an epoch may extend into the next epoch.
     epoch = min(progress.epoch, progress.epochs)
     return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
 
 
 def drop_time_left(progress: Progress) -> Progress:
-    """Return the first progress without the remaining time, as its speed includes tracing."""
+    """Remove the remaining time from the first progress, because its speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
 

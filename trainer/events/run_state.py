@@ -24,7 +24,7 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One attempt at a step. `start` is the number of the run's start that it belongs to.
+    """One attempt at a step. `start` is the number of the run's start to which it belongs.
 
     `end` is None while the attempt is running.
     """
@@ -93,7 +93,7 @@ class RunState:
             for each in self.tries
             if (each.step, each.start, each.end) == (event.step, self.start, None)
         )
-        # If a full disk has lost the begin event, compute its time from the end event.
+        # If the begin event was lost on a full disk, compute its time from the end event.
         lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
         found = next(open_ones, lost)
         found.end = event

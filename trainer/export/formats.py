@@ -48,13 +48,13 @@ def convert_to_tflite(
     names = sorted(original.structured_outputs)
 
     def constant(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        # Freezing sorts the outputs by name, but drops their names.
+        # Restore the names of the outputs. Freezing sorts by these names, but drops them.
         return dict(zip(names, frozen(*values), strict=True))
 
     holder = tf.Module()
     function = tf.function(constant, takes).get_concrete_function()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        # The converter uses a deprecated interpreter, which causes a warning.
+        # Ignore warnings, because the converter uses a deprecated interpreter.
         warnings.simplefilter("ignore")
         # Skip custom gradients of lookups: if saving them fails, TensorFlow drops the signature.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)

@@ -29,11 +29,11 @@ SPLITS = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """A prepared dataset, as readers, models and tasks see it.
+    """A prepared dataset, as readers, models and tasks use it.
 
     `targets` are the features to predict. `weight` and `group` are the names of features, or empty.
-    `target_counts` has the number of examples of each class by target and split, without targets
-    that have no classes. `target_moments` has the mean, std, min and max of each target over the
+    `target_counts` has the number of examples of each class by target and split. It omits targets
+    without classes. `target_moments` has the mean, std, min and max of each target over the
     training split. `learnt` has the statistics of the training split, for models.
 
     Each block of a shard has `block_rows` rows, except for the last one, which has the remainder.

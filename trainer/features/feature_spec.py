@@ -1,4 +1,4 @@
-"""The schema of a feature, which data, models, tasks and statistics share.
+"""The schema of a feature, shared by data, models, tasks and statistics.
 
 `stored` is the format of a feature in a record:
 

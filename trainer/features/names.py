@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 _OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
-# Suffix of generated names. A column whose own name ends in this way also gets a generated name.
+# Suffix of generated names. A column that already has such a suffix also gets a generated name.
 _MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
 _LONGEST = 40
 _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250

@@ -65,7 +65,7 @@ def with_model(config: Config, dataset: DatasetSpec) -> Config:
         args = {"augment": not config.training.jit_compile, **model.args}
         model = model.model_copy(update={"args": args})
     if model.name in RECOMMENDERS and data.source and not data.inputs:
-        # A configuration that names a recommender must also list its inputs.
+        # List the inputs, because a configuration that names a recommender requires them.
         data = data.model_copy(update={"inputs": tuple(dataset.inputs)})
     return config.model_copy(update={"model": model, "data": data})
 
@@ -82,7 +82,7 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
     lengths = {length_name(name) for name in dataset.inputs}
     kinds = {name: _kind(dataset, name) for name in dataset.inputs if name not in lengths}
     labels = [dataset.features[name] for name in dataset.targets]
-    # A two-tower model returns one score.
+    # A two-tower model returns one score: for a single number, or for one of two classes.
     is_score = len(labels) == 1 and not labels[0].shape and labels[0].num_classes <= _TWO_CLASSES
     return of_kinds(kinds, may_match=is_score and all(_fits_table(dataset, name) for name in kinds))
 

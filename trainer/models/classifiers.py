@@ -1,6 +1,6 @@
 """Built-in models: multilayer perceptron, softmax regression, convolutional and recurrent networks.
 
-Each model ends in one linear layer per output of the task, which returns logits for a
+Each model ends in one linear layer per output of the task. This layer returns logits for a
 classification and numbers for a regression.
 """
 

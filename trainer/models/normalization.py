@@ -1,8 +1,8 @@
 """A layer that normalizes numbers to mean 0 and variance 1, with constants in the graph.
 
-A float32 has about 7 digits. Large numbers such as Unix timestamps differ only in their last
-digits, which a Keras layer loses because it first casts its inputs. This layer subtracts the mean
-in a type that keeps all digits, and casts only the difference to float32.
+A float32 has about 7 digits. Large numbers, such as Unix timestamps, differ only in their last
+digits. A Keras layer loses these digits, because it casts its inputs to float32. This layer
+subtracts the mean in a type that keeps all digits, and casts only the difference to float32.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ Check = Callable[[keras.Model, Any], None]
 def build(
     config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _model, _outputs: None
 ) -> keras.Model:
-    """Create and build the model. `check` raises an error if its output does not fit the task.
+    """Create and build the model. `check` raises an error if the output does not fit the task.
 
     The same config, spec and seed give the same variable paths and weights, even if other models
     have been created in this process, because Keras's name counters and random seeds are reset. The
@@ -85,7 +85,7 @@ def build(
         try:
             model = _build(function, spec, config.args, seed)
         except ValueError as error:
-            # A column may have the same name as a layer of the model.
+            # Prefix the input layers if a column has the same name as a layer of the model.
             if not _is_input_clash(error, spec):
                 raise
             spec = replace(spec, inputs_apart=True)
@@ -251,7 +251,7 @@ def _check_paths(name: str, model: keras.Model) -> None:
 
 
 def freeze(model: keras.Model, globs: Sequence[str]) -> None:
-    """Freeze the variables of a built model whose path matches a glob.
+    """Freeze the variables of a built model whose paths match a glob.
 
     If all variables of a layer match, `layer.trainable` is set to False. This is the only way to
     keep the moving statistics of a BatchNormalization unchanged.

@@ -64,7 +64,7 @@ def initializer(name: str, value: Any) -> keras.Initializer:
     )
     try:
         found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
-    # Keras uses the value before checking its type, which may raise any of these errors.
+    # Keras uses the value before it checks the type. This may raise any of these errors.
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if known and isinstance(found, keras.Initializer):
@@ -251,7 +251,7 @@ class InputSpec:
         own = names.layer_name(name)
         layer = f"flotilla_input_{own}" if self.inputs_apart else own
         found = keras.Input(shape=shape, dtype=dtype, name=layer)
-        # Keras finds the inputs of a mapping by tensor name, which may differ from the layer name.
+        # Keras finds the inputs of a mapping by tensor name, so use the feature's name.
         found.name = name
         return found
 
@@ -262,7 +262,7 @@ def layer_name(name: str, what: str) -> str:
 
 
 def _are_letters(known: FeatureStatistics) -> bool:
-    """Return whether texts are partly in scripts without spaces, so that each letter is a word."""
+    """Return whether letters of scripts without spaces are frequent enough to count as words."""
     counts = [n for word, n in known.words.items() if len(word) == 1 and is_letter(word)]
     return bool(known.pairs) and sum(counts) >= _LETTERS * sum(known.words.values())
 

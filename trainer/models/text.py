@@ -87,7 +87,7 @@ def _rows(name: str, rows: int, dimension: int) -> ShardedEmbedding:
 
 
 def _mean(numbers: Any, layer: ShardedEmbedding) -> Any:
-    """Return the mean embedding row of the words, for old datasets that have no pairs."""
+    """Return the mean embedding row of the words, for older datasets, which store no pairs."""
     rows = layer(numbers)
     there = keras.ops.expand_dims(keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype), -1)
     count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)

@@ -95,7 +95,7 @@ def two_tower(  # noqa: PLR0913
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
     if spec.num_classes == 1:
         return keras.Model(given, score, name="two_tower")
-    # The softmax of [0, score] equals the sigmoid of the score.
+    # Add a logit of 0 for the first class: softmax([0, x])[1] equals sigmoid(x).
     logits = keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
 

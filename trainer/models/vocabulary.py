@@ -79,7 +79,7 @@ class Vocabulary(keras.layers.Layer):
         return tf.reshape(self._known.numbers(tf.reshape(texts, [-1]), 0), tf.shape(texts))
 
     def plain(self, texts: Any) -> Any:
-        """Return the numbers for a symbolic tensor, whose strings have no surrounding spaces."""
+        """Return the numbers for a symbolic tensor. Its strings must have no surrounding spaces."""
         return keras.layers.StringLookup(
             vocabulary=_make_distinct(self.values), oov_token=_NO_TEXT, name=self.name
         )(texts)
@@ -97,10 +97,10 @@ class Vocabulary(keras.layers.Layer):
 class Words(keras.layers.Layer):
     """Converts texts [n] to the numbers of their words [n, length]: 1 if unknown, 0 for padding.
 
-    Words are split as in Keras's `TextVectorization`: in lower case, without punctuation, at
-    spaces. Non-ASCII letters keep their case. Punctuation is removed and does not separate words,
-    because Keras has no layer or operation that replaces it with a space, and a Keras file must not
-    need a class of this package.
+    As in Keras's `TextVectorization`, ASCII letters are converted to lower case, punctuation is
+    removed, and texts are split at spaces. Punctuation does not separate words, because Keras has
+    no layer or operation that replaces it with a space, and a Keras file must not need a class of
+    this package.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Words(keras.layers.Layer):
         return numbers.to_tensor(0, shape=[None, self.length])
 
     def plain(self, texts: Any) -> Any:
-        """Return the numbers for a symbolic tensor, whose texts have no surrounding spaces."""
+        """Return the numbers for a symbolic tensor. Its texts must have no surrounding spaces."""
         if self.letters:
             raise ValueError(f"no Keras layer splits a text into letters, as {self.name} does")
         return keras.layers.TextVectorization(

@@ -33,7 +33,7 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
         rest = []
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
-                # Keras updates embedding rows and variables of other types.
+                # Leave embedding rows and variables of other types to Keras.
                 rest.append((gradient, variable))
                 continue
             with tf.device(variable.value.device):

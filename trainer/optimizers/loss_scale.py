@@ -19,8 +19,8 @@ import tensorflow as tf
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000
-# Maximum scale. If all gradients are zero, the scale would grow without limit, and the largest
-# float32 is about 2**128.
+# Maximum scale. Without it, the scale would exceed the largest float32, about 2**128, if gradients
+# stayed zero.
 LARGEST = 2.0**60
 # Maximum number of halvings. They reduce any scale to less than 1. If a gradient is still not
 # finite, the scale is not the cause.
@@ -54,7 +54,7 @@ class LossScale:
     @property
     def variables(self) -> list[_Value]:
         """The variables, in the order that `wrap` expects at the end of a model's state."""
-        # If a scale is too large for one tower, all must use a lower one.
+        # If the scale is too large for one tower, all towers must use a lower one.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [
             _Value(variable, path, join)
@@ -86,7 +86,7 @@ class LossScale:
                 too_large, halve, (tf.constant(0), first, value, found, after)
             )
             after = [after[i] if i in moving else old for i, old in enumerate(state)]
-            # Division by a power of two is exact.
+            # The division is exact, because the scale is a power of two.
             found = [_divide(each, scale) for each in found]
             count += 1
             at = tf.cast(count, changed.dtype)

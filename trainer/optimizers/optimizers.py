@@ -21,12 +21,12 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Optimizers that cannot be used: the first two wrap another optimizer, and the third one uses other
-# weights in an evaluation.
+# Optimizers that cannot be used. The first two wrap another optimizer, and the third one uses
+# different weights in an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
-# Arguments of Keras that are refused, because they have no effect, or because another key has the
-# same effect under every strategy.
+# Keras arguments that are refused. They have no effect, or another key has the same effect under
+# every strategy.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
     "name": "leave it out, because it has no effect",
@@ -165,7 +165,7 @@ def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
             for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
         ]
 
-    # Keras always calls this method first, even if it does not clip.
+    # Keras calls this method before every update, even if it does not clip.
     optimizer._clip_gradients = clip_gradients
 
 

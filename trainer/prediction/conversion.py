@@ -141,7 +141,7 @@ def _cast(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
     if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
         values = values.astype(np.float64)
     if "int" in spec.dtype and values.dtype.kind == "f":
-        # If one row of a file has a fraction, all numbers of the file are floats.
+        # Accept whole floats: a fraction in one row makes all numbers of a file floats.
         if not (np.abs(values) < EXACT["float64"]).all() or (values != np.floor(values)).any():
             raise TypeError
         values = values.astype(np.int64)

@@ -229,7 +229,7 @@ class FileExamples(Examples):
         say(f"{broken} rows were skipped, because they cannot be read: {'; '.join(first)}")
 
     def _format_path(self, path: Path) -> str:
-        # For a remote file, `path` is its local copy.
+        # For a remote file, `path` is a local copy, so return only the name.
         local = (storage.local_path(each.uri) for each in self._files.files)
         return next((str(each) for each in local if each == path), path.name)
 
@@ -270,7 +270,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the requested batch size, or else the usual one, limited to 64 MiB of inputs."""
+    """Return the requested batch size. By default, limit the usual one to 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)

@@ -1,7 +1,7 @@
 """Writes rows to standard output, or to a file that appears when it is complete.
 
 A file is written under a temporary name that starts with a dot, and renamed at the end. If the
-process is killed, no file with the final name remains, and the next process that writes this file
+process is killed, the file with the final name does not change, and the next process that writes it
 deletes the temporary file. A temporary file that is being written is locked, and is not deleted.
 """
 
@@ -36,7 +36,7 @@ class Writer(ABC):
     """Writes tables with the same columns to a file."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Store an open file, which `close` leaves open."""
+        """Store an open file. `close` leaves this file open."""
         self.file = file
 
     @abstractmethod

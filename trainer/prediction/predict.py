@@ -138,7 +138,7 @@ def _rows(request: Request) -> Iterator[Writer]:
         writer.close()
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe.
+        # The reader, such as `head`, closed the pipe. Discard the remaining output.
         discard(sys.stdout)
         raise
     except OSError as error:

@@ -56,7 +56,7 @@ def check(
         seconds: time limit for trying the model.
 
     Raises:
-        ConfigError: the configuration has a mistake. The message tells its location and a fix.
+        ConfigError: the configuration has a mistake. The message names its location and a fix.
     """
     if not is_remote and config.cluster.launcher == "local":
         require_gpus(config)
@@ -96,7 +96,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     Raises:
         ConfigError: files or columns are missing.
     """
-    # The run that created this dataset version has already checked the source.
+    # Skip the check: the run that created this dataset version already checked the source.
     if not data.source or data.version:
         return ()
     if is_remote and (remark := remark_on_path(data)):
@@ -107,7 +107,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     except ConfigError:
         raise
     except UserError as error:
-        # If the store denied access or did not answer, other machines may still reach it.
+        # Only add a note if the store denied access or did not answer: other machines may reach it.
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
         elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
         if elsewhere or isinstance(error, TransientError):

@@ -23,8 +23,8 @@ _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
 # Maximum total size of the remote files in a sample, in bytes. Other remote files are skipped.
 _FETCHED = 64 << 20
-# A larger local CSV file is replaced by a copy of its first bytes, because the CSV reader searches
-# the whole file for quotes.
+# Maximum size of a local CSV file, in bytes. Of a larger file, only the start is used, because the
+# CSV reader searches whole files for quotes.
 _HEAD = 8 << 20
 _ENDS = 1000
 
@@ -48,7 +48,7 @@ class FewFiles:
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     """Return some files of a source, evenly spaced.
 
-    Of large local CSV files, only the start is used, which is copied to `scratch`.
+    For large local CSV files, only the start is copied to `scratch` and used.
 
     Raises:
         UserError: the format of the files cannot be inferred.
@@ -116,7 +116,7 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
 
 
 def _end(head: bytes) -> int:
-    """Return the position after the last complete row, whose newline is not inside quotes."""
+    """Return the position after the last newline that is not inside quotes."""
     last = end = head.rfind(b"\n") + 1 or len(head)
     quotes = head.count(b'"', 0, end)
     for _ in range(_ENDS):

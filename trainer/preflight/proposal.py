@@ -390,7 +390,7 @@ def _is_constant(scan: Any, classes: Collection[str]) -> bool:
 
 
 def _ids(data: DataConfig, rows: Rows, inputs: Sequence[str]) -> list[str]:
-    """Return the columns of row ids: their values are unique, and name or values look like ids."""
+    """Return the columns with row ids: unique values, and a name or values that look like ids."""
     splits = data.splits
     used = {*data.inputs, *data.types, data.weight, data.group}
     used |= {splits.column, splits.group, splits.time}
@@ -425,7 +425,7 @@ def _is_formatted(scan: Any) -> bool:
 def _named_things(
     data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
 ) -> dict[str, str]:
-    """Return the integer columns that hold repeated ids, which are proposed as text."""
+    """Return the type `text` for each integer column that contains repeated ids."""
     if data.types or data.map or rows.form:
         return {}
     kinds = {name: _kind(rows, name) for name in inputs}

@@ -183,7 +183,7 @@ class _FirstRows(FileSource):
             super()._verify(roles, scan)
         except UserError as error:
             said = tuple(f"{name!r} " for name in self._config.types)
-            # If the user has set the type, further rows cannot correct the error.
+            # If the user set the type, further rows cannot correct the error.
             wrong = [why for _, _, why in scan.broken.places if why.startswith(said)]
             if wrong and not self._config.bad_rows and str(error).startswith(self.name):
                 raise ConfigError(str(error)) from error

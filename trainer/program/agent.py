@@ -1,6 +1,6 @@
 """The agent of a program: runs one attempt of one task, without importing TensorFlow.
 
-On this machine the agent is the process of the task, and the guard is its child:
+In a local run, the agent is the process of the task, and the guard is its child:
 
     Agent(job, cluster, task, is_local=True).train()     # raises the same errors as a chief
 
@@ -68,13 +68,13 @@ from flotilla.trainer.tracking.tracker import following_training
 
 #: Time from SIGTERM to SIGKILL for a program, in seconds. The supervisor waits twice as long.
 GRACE_SECONDS = 30.0
-# Interval at which the agent looks for files of the program, in seconds.
+# Interval at which the agent checks for new files of the program, in seconds.
 LOOK_SECONDS = 1.0
 # Maximum time to wait until the guard exits, in seconds.
 _EXIT_SECONDS = 10.0
 # Maximum time to publish the last checkpoint after a stop, as a share of the grace period.
 _PUBLISH_SHARE = 0.8
-# Time in seconds after which a silent evaluator is stopped, once training has ended.
+# Seconds without output after which an evaluator is stopped, once training has ended.
 _EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
 _FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)
@@ -84,7 +84,7 @@ log = logging.getLogger(__name__)
 def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
     """Return the error of a task whose program exited with `code`, or was killed by signal -`code`.
 
-    `last` are the last lines of its output. `several` means that the cluster has several tasks.
+    `last` are the last output lines of the program. `several` means that there are several tasks.
     """
     said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
     if code < 0:
@@ -430,7 +430,7 @@ class Agent:
         return self._metrics.step_at(when, number)
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
-        """Publish the last checkpoint. Return if training is complete, else raise like `train`."""
+        """Publish the last checkpoint. Raise an error of `train` unless training is complete."""
         if self._metrics:
             self._read_lines(self._metrics)
             self._metrics.flush()

@@ -53,11 +53,11 @@ class Attempts:
         self.current = Attempt(number=0)
 
     def lead(self, checkpoint: str, wait: Callable[[float], None]) -> Attempt:
-        """Wait until all workers have a new ticket, then start an attempt. Raises `UserError`."""
+        """Wait until all workers have new tickets, then start an attempt. Raises `UserError`."""
         before = self._read() or Attempt(number=0)
         gathering = Attempt(number=before.number + 1)
         if self._others:
-            # Notify workers that still run the previous attempt that it has ended.
+            # Tell workers that are still running the previous attempt that it has ended.
             self._write(FILE, gathering)
         tickets: dict[str, str] = {}
         while len(tickets) < len(self._others):
@@ -80,7 +80,7 @@ class Attempts:
             wait(self.seconds)
 
     def check(self) -> None:
-        """Raise `ClusterLostError` if the attempt of this task is over."""
+        """Raise `ClusterLostError` if a new attempt has replaced the attempt of this task."""
         if self._this in self.current.tickets:
             found = self._read()
             if found and found.number != self.current.number:

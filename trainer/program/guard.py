@@ -75,7 +75,7 @@ def reach(path: str) -> str:
 
 
 def list_processes() -> List[int]:  # noqa: UP006
-    """Return the ids of all processes that this one sees, or an empty list without `/proc`."""
+    """Return the ids of all processes visible to this one, or an empty list without `/proc`."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir("/proc") if name[:1] in "123456789"]
     return []
@@ -129,7 +129,7 @@ def _kill(is_meant: Callable[[int], bool]) -> None:
 
 
 class Output:
-    """Relays the output of the program, and finds the lines that report a step."""
+    """A relay of the program's output, which finds the lines that report a step."""
 
     def __init__(self) -> None:
         """Start without output."""
@@ -163,7 +163,7 @@ class Output:
                 return
 
     def _end_line(self, line: bytes) -> str:
-        # A progress bar overwrites its line after each carriage return.
+        # A progress bar overwrites its line after each carriage return, so keep the last part.
         visible = line.rstrip(b"\r").rpartition(b"\r")[2] or line
         text = visible[:LONGEST_LINE].decode("utf-8", "replace").strip()
         if text:
@@ -221,7 +221,7 @@ class Program:
         """Kill the program and all processes that it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # This process adopts the program's children only when the program has exited.
+        # Wait first, because this process adopts the program's children only after its exit.
         self.process.wait()
         kill_all(self.process.pid)
 
@@ -354,7 +354,7 @@ class Guard:
             self._code = int(message["code"])
 
     def _send(self, message: Message) -> None:
-        # Drop lines rather than block the program, if the agent does not read.
+        # If the agent does not read, drop lines instead of blocking the program.
         if len(self._unsent) < MOST_UNSENT or message["is"] not in ("line", "active"):
             self._unsent += json.dumps(message).encode() + b"\n"
         self._flush()

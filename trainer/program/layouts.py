@@ -206,7 +206,7 @@ def _read_state(path: Path) -> str:
         name = _ESCAPED.sub(_unescape, found[1]).decode("utf-8") if found else ""
     except (OSError, ValueError):
         return ""
-    # The state file may have an absolute path of another machine.
+    # Return only the name, because the state file may contain an absolute path of another machine.
     return Path(name).name
 
 

@@ -1,4 +1,4 @@
-"""The agent's end of the socket between agent and guard; `guard.py` is the other end.
+"""The agent's end of the socket that connects the agent to the guard (`guard.py`).
 
 Both sides send JSON objects, one per line. The agent sends commands (`do`), and the guard sends
 reports (`is`):
@@ -15,8 +15,8 @@ reports (`is`):
     {"is": "signal", "number": 15}  the guard received a signal to exit
     {"is": "ended", "attempt": 1, "code": -9, "last": ["last lines"]}
 
-The agent itself adds `{"is": "gone"}` when the connection ends, and `{"is": "wake"}` to wake
-itself.
+The agent adds `{"is": "gone"}` to the received messages when the connection ends, and
+`{"is": "wake"}` to wake itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Link:
             new = folder / f"{guard.SOCKET}.{os.getpid()}"
             new.unlink(missing_ok=True)
             self._listener.bind(guard.reach(str(new)))
-            # The guard may run as another user in its container.
+            # Allow all users, because the guard may run as another user in its container.
             new.chmod(0o666)
             self._listener.listen()
             new.replace(self._place)

@@ -37,7 +37,7 @@ _KNOWN = ("loss", "learning_rate", "steps_per_second", "epoch", "epochs")
 
 
 class MetricsFile:
-    """Reads the lines that a program appends to a file."""
+    """A reader of the lines that a program appends to a file."""
 
     def __init__(self, path: Path) -> None:
         """Skip the lines that the file already has."""
@@ -204,7 +204,7 @@ class Metrics:
         self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which has the validations and about `MAX_ROWS` other rows."""
+        """Add a row to the history, which keeps all validations and about `MAX_ROWS` other rows."""
         last = self._history.rows[-1]["global_step"] if self._history.rows else -1
         every = max(self.steps, self.step) / MAX_ROWS
         if row["global_step"] >= last and (

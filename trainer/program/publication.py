@@ -116,7 +116,7 @@ def _count_of(name: str) -> int:
 
 
 class Publisher:
-    """Publishes the checkpoints and the model of the leading task's program."""
+    """A publisher of the checkpoints and the model of the leading task's program."""
 
     def __init__(self, job: Job, folders: TaskFolders, lease: NoLease) -> None:
         """Store the arguments. Publishing requires `lease`."""
@@ -156,7 +156,7 @@ class Publisher:
         return self.last
 
     def resume(self) -> None:
-        """Continue with a program that already runs, without changing its folder."""
+        """Continue with a program that is already running, without changing its folder."""
         self.last, self.step = find_published(self._job.checkpoints)
 
     def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ class Publisher:
             layouts.require_readable(folder)
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         said = step_at(found.modified, found.number) if found else step_at(float("inf"), -1)
-        # Its step may have been reported after it was published.
+        # The program may have reported the checkpoint's step only after its publication.
         is_new = found and (self._digest(found) != self._read_known() or said > self.step)
         model = self._folders.model if with_model else None
         if model and layouts.is_empty(model):

@@ -58,7 +58,7 @@ def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str
         "FLOTILLA_MODEL": str(folders.model),
         "FLOTILLA_LOGS": str(folders.logs),
         "FLOTILLA_METRICS": str(folders.metrics),
-        # Printed steps must arrive without delay.
+        # Disable buffering, because printed steps must arrive without delay.
         "PYTHONUNBUFFERED": "1",
     }
     return {"attempt": attempt, "command": command, "env": {**given, **own}}

@@ -1,14 +1,14 @@
 """Consensus: all processes that propose a value agree on one value, on any store.
 
-Stores differ in their guarantees for conditional writes. Older ones overwrite, or check and then
-write. However, all of them guarantee that reads and listings see an object that was written. This
-is enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each
+Stores differ in their guarantees for conditional writes. Older stores ignore the condition, or
+check it before they write. However, all stores make a written object visible to reads and listings.
+This is enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each
 process writes only its own notes and reads the notes of all.
 
 A note is either `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower
-round), or `<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed
-or removed. Therefore a delayed write does no harm, and a process that was suspended for a long time
-still reads the decision.
+round), or `<uri>/<round>-<token>-accepted`, which contains a proposal as JSON. Notes are never
+changed or removed. Therefore a delayed write does no harm, and a process that was suspended for a
+long time still reads the decision.
 """
 
 from __future__ import annotations

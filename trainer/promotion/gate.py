@@ -63,7 +63,7 @@ class Rule:
         if not math.isfinite(self.value):
             return False
         if self.key == CONSTANT and self.value == self.threshold:
-            # A model that is only equal to the constant fails.
+            # A model that only equals the constant fails.
             return False
         if self.bound == "min":
             return self.value >= self.threshold
@@ -223,8 +223,8 @@ def _parts(
 
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the rule that the model must be significantly better than the best constant."""
-    # This value is missing in evaluations of earlier versions, and for a metric without a constant.
+    """Yield the rule that requires the model to be significantly better than the best constant."""
+    # Evaluations of earlier versions, and of a metric without a constant, do not have this value.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return
@@ -340,12 +340,12 @@ def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # With this number of examples, this model would pass in nine of ten cases, if the variance
-    # stays the same.
+    # Compute the number of examples with which this model would pass in nine of ten cases if the
+    # variance stayed the same.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
     times = ((sure + power) * error / distance) ** 2
-    # A difference that needs many more examples may be due to chance.
+    # Suggest no number that is much larger, because the difference may be due to chance.
     if not 1 < times < _MOST_TIMES:
         return 0
     return int(round(count * times, 1 - math.floor(math.log10(count * times))))

@@ -57,8 +57,8 @@ class Registration:
 class Request:
     """A model to register, with the URIs of the registry's root, the model and the result.
 
-    `by` is the run or the person that requests the registration. `compare` applies the gate's rules
-    to the model and a champion other than the gate's, and returns the decision.
+    `by` is the run or the person that requests the registration. `compare` applies the rules of the
+    gate to the model and another champion, and returns the decision.
     """
 
     config: Config
@@ -78,8 +78,8 @@ def register(request: Request, scratch: Path) -> Registration:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run has been promoted first, so try again. The loop ends when no other run is
-            # promoted in the meantime.
+            # Another run's model was promoted first, so try again. The loop ends once no other run
+            # interferes.
             _log.info("%s; now comparing the model with the new champion", lost)
 
 
@@ -104,10 +104,10 @@ def _register(request: Request, scratch: Path) -> Registration:
     made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
-            # The promotion is skipped if an earlier attempt has already promoted the model.
+            # Skip the promotion if an earlier attempt already promoted the model.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
-        # An earlier attempt may have won this promotion, but died before it published the result.
+        # An earlier attempt may have promoted the model, but died before it published the result.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
             raise
@@ -121,7 +121,7 @@ def _compare_again(
     """Return the rules of comparisons that the gate did not make, and lineage fields from them.
 
     Small losses add up over many runs. Therefore the model is also compared with an earlier
-    champion, the last one that brought a proven gain.
+    champion: the last one with a proven gain.
     """
     decision = storage.read_manifest(request.model).fields["decision"]
     seen = storage.read_manifest(decision).fields
@@ -157,7 +157,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
-            # With few examples, a single different prediction may exceed the tolerance.
+            # Always allow one different prediction. With few examples, it may exceed the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
@@ -196,7 +196,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
                 f"the positive class of {champion.uri} is {was!r}, but that of this model is "
                 f"{now_positive!r}; set {key}.positive: {was!r}, or give this model another name"
             )
-    # A champion of an earlier version may lack these fields. Its labels are compared below.
+    # Skip fields that a champion of an earlier version lacks. Its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
     there, here = registry.read_labels(champion.uri), registry.read_labels(model)
@@ -290,7 +290,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
     at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
-    # If a run is resumed long after its promotion, another version may be the champion by now.
+    # Read the current champion, because a run may be resumed long after its promotion.
     champion = registry.champion_number(root, name)
 
     def describe(version: registry.Version) -> PromotedModel:

@@ -211,7 +211,7 @@ def find_source(version: Version) -> str:
 def promotions(root: str, name: str) -> list[Promotion]:
     """Return all readable promotions of a model, oldest first.
 
-    Promotions that were decided but not published are published first. They exist if a process was
+    First, publish promotions that were decided but not published, for example because a process was
     killed or a folder was removed. Raises `UserError` if the newest promotion is unreadable,
     because an older promotion would give a wrong champion.
     """
@@ -306,7 +306,7 @@ def register(
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
-                # Another model has this number.
+                # Another model already claimed this number, so try the next one.
                 number += 1
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
@@ -322,7 +322,7 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # Another process of this run may have published the same version.
+                # Another process of this run may have published the version. If so, use it.
                 manifest = storage.read_manifest(uri)
                 if manifest.fields.get("source") != source:
                     number += 1
@@ -366,7 +366,7 @@ def _promotion(  # noqa: PLR0913
     }
     if newest(root, name) > after:
         raise PromotionLostError(_lost(root, name, after))
-    # Publish the decided promotion even if it belongs to another process, which may have died.
+    # Publish even a promotion that another process proposed, because that process may have died.
     decided = _claim(root, name, "promotions", after + 1, fields)
     try:
         uri, created = _publish_promotion(root, name, after + 1, decided)
@@ -457,7 +457,7 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
     """Return the positive class of each binary output of a model, by the name of the output.
 
-    A model of an earlier version does not record the class, which is then the second one.
+    Models of earlier versions do not record this class. For them, it is the second class.
     """
     if "positive" in fields:
         said = fields["positive"]
@@ -491,8 +491,8 @@ def reference(root: str, name: str, champion: Version) -> Version | None:
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion to compare the model of a checkpoint with, or None.
 
-    If the champion is this model itself, because its run was resumed, return the champion before
-    it, so that the decision stays the same.
+    If the run was resumed after its promotion, the champion is this model. In this case, return the
+    previous champion, so that the decision stays the same.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}

@@ -1,8 +1,8 @@
 """Records the training data of champions and the configurations of finished runs.
 
-A run that reaches its decision writes a mark into the registry, named by a digest of its
-configuration, which includes the listing of its files. A run with the same digest would only repeat
-it.
+When a run reaches its decision, it writes a mark into the registry. The name of the mark is a
+digest of the configuration, including the listing of the source files. Another run with the same
+digest would only repeat this run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# Keys that do not affect the model. Of the bundle in `code`, only the modules that the
-# configuration names, and their imports, affect it. `digest` includes these.
+# Keys that do not affect the model. From the bundle in `code`, `digest` includes only the modules
+# that the configuration names, and their imports.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,
@@ -40,8 +40,8 @@ class TrainedData:
 
     Attributes:
         version: `data.version` of the champion, or of the newest earlier champion that has one.
-        spans: the digest of each span that the champion or an earlier champion was trained on, or
-            the newest one if the digest has changed.
+        spans: the digest of each span that the champion or an earlier champion was trained on. If
+            the digest of a span changed, this is the newest one.
     """
 
     version: str = ""
@@ -130,7 +130,7 @@ def begin(config: Config, root: str, run_id: str) -> None:
 
 
 def end(root: str, run_id: str, decision: str) -> None:
-    """Mark that a run has reached its decision. Do nothing if `begin` recorded nothing for it."""
+    """Mark that a run reached its decision. Do nothing if `begin` recorded nothing for it."""
     purpose = _read(_purpose(root, run_id))
     if {"name", "digest"} <= purpose.keys():
         uri = _mark(root, purpose["name"], purpose["digest"])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Maximum number of points in a line. More cannot be distinguished at the width of the page.
+# Maximum number of points in a line. More points cannot be distinguished at the width of the page.
 MOST_POINTS = 600
 MARKED_POINTS = 40
 # The largest magnitude that is drawn. The grid of larger values would overflow.
@@ -21,8 +21,8 @@ _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 5, 5
 # Space above and below the values, as a share of their range, so that no line touches the border.
 _ROOM = 0.05
-# Flags that are at most this far apart, in percent, are merged, so that a chart with a thousand
-# restarts stays legible.
+# Maximum distance, in percent, at which flags are merged. Merging keeps a chart with a thousand
+# restarts legible.
 _APART = 1.5
 _FEWEST_TICKS, _MOST_TICKS = 2, 7
 # Lower limit, divisor and suffix of each unit.

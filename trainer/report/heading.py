@@ -182,7 +182,7 @@ def _workdir(facts: Facts) -> list[str]:
 
 def _model(config: Facts, facts: Facts) -> str:
     name = config.get("name")
-    # A training program brings its own model, whose name is unknown.
+    # Show the command of a training program, because the name of its model is unknown.
     kind = describe_program(config) or (config.get("model") or {}).get("name")
     version = (facts.get("registered") or {}).get("version")
     text = " ".join(str(each) for each in (name, f"version {version}" if version else "") if each)
@@ -194,7 +194,7 @@ def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
     made = next((each.get("metrics") for each in steps if each.get("output") == "dataset"), None)
     counts = made if isinstance(made, Mapping) else {}
     version = str(counts.get("version") or "")
-    # The version of a file source is a digest. The table of steps shows it in full.
+    # Shorten the version: for files it is a digest, which the table of steps shows in full.
     parts = (data.get("source") or data.get("dataset"), version[:_LONGEST_VERSION])
     name = " ".join(str(each) for each in parts if each)
     known = [
@@ -227,7 +227,7 @@ def _examples_of_a_step(history: Sequence[Facts]) -> float:
     """Return the number of examples per global step, from the workers' counts, or 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # The counts start at 0 again with each attempt.
+    # Skip pairs in which a count or a step falls, because each attempt counts from 0 again.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)
@@ -244,8 +244,8 @@ def _sum_counts(workers: object) -> float:
 
 
 def _count_configured_examples(config: Facts) -> float:
-    # A configuration of another version may lack a section or have unknown keys. The batch size of
-    # a user's training program is unknown.
+    # Return 0 if the configuration is not valid in this version, or if a user's training program
+    # defines the batch size.
     with suppress(UserError):
         found = parse_config(config)
         known = "training" in config and is_resolved(found) and not found.program.command

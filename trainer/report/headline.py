@@ -57,8 +57,8 @@ def title(facts: Facts) -> str:
 def describe_metric(evaluation: Facts) -> dict[str, Any]:
     """Return the main metric of an evaluation, with the values of the champion and the constant.
 
-    The keys are `metric`, `value`, `interval`, `better`, `champion`, `constant`, which are None if
-    unknown, and `positive`, which has a line for each positive class.
+    The values of `metric`, `value`, `interval`, `better`, `champion` and `constant` are None if
+    unknown. `positive` has a line for each positive class.
     """
     metrics = evaluation.get("metrics") or {}
     if not metrics:

@@ -1,7 +1,7 @@
 """Generates Python programs that call a model.
 
-The report, `flotilla models show` and the documentation show them. A program is derived from the
-model's manifest and calls the model with the examples in `request.json`.
+The report, `flotilla models show` and the documentation show these programs. A program is derived
+from the model's manifest and calls the model with the examples in `request.json`.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
     evaluation, steps = facts.get("evaluation") or {}, _rows(facts, "steps")
-    # If nothing was evaluated, the training step records which metric selects the checkpoint.
+    # If nothing was evaluated, use the main metric that the training step recorded.
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {title_metric(name): series for name, series in metrics.items()}
@@ -184,7 +184,7 @@ def _describe_selection(steps: Sequence[Facts]) -> list[str]:
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
-    # A user's training program may not report its steps.
+    # A user's training program may not report its steps. In this case, omit them.
     which = f"global step {step} of {of}" if of else "the checkpoint"
     return [f"Evaluated: {which}, {metrics['handed_on_as']}."] if metrics else []
 
@@ -210,7 +210,7 @@ def list_reasons(facts: Facts) -> list[str]:
 def list_warnings(facts: Facts) -> list[str]:
     """Return the warnings of data validation and the notes of the other steps."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
-    # The notes of the gate are in the heading of the page.
+    # Leave out the notes of the gate, which the heading of the page already shows.
     notes = [
         each.get("notes") for each in said if isinstance(each, dict) and "decision" not in each
     ]
@@ -302,7 +302,7 @@ def _reasons(facts: Facts) -> list[str]:
     if facts.get("verdict") == "refused":
         intervals = (facts.get("evaluation") or {}).get("intervals") or {}
         broken = [sentence(each, intervals) for each in list_rules(facts) if not each.get("passed")]
-        # A model that lost a promotion race breaks no rule.
+        # A model that lost a promotion race breaks no rule, so list the recorded reasons.
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
         ]

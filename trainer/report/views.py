@@ -233,7 +233,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
     """Return the steps as bars over the active time of the run, and the idle time in seconds.
 
-    Each try of a step has its own bar with the events of that time. The tries of a step are
+    Each bar shows one try of a step and the events during this try. The tries of a step are
     numbered if there is more than one. Idle time between the tries is left out.
     """
     spans = list_spans(tries)
@@ -332,7 +332,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
     if not at:
         return None
     begun, low = known[at - 1]
-    # After a resume, the global step may be lower than before.
+    # Do not interpolate if the run resumed at a lower global step.
     if at == len(known) or known[at][1] < low:
         return low
     ended, high = known[at]

@@ -92,7 +92,7 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
 
 def key_metrics(metrics: Facts) -> dict[str, str]:
     """Return the first scalar metrics of a step, formatted."""
-    # The progress text already has these numbers.
+    # Leave out numbers that the progress text already contains.
     left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
         name: round_value(value)

@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Calls a function at an interval until it returns False or `stop` is called."""
+    """A loop that calls a function at an interval until it returns False or `stop` is called."""
 
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Store the arguments. Of successive errors, only the first is logged, after `failing`."""
+        """Store the arguments. `failing` begins the log line about the first of repeated errors."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

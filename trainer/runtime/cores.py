@@ -1,7 +1,7 @@
 """The number of processors that this process may use, by its CPU affinity and container limits.
 
 Libraries start one thread for each processor of the machine. In a container that is limited to one
-CPU, these threads use up the quota at once and are throttled. See "CFS Bandwidth Control" in the
+CPU, these threads quickly use up the quota and are throttled. See "CFS Bandwidth Control" in the
 Linux kernel documentation.
 """
 

@@ -21,7 +21,7 @@ BEGIN_AGAIN = 138
 # nonzero code means that the task has failed permanently.
 RETRYABLE = 128
 # The exit code of a task that fails with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is
-# below 128, so that the task is not restarted: it has already retried for minutes.
+# below `RETRYABLE`, because the task has already retried for minutes and must not be restarted.
 TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "finished, and blessed if there is a gate",

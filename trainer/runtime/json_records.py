@@ -31,7 +31,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises `ValueError` if it is invalid or nested too deeply."""
+    """Parse JSON text. Raises `ValueError` if it is invalid or nested too deeply."""
     # Pydantic also rejects lone surrogates, which cannot be printed, and excessive nesting.
     _ANY.validate_json(text)
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
@@ -100,7 +100,7 @@ def parse_number(text: str) -> int | None:
 
 
 def parse_time(text: object) -> datetime | None:
-    """Return the time in an ISO 8601 text, or None for any other text.
+    """Return the UTC time that an ISO 8601 string represents, or None for any other value.
 
     A time without a zone is in UTC.
     """
@@ -118,7 +118,7 @@ def make_time(seconds: object) -> datetime | None:
         found = datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
     except (ValueError, OverflowError, OSError):
         return None
-    # In the first and the last year, the time of another zone may be out of range.
+    # In the first and last years, conversion to another time zone may be out of range.
     return found if found and MINYEAR < found.year < MAXYEAR else None
 
 

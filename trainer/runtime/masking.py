@@ -68,12 +68,12 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text on one line, without credentials and surrounding spaces."""
+    """Return `text` on one line, without credentials and surrounding spaces."""
     return join_lines(text).strip()
 
 
 def join_lines(text: str) -> str:
-    """Mask a text, and replace its newlines with spaces, so that it stays on one line."""
+    """Mask `text`, and replace newlines with spaces, so that it stays on one line."""
     return mask(_BREAKS.sub(" ", text))
 
 
@@ -144,7 +144,7 @@ def _mask_value(found: re.Match[str]) -> str:
 def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
-        # A shorter value is not masked, because it may be part of ordinary words.
+        # Do not mask shorter values, because they may be part of ordinary words.
         if len(value) >= _LEAST_SECRET:
             yield value
             if (encoded := quote(value, safe="")) != value:

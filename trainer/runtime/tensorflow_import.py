@@ -52,7 +52,7 @@ def _importer() -> str:
 
 
 class _Uncollected(MetaPathFinder):
-    """A finder that imports TensorFlow without garbage collection and its first log lines."""
+    """A finder that imports TensorFlow without garbage collection and hides its first log lines."""
 
     def __init__(self) -> None:
         self._searches = False

@@ -122,7 +122,7 @@ def format_error(error: BaseException) -> str:
 
 
 def full_message(error: BaseException) -> str:
-    """Return the full message of an error, without colours and notes on missing stacks."""
+    """Return the full message of an error, without color codes and notes on missing stacks."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return _NO_STACK.sub("", COLOURS.sub("", text))
 
@@ -226,7 +226,7 @@ def _short_path(file: str, line: int) -> str:
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules in the user's folder if no other finder has found them.
+    """A finder of modules in the user's folder that no other finder has found.
 
     An entry at the end of `sys.path` would precede the finder of an editable installation. The
     finder of a bundle precedes `PYTHONPATH`, because an image may have older copies of the modules
@@ -320,7 +320,7 @@ def digest(what: str, module: str) -> str:
     """Return a digest of the source of a module and of the user's modules that it imports."""
     _look_into_folder()
     if _source_file(module) is None:
-        # Raise an error that explains why the module is missing, unless it is installed.
+        # Unless the module is installed, raise an error that explains why it is missing.
         import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]

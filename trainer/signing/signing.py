@@ -3,8 +3,8 @@
 `model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files except the
 manifest. It is made with a private elliptic-curve key, without an online service. One of the signed
 files is `signed_fields.json`, a copy of the manifest's fields, such as the inputs and the version.
-Two environment variables hold the paths of the key files, so that no configuration, record or log
-contains a key.
+Two environment variables contain the paths of the key files, so that no configuration, record or
+log contains a key.
 
 `provenance.json` is the provenance of a registered version: an in-toto statement with the SLSA
 provenance v1 predicate (https://slsa.dev/spec/v1.0/provenance). Its subjects are the other files,
@@ -147,7 +147,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # Readers and servers ignore files that a failed publication has left.
+        # Skip files that a failed publication has left, because readers and servers ignore them.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)
@@ -232,7 +232,7 @@ def _usable(variable: str, key: Path) -> Any:
         return package.verifying.Config().use_elliptic_key_verifier(public_key=key)
     except OSError as error:
         raise ConfigError(f"{variable}: cannot read {key}: {error.strerror}") from None
-    # Hide the library's message, which may contain the key.
+    # Hide the library's message, because it may contain the key.
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
@@ -242,7 +242,7 @@ def _usable(variable: str, key: Path) -> Any:
 
 
 def _hashing() -> Any:
-    # The signature covers neither itself nor the manifest, which is written later and lists it.
+    # Exclude the signature, and the manifest, which is written later and lists the signature.
     paths = [SIGNATURE, MANIFEST]
     config = _package().hashing.Config()
     return config.set_ignored_paths(paths=paths, ignore_git_paths=False)

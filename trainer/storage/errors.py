@@ -41,11 +41,11 @@ class Corrupt(UserError):  # noqa: N818
 
 
 class UnknownSchema(UserError):  # noqa: N818
-    """The manifest has a layout that this version does not know."""
+    """The manifest has a layout that this version does not support."""
 
 
 class Conflict(UserError):  # noqa: N818
-    """Other content is already published at the URI."""
+    """Different content is already published at the URI."""
 
 
 class Unavailable(TransientError):  # noqa: N818

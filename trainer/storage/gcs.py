@@ -137,7 +137,7 @@ class GcsBucket:
         )
         if _checksum(blob) != expected:
             raise ChangedError
-        # Count at the end, because the client reads the file itself.
+        # Count all bytes at the end, because the client reads the file without reporting progress.
         count(expected.bytes)
 
     def stat(self, key: str) -> Stored:

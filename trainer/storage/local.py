@@ -60,7 +60,7 @@ class FileStore:
             if path.is_symlink():
                 raise NotAFileError(errno.EINVAL, str(path)) from None
             raise
-        # Opening a pipe would block until a writer opens it.
+        # Reject a pipe, because opening it would block until a writer opens it too.
         if not stat.S_ISREG(mode):
             raise NotAFileError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, str(path))
         return path.read_bytes()
@@ -107,7 +107,7 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files to a staging folder, verify them, flush them to disk, and rename it."""
+        """Copy the files to a staging folder, verify and flush them, and rename the folder."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -171,7 +171,7 @@ class FileStore:
         path = _path(uri)
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        # Unlock the parent before the deletion, which can take longer than other writers wait.
+        # Unlock the parent before the deletion, because a deletion can exceed `LOCK_SECONDS`.
         with staging(path.parent, path.name) as bin_, locked(path.parent):
             os.rename(path, bin_ / path.name)
 
@@ -218,8 +218,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file. If the file changed while it was read, no listing has this tag."""
-    # Unlike the mtime, the ctime cannot be set back.
+    """Return the tag of a file, or a tag that no listing has if the file changed meanwhile."""
+    # Include the ctime, because it cannot be set back, unlike the mtime.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
         return "changed while it was read"
@@ -239,14 +239,14 @@ def _list_file(path: str, found: os.stat_result) -> ListedFile:
 
 def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterator[ListedFile]:
     here = folder.stat()
-    # Following a link to a parent folder would recurse without end.
+    # Stop here, because following a link to a parent folder would never end.
     if (here.st_dev, here.st_ino) in seen:
         return
     below = seen | {(here.st_dev, here.st_ino)}
     with os.scandir(folder) as entries:
         for entry in entries:
             path = f"{above}{entry.name}"
-            # The entry may have been removed after the folder was read.
+            # Skip an entry that was removed after the folder was read.
             with suppress(FileNotFoundError):
                 if entry.is_dir():
                     yield from _walk(folder / entry.name, f"{path}/", below)
@@ -465,7 +465,7 @@ def is_living(text: str) -> bool:
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return the PID and start time in the result of `writer`, or 0 for another machine."""
+    """Parse the PID and start time in a result of `writer`. The PID is 0 for another machine."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()

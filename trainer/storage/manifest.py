@@ -119,7 +119,7 @@ class Manifest:
 
     @property
     def created_at(self) -> datetime:
-        """The time of creation, or the latest possible time if it is not readable."""
+        """The time of creation, or the latest possible time if the recorded time is invalid."""
         return parse_time(self.created) or datetime.max.replace(tzinfo=UTC)
 
     @property

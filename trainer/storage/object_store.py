@@ -72,13 +72,13 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
-        # An upload in progress is left alone, because its writer removes it if another writer was
+        # Keep an upload in progress, because its writer removes it if another writer publishes
         # first.
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that ended in the meantime may have published first, so read the manifests again.
+    # A writer that has ended since may have published first, so read the manifests again.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -144,7 +144,7 @@ class ObjectStore:
 
     def create(self, uri: str, data: bytes) -> bool:
         """Create one object if it is missing. Return whether it was created."""
-        # Look for an existing object first, because some stores have no conditional writes.
+        # Check for an existing object first, because some stores have no conditional writes.
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
@@ -206,7 +206,7 @@ class ObjectStore:
         """Upload the file, then delete it locally."""
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
-        # Look for an existing object first, because a store without conditional writes would
+        # Check for an existing object first, because a store without conditional writes would
         # overwrite it.
         placed = self._place_file(draft, path, entry, self._stat(join(draft, name)), [])
         path.unlink()
@@ -254,7 +254,7 @@ class ObjectStore:
                 yield ListedFile("", each.bytes, _tag(each))
 
     def read_clock(self, uri: str) -> float:
-        """Return the time at which the store creates an object."""
+        """Create a temporary object, and return its creation time according to the store."""
         key = _key(join(uri, f"clock-{uuid.uuid4().hex}"))
         with self._translate(uri, writes=True):
             self._bucket.put(key, b"")
@@ -347,7 +347,7 @@ class ObjectStore:
         try:
             run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
-            # Only log the error, because the published directory is complete anyway.
+            # Only log the error, because the published directory is complete without the deletion.
             _log.warning(
                 "cannot delete some objects below %s (%s); delete them with `flotilla gc`",
                 uri,

@@ -42,7 +42,7 @@ class Probe:
     """A test file with a unique name directly below a URI. `remove` may be called at any time."""
 
     def __init__(self, root: str) -> None:
-        """Choose the name. Raises `UserError` for an invalid URI."""
+        """Choose the name of the file. Raises `UserError` for an invalid URI."""
         self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
         self._root = root
         folder = local_path(root)

@@ -47,8 +47,8 @@ def publish(
 ) -> Manifest:
     """Verify all files below `directory`, and publish them at `uri` in one atomic step.
 
-    Publishing the same kind, files and fields again does nothing. In that case only the manifests
-    are compared, and the published files are not read. `verify` reads them. Empty folders and a
+    Publishing the same kind, files and fields again does nothing. To detect this case, only the
+    manifests are compared. Use `verify` to check the published files. Empty folders and a
     `MANIFEST.json` in `directory` are skipped, and links to files are followed. An unpublished
     directory at `uri` is replaced. Returns the manifest at `uri`. Raises `Conflict` if other
     content is already published there, or another `UserError`.
@@ -370,7 +370,7 @@ def _scan(directory: Path, kind: str) -> tuple[FileEntry, ...]:
         for name in folders:
             if (Path(folder) / name).is_symlink():
                 raise UserError(f"cannot publish {Path(folder) / name}: it is a link to a folder")
-        # The staging folder of an interrupted `fetch` is not content.
+        # Skip the staging folder of an interrupted `fetch`, which is not part of the content.
         folders[:] = [name for name in folders if not is_staging(name)]
         paths = (Path(folder) / name for name in names)
         found += [path for path in paths if path != directory / MANIFEST]

@@ -50,8 +50,8 @@ class Retry:
     """The deadline of one operation, which all of its requests and threads share.
 
     The countdown restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a
-    request receives, so that an operation may take as long as it makes progress. A request may take
-    the remaining time, or `LEAST_SECONDS` if less remains, regardless of its client's timeout.
+    request receives, so an operation may continue as long as it makes progress. A request may take
+    the remaining time, or `LEAST_SECONDS` if less remains, regardless of the client's timeout.
     """
 
     def __init__(self) -> None:

@@ -255,7 +255,7 @@ class S3Bucket:
             return tls_trouble(error)
         if isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
-        # botocore follows a redirect to the same address until Python's recursion limit.
+        # botocore follows a redirect to the same address until it reaches the recursion limit.
         if isinstance(error, boto.BotoCoreError | RecursionError):
             lacks = isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError)
             return Trouble.NO_CREDENTIALS if lacks else Trouble.OTHER
@@ -316,8 +316,8 @@ class S3Bucket:
                 **self._object_key(key), Body=data, ContentMD5=digest, **how
             )
             arrived = self._has_arrived(key, data, answer, is_new)
-            # Some stores do not check the MD5 of the request, and a damaged manifest must never be
-            # read.
+            # Remove it, because some stores do not check the MD5 of a request, and a damaged
+            # manifest must never be read.
             damaged = is_new and not arrived
             remove_damaged()
             if not arrived:
@@ -393,7 +393,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
         config=Config(
             connect_timeout=TIMEOUTS[0],
             read_timeout=TIMEOUTS[1],
-            # Flotilla itself retries requests, in the same way for all stores.
+            # Disable boto's retries, because Flotilla retries requests to all stores in one way.
             retries={"mode": "standard", "total_max_attempts": 1},
             # Uploads send an MD5, because some stores do not support the newer checksums.
             request_checksum_calculation="when_required",

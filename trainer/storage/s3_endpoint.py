@@ -41,7 +41,7 @@ class Endpoint:
 
 
 def find_endpoint(location: Location) -> Endpoint:
-    """Return the endpoint from the URI, else from the environment, else the default one."""
+    """Return the endpoint from the URI or, failing that, from the environment or the default."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}

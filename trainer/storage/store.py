@@ -86,10 +86,10 @@ class Store(Protocol):
         """Return the decoded names directly below a URI, sorted, without hidden ones."""
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files at and below a URI, in any order, before the listing is complete."""
+        """Yield the files at and below a URI, in any order, while the listing is in progress."""
 
     def remove(self, uri: str) -> None:
-        """Remove a file, or a directory with all files below it, the manifest first."""
+        """Remove a file, or a directory with all its files. The manifest is removed first."""
 
     def discard(self, uri: str) -> None:
         """Remove one file if it exists, without a listing."""
@@ -238,7 +238,7 @@ class DamagedInTransitError(Exception):
 def list_pages(
     page: Callable[[str | None], tuple[list[Result], str | None]],
 ) -> Iterator[Result]:
-    """Yield the entries of a paged listing. `page` returns one page and the token of the next.
+    """Yield the entries of a paged listing. `page` returns a page and the token of the next one.
 
     Raises `DamagedInTransitError` if the listing does not end.
     """

@@ -166,7 +166,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path. Raises `ConfigError` if there is no current folder."""
+    """Return the `file://` URI of a path. Raises `ConfigError` if the current folder is gone."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:
@@ -244,5 +244,5 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
 
 
 def _strip_query(uri: str) -> str:
-    # Leave out the query, because the query of a mistyped URI may contain a secret.
+    # Leave out the query, because it may contain a secret if the URI is mistyped.
     return uri.partition("?")[0]

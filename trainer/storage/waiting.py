@@ -1,7 +1,7 @@
 """Functions that wait with a timeout and log messages, and time marks that expire.
 
-A mark is a small file with the time when an operation began. Its writer may have been killed, or
-its clock may be wrong, so a mark is valid only for a limited time before and after the reader's
+A mark is a small file with the time when an operation began. The writer may have been killed, or
+the writer's clock may be wrong, so a mark is valid only if its time is close to the reader's
 current time. An unreadable mark is invalid.
 """
 
@@ -20,7 +20,7 @@ def wait_until(
 ) -> bool:
     """Wait at most `seconds` until `is_over` returns true. Return whether it did.
 
-    Every ten seconds, log a warning that says what the process is waiting for.
+    Every ten seconds, log a warning that names what the process is waiting for.
     """
     began = said = time.monotonic()
     while not is_over():

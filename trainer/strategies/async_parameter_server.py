@@ -53,12 +53,12 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between two reads of the reports, and between two checks for running closures.
+# Seconds between reads of the workers' reports, and between checks for running closures.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# How far ahead work is scheduled, in seconds. If the chief dies, the workers continue for about
-# that long.
+# How many seconds of work the chief schedules in advance. If the chief dies, the workers continue
+# for about this time.
 AHEAD_SECONDS = 10
-# Maximum time for workers to end their current turns, in seconds. A turn takes up to a second.
+# Maximum time to wait for workers to end their current turns, which take up to a second each.
 HALT_SECONDS = 20.0
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
@@ -139,7 +139,7 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # The workers have taken all turns, so the closures end.
+        # The workers have taken all turns, so wait for their closures to end.
         self._join()
 
     def _complete(self, boundary: int) -> None:
@@ -162,7 +162,7 @@ class AsyncParameterServer(Served):
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
-        # If a worker dies, its closure waits until the worker returns or another worker is free.
+        # Count a dead worker's closure too, because it runs once this or another worker is free.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
             arguments = self._iterator, tf.constant(self._closure, tf.int64)
             self.coordinator.schedule(self._closures[unit], args=arguments)
@@ -191,8 +191,8 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after it pushes, so each update of another worker falls between a
-        # pull and a push.
+        # A worker pulls right after it pushes, so all updates by other workers happen between its
+        # pulls and pushes, and count as staleness.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
@@ -201,7 +201,7 @@ class AsyncParameterServer(Served):
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            # `own` stays on the server, which needs it at every turn.
+            # Keep `own` on the server, because the server needs it at every turn.
             own, worker = turns.begin(closure), worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
@@ -285,7 +285,7 @@ class AsyncParameterServer(Served):
             none = turns.holds(own), tf.constant(0.0), tf.constant(0)
             _, total, made = tf.while_loop(lambda found, *_: found, once, none)
             others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
-            # Return a single tensor, because the coordinator fetches the results one by one.
+            # Return a single tensor, because the coordinator fetches each tensor separately.
             results = [total, worker_number(), others, made * turn]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
@@ -299,7 +299,7 @@ class AsyncParameterServer(Served):
             apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
-        # Keras updates variables only in a replica context, and closures are traced outside of one.
+        # Keras updates variables only in a replica context, and closures are traced without one.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _local_steps(self, problem: Problem) -> Update:
@@ -337,7 +337,7 @@ def build_local_steps(  # noqa: PLR0913
 
     def update(iterator: Any) -> tf.Tensor:
         values = pure.pull()
-        # Read the learning rate here: a server computes it, and the loop below must stay local.
+        # Read the learning rate before the loop: a server computes it, but the loop must be local.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
 
         def step(

@@ -24,7 +24,7 @@ from flotilla.trainer.strategies.strategy import Batch, Loss
 from flotilla.trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
-# A dense tensor, which is zero if the loss ignores the variable, or `IndexedSlices` of rows.
+# A dense tensor (zeros if the loss ignores the variable), or `IndexedSlices` for some of the rows.
 Gradient = Any
 
 
@@ -38,10 +38,10 @@ class ScalarPlace:
 
 
 class Messages:
-    """Variables whose values travel in one message per device and dtype, in a `tf.function`."""
+    """Variables whose values a `tf.function` sends in one message per device and dtype."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Group the variables by device and dtype. A `ScalarPlace` can only be pushed."""
+        """Group the variables by device and dtype. A `ScalarPlace` can be pushed but not pulled."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
@@ -120,8 +120,8 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Write changed state back to its variables.
 
-    The function adds the change of an integer (seed, count), which keeps other workers' increments.
-    It assigns other values, because adding all changes of a moving average would overshoot.
+    For an integer (seed, count), the function adds the change, which keeps other workers'
+    increments. It assigns other values: adding all changes of a moving average would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -223,7 +223,7 @@ class PureGradient:
                 rows, weights = weights[len(trainable) :], weights[: len(trainable)]
                 answered = self._lookups.answer(rows, places)
             if self._in_place:
-                # Keras reads each regularized variable from the scope, which must therefore hold
+                # Keras reads each regularized variable from the scope, so the scope must contain
                 # all of them.
                 trainable = [each for each in trainable if each.regularizer]
                 weights = [each.value.read_value() for each in trainable]
@@ -340,7 +340,7 @@ Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], T
 
 
 def accumulate(compute: Compute, parts: int) -> Compute:
-    """Return a function from a stack of batches to its mean loss and gradients, and the state."""
+    """Return a function from a stack of batches to the mean loss and gradients, and the state."""
 
     def accumulate_all(
         weights: Tensors, state: Tensors, batches: Batch
@@ -353,7 +353,7 @@ def accumulate(compute: Compute, parts: int) -> Compute:
 
         total, sums, state = compute(weights, state, _part(batches, 0))
         if any(isinstance(each, tf.IndexedSlices) for each in sums):
-            # A loop variable needs a fixed shape, but the number of rows grows with each batch.
+            # Unroll: a loop variable needs a fixed shape, but each batch adds rows to the gradient.
             for part in range(1, parts):
                 # Wait for the previous batch, so that only one is in memory at a time.
                 with tf.control_dependencies([total]):
@@ -408,7 +408,7 @@ def apply_and_count(
         if variable.value.device == counter.device
     ]
     with tf.device(counter.device):
-        # Prefer gradients of variables on this server, which need no extra message.
+        # Prefer gradients of variables on this server, because they need no extra message.
         arrived = [tf.identity(getattr(each, "values", each)) for each in here or gradient[:1]]
 
     def count_later(by: Any) -> Any:

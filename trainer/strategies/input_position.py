@@ -24,7 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# A range: start and length. In a plan, (n, p): the n-th next example is at position p.
+# A range: start and length. In a plan, (n, p): the example n places ahead is at position p.
 Range = tuple[int, int]
 # Number of recent staleness values to keep, enough for a 95th percentile.
 STALENESS_WINDOW = 400
@@ -38,7 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, p): the n-th next example is at position p, and later ones follow it."""
+        """Return pairs (n, p): the example n places ahead is at position p. Later ones follow."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
@@ -88,7 +88,7 @@ class Stream:
         held: builds a dataset with a single element, which each worker keeps in memory.
         read: a function from that element and a vector of example numbers to a batch.
         run: the number of examples that stay adjacent in every order.
-        position: where the attempt starts.
+        position: the input position at which the attempt starts.
     """
 
     examples: int
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position, or unchanged if the saved order differs."""
+        """Return the stream at a saved position, or this stream if the saved order differs."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -190,7 +190,7 @@ def encode_plan(position: Position) -> tf.Tensor:
 
 
 class Tally:
-    """A tally of each worker's local steps, and of the staleness, in one attempt of the chief."""
+    """Counts of each worker's local steps, and recent staleness, in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
         """Start the counts at zero. A local step has `batch_size` examples."""

@@ -66,7 +66,7 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # Each replica has its own loss scale, which does not change the gradient.
+            # Each replica can have its own loss scale, because it does not change the gradient.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -165,7 +165,7 @@ class Replicated(KerasStrategy):
 
         def step(batch: Batch) -> tf.Tensor:
             _, found = compiled_gradient.get_concrete_function(batch).structured_outputs
-            # XLA has no kernels for sparse updates of some optimizers.
+            # Do not compile sparse updates, because XLA lacks kernels for some optimizers.
             moves_rows = any(isinstance(each, tf.IndexedSlices) for each in found)
             return (update if moves_rows else compiled_update)(batch)
 
@@ -204,9 +204,9 @@ def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> b
 
 
 def _mean(values: list[Any]) -> list[Any]:
-    """Return the mean of each value over all replicas. Gradients of embedding rows stay sparse.
+    """Return the mean of each value over all replicas.
 
-    Sparse gradients with a dynamic number of rows, which differs between replicas, become dense.
+    A sparse gradient becomes dense if its number of rows may differ between replicas.
     """
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
@@ -256,7 +256,7 @@ class MultiWorkerMirrored(Replicated):
         )
         on_sigterm = signal.getsignal(signal.SIGTERM)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(self.resolver(GPU=gpus), options)
-        # Restore the handler, which TensorFlow has replaced.
+        # Restore the handler, because TensorFlow replaced it.
         signal.signal(signal.SIGTERM, on_sigterm)
         return strategy
 

@@ -169,7 +169,7 @@ class Served(KerasStrategy):
             self.state.settle(is_whole=is_whole)
 
     def refresh(self) -> None:
-        """Rebuild the index of each restored table. Workers may already add rows to the others."""
+        """Rebuild the indexes of restored tables only: workers may be adding rows to others."""
         taken = self.state.is_taken if self.state else lambda _device: False
         table_state.restore_tables(self.model, lambda device: not taken(device))
 

@@ -198,7 +198,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the step counter, which would cost two messages from another machine.
+        # A schedule reads the step counter. From another machine, this would take two messages.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -308,7 +308,7 @@ def _initialize_sketch(variable: Any, initializer: Any) -> None:
 
 
 def _sketch_value(kwargs: dict[str, Any]) -> Any:
-    """Return the initial value of a variable. For a large variable, it takes no memory.
+    """Return an initial value for a variable. For a large variable, this value takes no memory.
 
     The values of a sketch are never read, and a table may be larger than this machine's memory.
     """

@@ -26,13 +26,13 @@ from flotilla.trainer.runtime.errors import ClusterLostError
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, worker_device
 
 # Number of updates to unroll in a graph. In a loop over several machines, TensorFlow sends control
-# messages through the network, so that one iteration costs more than a small update.
+# messages through the network, so one iteration costs more than a small update.
 TURN = 20
 # Minimum number of steps for unrolling, because tracing an unrolled graph takes seconds.
 LONG_RUN = 2000
 LOSS, UPDATES, OTHERS = range(3)
-# Number of closures whose newest run is recorded. The records take half a megabyte. If more
-# closures were scheduled between two calls of `deal`, the oldest ones would end early.
+# Number of closures whose newest run is recorded. The records take half a megabyte. If there were
+# more closures than this between two calls of `deal`, the oldest ones would end early.
 CLOSURES = 1 << 16
 # Maximum number of steps in a portion. If its worker dies, up to this many are applied twice.
 MAX_PORTION = 100
@@ -62,7 +62,7 @@ def choose_unroll(steps: int, *, whole: bool) -> int:
 
 def choose_unit(steps: int, workers: int, turn: int) -> int:
     """Return the number of updates per turn: `turn`, or 1 if only a few steps are left."""
-    # With fewer turns, the workers would mostly wait for the last one.
+    # With fewer turns, most of the time would be spent waiting for the last turns to end.
     return turn if steps >= 4 * turn * workers else 1
 
 
@@ -208,7 +208,7 @@ class Turns:
             worker, loss = tf.unstack(tf.identity(sent))
             others = self._applied.read_value() - began - updates
             row = tf.stack([loss, tf.constant(updates, tf.float64), tf.cast(others, tf.float64)])
-            # Only one worker writes each row.
+            # Each worker adds only to its own row.
             where = tf.reshape(tf.cast(worker, tf.int64), [1, 1])
             return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 

@@ -40,8 +40,8 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# Version of `State` and of the named variables. Increase it with each change. A chief reads only
-# variables of the same version, because the servers may run another version of Flotilla.
+# Version of `State` and of the named variables. Increase it when either changes. A chief reads only
+# variables of its own version, because the servers may run another version of Flotilla.
 FORM = 6
 ANSWER_SECONDS = 10.0
 # Number of servers that store the global step, in case the server with the counter is lost.
@@ -70,7 +70,7 @@ _GONE = (
 def is_lost(error: Exception) -> bool:
     """Return whether an error means that a task or a message was lost."""
     if isinstance(error, tf.errors.InternalError):
-        # The message was corrupted on the way, and the server cannot parse it.
+        # The message was corrupted in transit, so the server cannot parse it.
         return "Unable to parse request" in str(error)
     if isinstance(error, tf.errors.InvalidArgumentError):
         text = str(error).lower()
@@ -80,7 +80,7 @@ def is_lost(error: Exception) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The record of a server about the variables of a run.
+    """A server's record of the variables of a run.
 
     Attributes:
         token: the token in the names of the variables.
@@ -93,7 +93,7 @@ class State:
         reached: the last known global step, only on the first few servers.
         saved: the global step of the newest published checkpoint, or -1 if none.
         noted: when `saved` was recorded, in seconds since 1970.
-        back_to: the global step to which the values were reset after that, or -1 if they were not.
+        back_to: the global step to which values were reset after `noted`, or -1 if they were not.
     """
 
     token: int
@@ -110,7 +110,7 @@ class State:
 
 
 class MisfitError(Exception):
-    """The variables on the servers did not match this chief's variables, and were freed."""
+    """The variables on the servers do not match this chief's variables, and have been freed."""
 
 
 class ServerState:
@@ -263,10 +263,10 @@ class ServerState:
         """
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
-            # A checkpoint of a later step than the reset contains the values after the reset.
+            # A checkpoint at a later step than the reset has the later values: forget the reset.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # If a single server is lost, nothing can be reused, so its global step is not recorded.
+        # If the only server is lost, nothing can be reused, so do not record its global step.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 
@@ -298,7 +298,7 @@ class ServerState:
         for number, each in enumerate(self._variables):
             on.setdefault(each.device, []).append(number)
         for device, numbers in on.items():
-            # Pass the handles as arguments, because a graph would keep captured handles.
+            # Pass the handles as arguments, because a graph would keep captured handles alive.
             held = [self._variables[n].handle for n in numbers]
             before = [] if self.is_taken(device) else held
             del held
@@ -379,7 +379,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The types must match the shard, or the handle would refer to another resource.
+            # The types must match those of the shard, or the handle refers to another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids

@@ -98,7 +98,7 @@ class Strategy(ABC):
     read_step: int = -1
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
-        """Store the arguments. `build` connects to the cluster."""
+        """Store the arguments without connecting to the cluster, which `build` does."""
         self.config, self.cluster, self.task = config, cluster, task
         self._copy: MeasuredCopy | None = None
         self.stream: Stream | None = None
@@ -133,13 +133,13 @@ class Strategy(ABC):
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task: those of `problem`, or every `of`-th one of a stream."""
+        """Return one task's batches, from `problem` or as every `of`-th batch of the stream."""
         if not self.stream:
             return self.stack(problem.batches())
         return self.stack(self.stream.endless(self.config.training.batch_size, index, of))
 
     def stack(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return stacks of `training.accumulate` batches, or `batches` itself if the key is 1."""
+        """Return stacks of `training.accumulate` batches, or `batches` if that number is 1."""
         parts = self.config.training.accumulate
         return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
 
@@ -189,7 +189,7 @@ class Strategy(ABC):
         """Return the learning rate of the next update."""
 
     def leave(self) -> None:  # noqa: B027
-        """Wait, after the last checkpoint, until the other tasks with an outer loop may exit."""
+        """After the last checkpoint, wait until the other tasks with an outer loop may exit."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
         """Return the state that an earlier attempt left on the servers. Called before `build`."""
@@ -300,14 +300,14 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's `compile`, because the model's own may need other arguments. Without a loss
-    # argument, it keeps the loss that the model was compiled with.
+    # Call Keras's `compile`, because the model's `compile` may need other arguments. Without a loss
+    # argument, Keras keeps the loss that the model was compiled with.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
     def step(batch: Batch) -> tf.Tensor:
         before = counter.read_value()
-        # Without a reset, the logs of `train_step` would be means over earlier steps too.
+        # Without a reset, the logs of `train_step` would be means that include earlier steps.
         model.reset_metrics()
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)
@@ -316,7 +316,7 @@ def build_own_step(
             raise ConfigError(f"its train_step must return a loss, but it returns {found}")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
-    # As in `fit`, AutoGraph does not convert the user's code.
+    # Like `fit`, do not let AutoGraph convert the user's code.
     as_it_is: Callable[[Batch], tf.Tensor] = tf.autograph.experimental.do_not_convert(step)
     return as_it_is
 
@@ -324,8 +324,8 @@ def build_own_step(
 def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
     """Make the optimizer count every update once, and return its counter: the global step.
 
-    Keras reads, adds and assigns, so concurrent updates get lost: two workers that applied 1,000
-    steps counted 650 to 700. TensorFlow's own `assign_add` is atomic on the parameter server.
+    Keras reads, adds and assigns, so concurrent increments get lost: when two workers applied 1,000
+    steps, the counter reached 650 to 700. TensorFlow's `assign_add` is atomic on the server.
     """
     counter: tf.Variable = optimizer.iterations.value
     optimizer.iterations.assign_add = counter.assign_add
@@ -350,7 +350,7 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, numbered if it is taken: Adafactor calls all of its row factors `kernel`."""
+    """Return `path`, with a number if it is taken. Adafactor calls all row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 

@@ -72,7 +72,7 @@ class SyncParameterServer(Served):
         """Apply `steps` updates. Each is the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # A late worker of the previous inner loop may also take numbers. Its gradients are dropped.
+        # Late workers of the previous inner loop may take numbers too. Their gradients are dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
@@ -130,20 +130,20 @@ class SyncParameterServer(Served):
                 return (step,)
 
             with tf.device(HUB):
-                # Send `own` to the server once, instead of with every announcement.
+                # Send `own` to the server only once, rather than with every announcement.
                 own = tf.identity(own)
                 # After a restart, the previous loop of this worker may have taken the token of the
                 # open step, or may take the one put below. So do not wait for a token here.
                 step = self._open.read_value()
                 tokens.put(step)
-            # Do not place these loops on `HUB`: the device of a loop evaluates its condition.
+            # Do not place these loops on `HUB`, because a loop's device evaluates its condition.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
                 lambda step: step < end, lambda each: announce(each)[:1], (step,)
             )
             with tf.device(HUB):
-                # A slow worker's loop may have taken a token of the next loop. Put one back.
+                # A slow worker's loop may have taken a token of the next loop, so put one back.
                 tokens.put(step)
             return step
 
@@ -177,7 +177,7 @@ class SyncParameterServer(Served):
         return compute_announced
 
     def _turn(self) -> int:
-        """Return the number of steps to unroll, or 1 for none.
+        """Return the number of steps to unroll, or 1 to unroll none.
 
         Steps are unrolled only if every worker is needed, because a worker that skips a step would
         run out of steps early. With row lookups, each step would trace the gradient again.
@@ -374,7 +374,7 @@ class Staging:
         sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            # Wait for each device separately: waiting for another server costs a message.
+            # Wait for each device separately, because waiting for another server costs a message.
             before = [changed[device]] if device in changed else []
             with tf.device(device), tf.control_dependencies(before):
                 sent.append(

@@ -2,7 +2,7 @@
 
 Each device takes its own batch. All devices use the same weights, which are pulled once, and the
 mean of their gradients is pushed once. Moving averages are averaged over the towers, and each tower
-has its own seed. Other state variables may define a `join` method for their values.
+has its own seed. Other state variables may define a `join` method that merges their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flotilla.trainer.strategies.strategy import Batch
 
 Tensors = list[tf.Tensor]
 Gradient = Any
-# A function of weights, state and batch. It returns the loss, a gradient per weight and new state.
+# A function from weights, state and batch to the loss, one gradient per weight, and the new state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 

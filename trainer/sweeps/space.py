@@ -1,7 +1,7 @@
 """The search space of a sweep, and its trials if they are known in advance (grid or random).
 
 A key of `--set` is searched if it has several values, `key=a,b,c`, or a range, `key=low..high`.
-These become a distribution of Optuna. Commas within brackets or quotes are part of a value.
+Both become distributions in Optuna. Commas within brackets or quotes are part of a value.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class Study:
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
     def report(self, trial: Trial, result: Result) -> bool:
-        """Report a result on a rung. Return whether the trial continues, and end it otherwise."""
+        """Report a result on a rung, and return whether the trial continues. Otherwise, end it."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values

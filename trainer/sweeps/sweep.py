@@ -21,14 +21,14 @@ from flotilla.trainer.runtime.json_records import is_number
 
 Settings = Mapping[str, str]
 
-#: The reduction factor of halving: one of this many trials continues on the next rung.
+#: The reduction factor of halving: one in this many trials continues on the next rung.
 REDUCTION = 3
 #: Minimum number of steps after which trials can be compared.
 LEAST_STEPS = 10
 # Keys that change the loss, or the metric that compares trials.
 _OF_LOSS = ("task", "training.class_weights")
 _OF_METRIC = ("task.main_metric", "task.name", "task.outputs", "task.positive")
-# Suffixes of the metrics for which a higher value is better, or a lower one.
+# Suffixes of metrics for which a higher value is better, and of those for which a lower one is.
 _HIGHER = (*SHARES, "ndcg", "mrr", "r2", "iou")
 _LOWER = ("loss", "error", "mae", "mse", "rmse")
 WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "failed", "interrupted"
@@ -150,7 +150,7 @@ class Sweep:
     def share(self, running: Mapping[int, float]) -> float:
         """Return the finished fraction of all training, given the fractions of running trials.
 
-        One of `REDUCTION` trials on each rung continues on the next.
+        On each rung, one in `REDUCTION` trials continues on the next rung.
         """
         steps = [each - before for each, before in zip(self.rungs, (0, *self.rungs), strict=False)]
         sizes = steps if any(steps) else [1]
@@ -179,7 +179,7 @@ class Sweep:
         return config.model_copy(update={"training": training})
 
     def add_result(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
-        """Return the trial with its result on a rung, which is read from its metrics.
+        """Read a trial's result on a rung from its metrics, and return the updated trial.
 
         `main` is the metric that selected the trial's checkpoint, or None if it is unknown. Raises
         `ConfigError` if the metric was not measured.
@@ -356,7 +356,7 @@ def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             "best" if each.number == sweep.best else each.status,
         ]
         for each in sorted(sweep.trials, key=order)
-        # In a sweep with a time limit, most trials are never sampled.
+        # With a time limit, most trials are never sampled. Leave out trials without settings.
         if each.settings or not sweep.minutes
     ]
     metric = spell_metric(objective.metric)

@@ -40,12 +40,12 @@ class Target:
         name: the name of the feature.
         shape: the shape of one example's value: () for a scalar, with -1 for a variable axis.
         dtype: the name of the NumPy type.
-        num_classes: the number of classes, or 0 for a quantity or a number that is not yet known.
+        num_classes: the number of classes, or 0 for a quantity or if the number is not known yet.
         labels: the names of the classes, if they are known.
         counts: the number of examples of each class, by split. It is empty if there are no classes
             or the dataset is not prepared yet.
-        moments: mean, std, min and max of the training split. It is empty if the values are not
-            numbers or the dataset is not prepared yet.
+        moments: mean, std, min and max of the values in the training split. The mapping is empty if
+            the values are not numbers or the dataset is not prepared yet.
     """
 
     name: str
@@ -87,15 +87,15 @@ class Examples(Protocol):
         """Yield all examples in parts that fit into memory. Each call starts from the beginning."""
 
 
-#: Maps a permutation of the labels to a metric and the statistic of a permutation test.
+#: Computes a metric and the test statistic for a permutation of the labels.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
     """A prediction that needs no model.
 
-    `answer` describes the prediction, and `outputs` are its outputs for any example. If `make` is
-    set, this function computes the outputs of a part instead, such as the popularity of each item.
+    `answer` describes the prediction, and `outputs` are its outputs, the same for every example. If
+    `make` is set, it computes the outputs of a part instead, such as each item's popularity.
     """
 
     answer: str
@@ -125,7 +125,7 @@ class Whole:
         return len(tf.nest.flatten(self.part.labels)[0])
 
     def parts(self) -> Iterator[Part]:
-        """Yield the only part."""
+        """Yield all examples as one part."""
         yield self.part
 
 
@@ -180,7 +180,7 @@ class Tally:
 def sample_examples(examples: Examples, most: int = 100_000) -> Part:
     """Return at most `most` evenly spaced examples.
 
-    They are used for plots and for other results that do not need all examples.
+    Use the sample for plots and for other results that do not need all examples.
     """
     step = -(-examples.count // most) or 1
     parts, begin = [], 0
@@ -208,7 +208,7 @@ class SplitError(UserError):
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
-    """Raise `SplitError` with the first wrong label, if there is one."""
+    """Raise `SplitError` if a label is wrong. The message quotes the first wrong label."""
     found = np.asarray(labels)[wrong]
     if len(found):
         raise SplitError(f"the label {found[0]}, {why}; correct the dataset builder")
@@ -225,14 +225,14 @@ class Task(ABC):
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model returns probabilities, which `outputs` converts to logits.
     from_probabilities = False
-    #: Whether outputs are in the units of the label, so that a model can start at the label's mean.
+    #: Whether outputs are in the label's units. If so, a model can start at the label's mean.
     in_units = False
     #: How to choose which of two classes is positive if the configuration does not: `rarity`
     #: chooses the rarer class, and `order` the second one. Empty if the task has no positive class.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Store the target. Subclasses may check it, and accept `task.args`."""
+        """Store the target. A subclass may check it, and take `task.args` as keyword arguments."""
         self.target = target
 
     @property
@@ -245,7 +245,7 @@ class Task(ABC):
     def main_metric(self) -> str:
         """The metric that selects and compares models if the configuration names none.
 
-        The metric may depend on the class counts of the training split, in `target.counts`.
+        The choice may depend on the class counts of the training split (`target.counts`).
         """
 
     @property
@@ -280,7 +280,7 @@ class Task(ABC):
     def chance_loss(self) -> float:
         """Return the loss of an uninformed guess.
 
-        A training loss far above it indicates divergence.
+        A training loss far above this value indicates divergence.
         """
 
     @abstractmethod
@@ -390,8 +390,8 @@ class Task(ABC):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a function for the permutation test of a metric against a constant.
 
-        The function is called hundreds of times. None means that no permutation test is used: the
-        metric is compared example by example.
+        The test calls the function hundreds of times. If the result is None, the metric is compared
+        example by example instead.
         """
         del metric, part
         return None
@@ -399,8 +399,8 @@ class Task(ABC):
     def example_values(self, metric: str, part: Part) -> Floats | None:
         """Return values [n] whose mean is the metric, or None if there are none.
 
-        Without them, the metric's state is computed for each example, which is a hundred times
-        slower.
+        If the result is None, the metric's state is computed for each example. This takes about a
+        hundred times as long.
         """
         del metric, part
         return None

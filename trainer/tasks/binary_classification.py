@@ -57,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return a target's class names, default names if it may have two classes, or else ()."""
+    """Return a target's class names, or default names if it may have two classes, else ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -143,7 +143,7 @@ class BinaryClassification(Sigmoid):
         """Return the positive class, the threshold, and the ROC and precision-recall curves."""
         part, names = sample_examples(examples), list(self.labels)
         labels = part.labels.astype(np.int64)
-        # The softmax of [0, logit] equals the sigmoid of the logit.
+        # Add a logit of 0 for the negative class: softmax([0, x])[1] equals sigmoid(x).
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
         return {
             "positive": names[1],
@@ -171,8 +171,8 @@ class BinaryClassification(Sigmoid):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a permutation test of `auc` or `average_precision`.
 
-        The average precision is tested by the mean log rank of the positive examples. Otherwise, a
-        single positive example that happens to rank first would dominate the test.
+        For `average_precision`, the test statistic is the mean log rank of the positive examples. A
+        single positive example at rank 1 would dominate the metric itself.
         """
         if metric not in Areas._fields:
             return None

@@ -49,7 +49,7 @@ class Classification(Softmax):
             raise ConfigError(f"the label must be one class number per example, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # With so few classes, the top-k accuracy would always be 1.
+            # Leave out the top-k accuracy: with so few classes, it would always be 1.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
@@ -134,8 +134,8 @@ class Classification(Softmax):
         ]
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """For `accuracy`, return whether each prediction is correct (1 or 0) [n], else None."""
-        # A user's subclass may define another metric with this name.
+        """If `metric` is `accuracy`, return 1 (correct) or 0 for each prediction [n], else None."""
+        # A subclass that overrides `metrics` may define `accuracy` in another way.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None
         right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)

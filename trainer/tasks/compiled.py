@@ -1,10 +1,10 @@
 """The loss, metrics and optimizer of a compiled model.
 
-The loss and the metrics in `model.compile(...)` are used unless the configuration replaces them,
-and the optimizer is used if `training.optimizer.name` is `model`. The strategy decides how many
-steps run in one call, and `training.jit_compile` whether they are compiled with XLA. Keras keeps
-the states of metrics in variables. Here, all states are in one vector of sums over examples, and
-`State` describes the range of one metric.
+Training uses the loss and the metrics in `model.compile(...)` unless the configuration replaces
+them. It uses the optimizer only if `training.optimizer.name` is `model`. The strategy sets how many
+steps run in one call, and `training.jit_compile` whether XLA compiles them. Keras keeps the states
+of metrics in variables. Here, one vector of sums over examples contains all states. A `State`
+describes the range of one metric in this vector.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 class Term(NamedTuple):
     """One term of the loss, for the output at `path`, with an optional weight.
 
-    `part` is the task of that output, if known, which converts the labels.
+    `part` is the task of this output, if known. The task converts the labels.
     """
 
     path: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
     """A metric of the output at `path`.
 
     If `plain` is set, the metric receives what the model returns instead of the task's predictions.
-    If `weighted` is set, it uses example weights. If `own` is set, the task itself defines it.
+    If `weighted` is set, it uses example weights. If `own` is set, the task defines the metric.
     """
 
     path: tuple[Any, ...]
@@ -85,7 +85,7 @@ class State:
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
     def next_state(self, measured: Measured) -> State:
-        """Return the state of another metric, which follows this one in the vector."""
+        """Return the state of the next metric, whose range begins where this one ends."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))
         name = measured.name
@@ -99,7 +99,7 @@ class State:
         return _name_results(self.measured, _result(self.measured.metric, self._variables(state)))
 
     def function(self, name: str) -> Callable[[Sums], float]:
-        """Return a function that computes the metric from a state, fast enough for many calls."""
+        """Return a function that quickly computes the metric called `name` from a state."""
         measured = self.measured
         if measured is None:
             return lambda state: float(state[1] / state[0])
@@ -143,7 +143,7 @@ class Compiled:
             ConfigError: a loss does not fit the shapes, or its name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # For several outputs, Keras also creates a metric for each loss, which is not used.
+        # Keras creates unused metrics for the losses of several outputs. Skip their variables.
         with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]

@@ -4,7 +4,7 @@ A validation uses Keras metrics, whose states are sums in single precision. Labe
 are first reshaped to [n, numbers], because Keras is inconsistent in how it broadcasts weights [n]
 to labels with more axes. Some of the metrics do not exist in Keras.
 
-The metrics of an evaluation are in `flotilla.trainer.tasks.exact`. For them, this module computes
+The metrics of an evaluation are in `flotilla.trainer.tasks.exact`. This module provides their
 counts per class, and curves that are thinned for plots.
 """
 
@@ -129,12 +129,12 @@ class MacroF1(keras.Metric):
 class R2Score(keras.Metric):
     """The coefficient of determination, averaged over the numbers of an example.
 
-    Keras sums the squares of the labels, which loses precision if their mean is far above their
+    Keras sums the squares of the labels. The sum loses precision if their mean is far above their
     standard deviation. Here, a value near the mean is subtracted from the labels first.
     """
 
     def __init__(self, numbers: int, near: float) -> None:
-        """Create the metric for `numbers` labels per example, whose mean is about `near`."""
+        """Create the metric. An example has `numbers` labels, and their mean is about `near`."""
         super().__init__(name="r2_score")
         self._near = near
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -239,7 +239,7 @@ class Areas(keras.Metric):
         true, false = map(tf.convert_to_tensor, (self.true, self.false))
         hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
         all_true, all_false = hits[:, 0], misses[:, 0]
-        # Half of the true labels in the same bin count as ranked above.
+        # Scores in a bin are tied, so half of its true labels count as ranked above.
         above = tf.reduce_sum(false * (hits - true / 2), axis=1)
         precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
         both = (all_true > 0) & (all_false > 0)
@@ -310,7 +310,7 @@ def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of each class from the counts of `count_by_class`, or 0 if undefined."""
+    """Return the metrics of each class. Precision, recall and F1 are 0 if they are undefined."""
     hits, support, predicted = counts
     return [
         {
@@ -354,9 +354,9 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
 def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     """Return one ROC curve: points of false positive rate, true positive rate and threshold.
 
-    For two classes it is the curve of the second class. For more classes it is micro-averaged: each
-    pair of an example and a class is a binary decision. The result is empty if all examples are of
-    the same class.
+    For two classes, this is the curve of the second class. For more classes, it is micro-averaged:
+    each pair of an example and a class is a binary decision. The result is empty if all examples
+    are of the same class.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= _BINARY:
@@ -367,7 +367,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     if not 0 < own.sum() < len(own):
         return []
     false, true, thresholds = _scores().roc_curve(own, score)
-    # Clip the first threshold, which is infinite, because JSON cannot represent infinity.
+    # The first threshold is infinite. Clip it, because JSON cannot represent infinity.
     return _thin(false, true, thresholds.clip(0, 1))
 
 
@@ -390,8 +390,8 @@ def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Counts are sums of weights, so they may be far below 1. A permutation test calls the function
-    hundreds of times. Therefore, it is vectorized over the classes.
+    Counts are sums of weights, so they may be far below 1. A permutation test calls this function
+    hundreds of times. Therefore, the function is vectorized over the classes.
     """
     occurs = (support + predicted) > 0
     each = (

@@ -6,8 +6,8 @@
     metrics   the metrics of each task, as `<output>_<metric>`
     answers   the answers of each task, as `<output>_<column>`
 
-`task.outputs.<label>.weight` balances the outputs, because losses in different units, such as a
-squared income and a cross entropy, are not comparable.
+Losses in different units, such as a squared income and a cross entropy, are not comparable. Set
+`task.outputs.<label>.weight` to balance them.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class MultiOutput(Task):
         return MultiOutput(parts, self.loss_weights)
 
     def outputs(self, given: Any) -> Any:
-        """Convert what the model returns to the outputs of each task."""
+        """Convert the values that the model returns to the outputs of each task."""
         return {name: part.outputs(given[name]) for name, part in self.parts.items()}
 
     def given(self, outputs: Any) -> Any:
-        """Convert the outputs of each task back to what the model returns."""
+        """Convert the outputs of each task back to the values that the model returns."""
         return {name: part.given(outputs[name]) for name, part in self.parts.items()}
 
     def predictions(self, outputs: Any) -> Any:
@@ -232,9 +232,9 @@ class _OutputTally(Tally):
 
 
 def group_by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the columns of each output, without its prefix.
+    """Return the columns of each output, without the prefix.
 
-    If the names of two outputs match a column, the longer name is used.
+    If a column matches the names of two outputs, it belongs to the one with the longer name.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for column, values in answers.items():

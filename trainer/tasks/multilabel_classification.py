@@ -96,7 +96,7 @@ class MultilabelClassification(Sigmoid):
         """Return the curves of each class that has positive and negative examples."""
         part, curves = sample_examples(examples), []
         for index, name in enumerate(self._labels):
-            # The softmax of [0, logit] equals the sigmoid of the logit.
+            # Add a logit of 0 for the negative class: softmax([0, x])[1] equals sigmoid(x).
             logits = np.pad(part.outputs[:, index : index + 1], [[0, 0], [1, 0]])
             true = part.labels[:, index].astype(np.int64)
             curves += metrics.curves(true, logits, ["", name])[1:]
@@ -110,7 +110,7 @@ class MultilabelClassification(Sigmoid):
         """Return the class frequencies, and three sets of classes that may be the best constant."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
-        # The micro F1 of always predicting the j most frequent classes is 2 hits / (all + j).
+        # The j most frequent classes have a micro F1 of 2 hits / (all + j). Choose the best j.
         best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
         rows, counts = np.unique(sample_examples(examples).labels, axis=0, return_counts=True)
         frequent = np.where(shares >= ordered[best], SURE, -SURE)

@@ -47,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Do not look up these names with Keras, which would create an object. This would start
-    # TensorFlow's threads in a process that forks tasks.
+    # Do not look up these names with Keras. It would create objects, and thereby start the threads
+    # of TensorFlow in a process that forks tasks.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -67,7 +67,7 @@ _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRIC
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Skip the initialization of variables that are created in this block. They are never read.
+    """Do not initialize variables that are created in this block, because they are never read.
 
     Otherwise, Keras would initialize them at the end of the next stateless scope, for example
     together with the variables of a model on parameter servers.
@@ -83,7 +83,7 @@ def skip_initial_values() -> Iterator[None]:
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     """Create the loss that is named in the configuration at `key`.
 
-    `logits` indicates whether the losses of Keras receive logits or probabilities.
+    `logits` indicates whether Keras losses receive logits rather than probabilities.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be created.

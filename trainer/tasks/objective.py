@@ -2,8 +2,8 @@
 
 The loss is computed by the model's own Keras method, so that `add_loss`, regularizers, masks,
 example weights and a user's `compute_loss` work under every strategy as they do in `fit`. The loss
-container of a compiled model is replaced first, because its first call creates variables, which is
-not possible in a graph on a worker.
+container of a compiled model is replaced first, because its first call creates variables. A graph
+on a worker cannot create variables.
 
 The states of Keras metrics are sums over examples. `totals` returns all of them in one vector, the
 vectors of all workers are added, and `means` computes the metrics from the result.
@@ -57,7 +57,7 @@ from flotilla.trainer.tasks.task_loss import (
     whole_losses,
 )
 
-# Built-in tasks do not need AutoGraph, which is slow, because they have no loops or branches over
+# AutoGraph is slow. Built-in tasks do not need it, because they have no loops or branches over
 # tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
 # Number of calls before a function is traced. With fewer calls, tracing would not save time.
@@ -89,7 +89,7 @@ class Objective:
             outputs: loss and metrics of single outputs, by output name.
             weights: class weights for training, by output name as in `Task.parts`.
             main_metric: metric that replaces the task's main metric.
-            better: direction of `main_metric`, if neither the task nor Keras knows it.
+            better: direction of `main_metric`, if neither the task nor Keras defines it.
         """
         self.task = task
         self.main_metric = main_metric or task.main_metric
@@ -151,8 +151,8 @@ class Objective:
         """Check that a model fits the task, and use the arguments that it was compiled with.
 
         Args:
-            model: a built model. It is no longer compiled afterwards.
-            outputs: its outputs for symbolic inputs.
+            model: a built model. This method removes its own optimizer and metrics.
+            outputs: the outputs of the model for symbolic inputs.
 
         Raises:
             ConfigError: the model does not fit the task, or its loss does not fit its outputs.
@@ -186,7 +186,7 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "the metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # With as many examples as classes, broadcasting could hide wrong shapes.
+            # Use a batch size unlike any other size, because broadcasting could hide wrong shapes.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
@@ -231,7 +231,7 @@ class Objective:
         return terms
 
     def _bind_task(self, term: Term, last: Any) -> Term:
-        """Return a loss of the compiled model, with the task of its output."""
+        """Add the task of the output to a loss of the compiled model."""
         part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
@@ -292,7 +292,7 @@ class Objective:
             given = cast_outputs(model(inputs, training=False))
             loss = None
             if has_own(model, "compute_loss"):
-                # The model's method may assign to variables, which must not change here.
+                # Prevent the model's method from changing variables.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._summed(labels, self.task.outputs(given), weights, loss)
@@ -440,7 +440,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of sums for a batch. `loss` is set if the model computes its loss."""
+        """Return the sums of a batch. `loss`, if given, replaces the loss of this objective."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
@@ -462,7 +462,7 @@ def has_own(model: keras.Model, method: str) -> bool:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the path of an output. It is empty for a single output, which has no name."""
+    """Return the path of an output. A single output has no name, so its path is empty."""
     return (name,) if name else ()
 
 
@@ -499,10 +499,10 @@ class Measuring(Tally):
         """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # The configured loss may differ from the task's own loss, to which the interval belongs.
+        # The interval belongs to the task's own loss. Drop it if the configured loss differs.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
-            # The sum in single precision has overflowed.
+            # The sum in single precision overflowed, so use the exact value.
             loss = exact
         if exact is None or not math.isclose(loss or 0.0, exact, rel_tol=1e-3):
             found["intervals"].pop(LOSS, None)

@@ -66,14 +66,14 @@ class Ranking(BinaryClassification):
 
     @property
     def unit(self) -> str:
-        """The feature that identifies queries, whose items are ranked together."""
+        """The feature that identifies queries. The items of a query are ranked together."""
         return self._group
 
     def predicted(self, outputs: Any) -> None:
         """Return None, because a ranking predicts no class."""
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the metric of each query for which it is defined, sorted by the query's id."""
+        """Return the metric of each query that has a defined value, sorted by query id."""
         if not self._group or metric not in BY_QUERY:
             return None
         tally = QueryTally(self._group, Tally())
@@ -82,12 +82,12 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return an accumulator for metrics of examples and, if there are any, of queries."""
+        """Return an accumulator for metrics of examples and, if `group` is set, of queries."""
         return QueryTally(self._group, super().tally()) if self._group else super().tally()
 
 
 class Queries(NamedTuple):
-    """The values of a metric for the queries for which it is defined, and their weights."""
+    """The defined values of a metric, one per query, and the weights of these queries."""
 
     values: Floats
     weights: Floats

@@ -106,7 +106,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
                 f"{key}.positive: {kind} of {target.name!r} has no positive class; leave the key "
                 f"empty{_KEPT}"
             )
-        # The task itself refuses a target that does not have two classes.
+        # Skip a target that does not have two classes, because the task refuses it.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -114,7 +114,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     return dataset
 
 
-# If the key is empty and the model has a champion, the first pipeline step sets the key.
+# If the user leaves the key empty, the first pipeline step sets it to the champion's class.
 _KEPT = (
     "; if you did not set this key, its value comes from the champion: give a model with other "
     "classes another name"
@@ -217,7 +217,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    # `find_target` would also return a counted number of classes.
+    # Use the declared number of classes. `find_target` would also return a counted one.
     named = dataset.features[label].num_classes
     if kind in {"i", "u"} and not target.shape:
         if named == TWO:
@@ -241,7 +241,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Return whether an input, such as a sequence or an image, has the positions of the label."""
+    """Return whether an input, such as a sequence or image, has the same positions as the label."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]

@@ -89,7 +89,7 @@ class Regression(Task):
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize
-        # Before preparation there are no moments, and no model is trained.
+        # The moments are unknown before preparation. The defaults suffice, as nothing is trained.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
@@ -116,7 +116,7 @@ class Regression(Task):
         if self._standardized:
             return 1.0
         mean, std = self.target.moments.get("mean", 0.0), self.target.moments.get("std", 1.0)
-        # If all labels are zero, both moments are zero.
+        # Return 1 if all labels, and therefore both moments, are zero.
         return mean**2 + std**2 or 1.0
 
     def metrics(self) -> list[keras.Metric]:

@@ -65,7 +65,7 @@ class SequenceToLabel(Classification):
 
 
 class PlaceLoss(keras.losses.Loss):
-    """The cross entropy of an example, averaged over its labelled positions."""
+    """The cross entropy of an example, averaged over its labeled positions."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
         """Return the mean loss of the examples. Weights are [n] or [n, positions]."""
@@ -84,7 +84,7 @@ class PlaceLoss(keras.losses.Loss):
         return super().__call__(losses, losses, weights)
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
-        """Return the losses [n], which `__call__` passes as `y_pred`."""
+        """Return `y_pred`, in which `__call__` passes the losses [n]."""
         del y_true
         return y_pred
 
@@ -93,7 +93,7 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
     """Flatten the positions of each example to [n, positions], or [n, positions, classes]."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # A size that varies between batches is unknown while the function is traced.
+    # Compute the count at run time if a size varies between batches, and is unknown in tracing.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes

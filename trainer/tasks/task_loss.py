@@ -127,7 +127,7 @@ def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> 
     if len(task.target.shape) == 1 and task.link == "sigmoid":
         found = tf.where(tf.cast(labels, tf.bool), each, tf.ones_like(each))
     else:
-        # Labels below zero are padding, which the loss ignores.
+        # Labels below zero are padding. Any weight will do, because the loss ignores them.
         found = tf.gather(each, tf.maximum(tf.cast(labels, tf.int32), 0))
     if examples is None:
         return found

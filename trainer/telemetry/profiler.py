@@ -1,8 +1,8 @@
 """The profile of a few global steps, as set by `training.profile`.
 
 The profiler traces this process from the first to the last of these steps. It also requests a trace
-of the expected duration from the TensorFlow servers of other tasks. Its errors do not stop
-training.
+of the expected duration from the TensorFlow servers of other tasks. Errors in the profiler do not
+stop training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces a range of steps, once per attempt."""
+    """A profiler that traces a range of steps, once per attempt."""
 
     def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
         """Trace `steps` (first and last, or none) into `folder`. `servers` are `grpc://` URLs."""

@@ -45,14 +45,14 @@ class EventFile:
     def __init__(self, folder: Path) -> None:
         """Create a new file, and its folder if necessary. Raises `OSError`."""
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a folder in the order of their names.
+        # TensorBoard reads files in the order of their names, so begin the name with the time.
         parts = f"{int(time.time()):010d}", socket.gethostname(), os.getpid(), next(self._numbers)
         self._path = folder / ".".join(map(str, ("events.out.tfevents", *parts)))
         self._append([tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2")])
 
     def append(self, step: int, summaries: Iterable[Any]) -> None:
         """Append TensorBoard's `Summary` messages at a global step. Raises `OSError`."""
-        # TensorBoard and TensorFlow have separate classes for the same message.
+        # Convert each message, because TensorBoard and TensorFlow have separate classes for it.
         contents = (summary.SerializeToString() for summary in summaries)
         self._append(
             tf.compat.v1.Event(
@@ -69,7 +69,7 @@ class EventFile:
 
 
 class TensorBoardLog:
-    """Writes the metrics of one run for TensorBoard. Without a folder, it writes nothing."""
+    """A writer of one run's metrics for TensorBoard. Without a folder, it writes nothing."""
 
     def __init__(self, logs: Path | None, run_id: str) -> None:
         """Write to the run's folder below `logs`. The first row creates the files."""

@@ -1,6 +1,6 @@
 """A client of Kubeflow's Model Registry (Hub), which records promoted versions.
 
-The client uses the REST API v1alpha3. Existing entries are not changed, so a retry adds nothing.
+The client uses the REST API v1alpha3. It changes no existing entry, so a retry is safe.
 https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
 """
 
@@ -100,7 +100,7 @@ class Hub:
         listed = listed or kind
         found = self._find(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have created the entry in the meantime.
+        # Use the entry of another run that created it in the meantime.
         found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
             raise self._strange(f"its response has no id for {wanted['name']}")
@@ -119,7 +119,7 @@ class Hub:
                 raise self._strange(f"its list of {place} is invalid")
             yield from (each for each in items if isinstance(each, dict))
             token = page.get("nextPageToken")
-            # A repeated page token would cause an endless loop.
+            # Stop at a repeated page token, because it would cause an endless loop.
             if not token or token in seen:
                 return
             seen.add(token)

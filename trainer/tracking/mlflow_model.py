@@ -42,7 +42,7 @@ _TYPES = {
     "bool": "boolean", "string": "string",
 }  # fmt: skip
 # MLflow rejects an int if the signature has a float. Therefore a column accepts any type if its
-# values may be of several types, such as ints with missing values, times, or numbers in text.
+# values may be of several types, such as ints with missing values, timestamps, or numeric strings.
 _ANY = {"type": "any"}
 _NEEDS = {
     "classification": ("probabilities",),
@@ -73,7 +73,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     program = _PROGRAM.read_bytes()
     # Use a unique name, because a process may load models of several versions.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    # The folder exists if the version number was taken and the files are written again.
+    # The folder already exists if the files are written again because the version was taken.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
@@ -153,7 +153,7 @@ def _list_outputs(
                 for key in keys
                 if _find_output(kinds, key) == name
             }
-        # A task derived from a built-in one may have other outputs.
+        # Clear the kind if outputs are missing, as in a user's task derived from a built-in one.
         is_known = all(each in answers for each in _NEEDS.get(kind, ()))
         yield {
             "name": name,

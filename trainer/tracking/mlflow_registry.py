@@ -1,7 +1,7 @@
 """Registers versions in MLflow with the same numbers and champion as in Flotilla's registry.
 
 MLflow assigns consecutive numbers. To keep the numbers equal, recent versions that MLflow lacks are
-registered too. For each old or removed version, a placeholder is registered and deleted at once.
+registered too. For each old or removed version, a placeholder is registered and then deleted.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def _ensure_model(client: Any, name: str) -> None:
         try:
             client.create_registered_model(name)
         except MlflowException as late:
-            # Another run may have created the model in the meantime.
+            # Ignore the error if another run created the model in the meantime.
             if late.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
 
 
 def _create(client: Any, model: PromotedModel) -> str:
-    """Register a version under its number if that is free, otherwise under the next number."""
+    """Register a version under its number or, if that is taken, under the next free number."""
     run_id, source = _place(client, model)
     tags = {_VERSION: model.uri, "flotilla.version": str(model.version)}
     tags |= {f"flotilla.{key}": str(value) for key, value in model.properties.items() if value}
@@ -116,7 +116,7 @@ def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
     if not folder:
         return run.info.run_id if run else None, model.uri.partition("?")[0]
     if run is None:
-        # The run was not tracked, but a model version needs a run.
+        # Create a run if the run was not tracked, because the files are uploaded to a run.
         run = create_run(client, name, experiment)
         client.set_terminated(run.info.run_id, "FINISHED")
     place = f"models/{model.version}"

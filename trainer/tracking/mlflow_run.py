@@ -64,7 +64,7 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Pending:
-    """Data that is not yet written, and how and when the run ended, if it has ended.
+    """Data that is not yet written, and the status and end time if the run has ended.
 
     Attributes:
         datasets: URIs of published datasets.
@@ -110,12 +110,12 @@ class RunName:
     """The identity of a run, and the values for creating it.
 
     Attributes:
-        run_id: Flotilla's id, or empty in a step that knows only the MLflow run.
+        run_id: Flotilla's id, or empty in a step that has only the id of the MLflow run.
         experiment: the name of the experiment if the environment sets none.
         parent: the id of the sweep that a trial belongs to, or empty.
         began: Unix timestamp in milliseconds. 0 means now.
         parameters: the parameters by key, or empty if another process writes them.
-        ends: whether this process also ends the run. KFP ends the runs that it has created.
+        ends: whether this process also ends the run. KFP ends the runs that it created.
     """
 
     run_id: str = ""
@@ -132,7 +132,7 @@ def list_parameters(config: Config) -> dict[str, str]:
     tree = hide_environment(config.model_dump(mode="json"))
     tree["cluster"].pop("kubernetes", None)
     if config.program.command:
-        # A training program has its own model and optimizer.
+        # Omit these sections, because a training program has its own model and optimizer.
         tree.pop("model")
         tree["training"].pop("optimizer")
     return dict(_leaves(tree, ""))
@@ -182,7 +182,7 @@ class MlflowRun:
         try:
             self._write_points(pending.points)
         except BaseException:
-            # It is unknown which values were written.
+            # It is unknown which values were written, so query the steps again before the retry.
             self._steps.clear()
             raise
         self._write_tags(self._id, pending.tags)
@@ -219,7 +219,7 @@ class MlflowRun:
                 try:
                     path.write_bytes(storage.read_bytes(uri))
                 except UserError:
-                    # The file may have been removed.
+                    # Skip a file that cannot be read, because it may have been removed.
                     continue
                 self._client.log_artifact(self._id, str(path))
 
@@ -284,7 +284,7 @@ def create_run(client: Any, name: RunName, experiment: str, parent: str = "") ->
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the MLflow run or None.
 
-    If the environment names an MLflow run of another Flotilla run, look among its children.
+    If the environment names the MLflow run of another Flotilla run, search the same experiment.
     """
     if given := name.place.run:
         run = client.get_run(given)
@@ -311,7 +311,7 @@ def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run may have created the experiment in the meantime.
+            # Use the experiment of another run that created it in the meantime.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise

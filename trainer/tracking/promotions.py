@@ -26,9 +26,9 @@ def announce(
     *,
     seconds: float = SECONDS,
 ) -> None:
-    """Announce a promotion to all configured registries. It never raises.
+    """Announce a promotion to all configured registries. Failures are only logged.
 
-    `list_earlier` returns the earlier versions, which MLflow may lack.
+    `list_earlier` returns the earlier versions, to register those that MLflow lacks.
     """
     wanted: dict[str, Callable[[], object]] = {}
     if addresses.is_tracked():
@@ -38,7 +38,7 @@ def announce(
     answers: dict[str, queue.SimpleQueue[str]] = {}
     for name, call in wanted.items():
         answers[name] = queue.SimpleQueue()
-        # A daemon thread does not keep the process alive if the registry responds too late.
+        # Use a daemon thread, so that a slow registry does not keep the process alive.
         work = functools.partial(_answer, call, answers[name])
         threading.Thread(target=work, name="promotion", daemon=True).start()
     for name, answer in answers.items():

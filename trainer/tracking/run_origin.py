@@ -23,9 +23,9 @@ _SOURCES = {"file": "local", "gs": "gs", "s3": "s3", "minio": "s3"}
 
 
 def describe_origin() -> dict[str, str]:
-    """Return MLflow's tags for the user and for the commit of the current folder."""
+    """Return MLflow tags for Flotilla's version, the user, and the commit of the code."""
     tags = {"mlflow.source.name": "flotilla", "flotilla.version": version("kfp-flotilla")}
-    # In a container, the user may be a numeric id without a name.
+    # Omit a user without a name, such as a numeric id in a container.
     with suppress(OSError, KeyError):
         tags["mlflow.user"] = getpass.getuser()
     if commit := os.environ.get(_OF_IMAGE) or _ask_git("rev-parse", "HEAD"):

@@ -1,7 +1,7 @@
 """Writes the events of a run to MLflow in a background thread.
 
 Errors never end a run. While MLflow is unavailable, a limited number of values is kept. At its end,
-the run waits up to `CLOSE_SECONDS` for them to be written. MLflow's own asynchronous queue is not
+the run waits up to `CLOSE_SECONDS` until these are written. MLflow's own asynchronous queue is not
 used, because it drops values while the server is unavailable and keeps the process from exiting.
 """
 
@@ -90,7 +90,7 @@ class Reader:
         if not is_due and event.global_step < event.steps:
             return
         self._last = event.global_step
-        # These values are 0 if a user's program does not report them.
+        # Leave out values of 0, because a user's program does not report these.
         known = ("loss", "learning_rate", "steps_per_second")
         values = {name: getattr(event, name) for name in known if getattr(event, name)}
         values |= event.metrics
@@ -167,7 +167,7 @@ class Tracker:
         self._is_closing = self._is_over = self._is_warned = False
 
     def hear(self, event: Event) -> None:
-        """Add an event, without waiting for MLflow. It never raises."""
+        """Add an event, without waiting for MLflow. Errors are only logged."""
         try:
             with self._changed:
                 self.note(self._reader.read(event))
@@ -221,7 +221,7 @@ class Tracker:
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
-        """Put unwritten values back and wait, and return whether to try again."""
+        """Put unwritten values back, and wait. Return whether to try again."""
         self._warn(error)
         with self._changed:
             self._pending = self._pending.merge(batch)
@@ -300,7 +300,7 @@ class LocalRun:
         *,
         parent: str = "",
     ) -> None:
-        """Send the earlier events in the file `history`, which MLflow may lack.
+        """Send the earlier events in `history`, because MLflow may lack some of them.
 
         Args:
             config: sets the parameters and the experiment, or None to send only missing data.

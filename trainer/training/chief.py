@@ -120,7 +120,7 @@ def _end(
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
         cluster = job.config.cluster
-        # The local launcher waits for the evaluator itself, and detects its permanent failure.
+        # The local launcher waits for the evaluator, and detects its permanent failure.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
@@ -179,7 +179,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     """Return the hooks of the outer loop. Without `streaming`, all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     spec = tasks.set_positive(config.task, spec)
-    # Check the buckets here too, because an existing dataset is reused with any buckets.
+    # Check the buckets here too, because an existing dataset is reused even if the buckets change.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.make_objective(config, spec)
     require_task(objective.task, spec.features)
@@ -262,21 +262,21 @@ def _batches(
 ) -> tf.data.Dataset:
     """Return the training batches of the task in whose working directory the graph runs."""
     taken = _count_taken(config, start)
-    # If the number of consumed examples is unknown, shuffle differently after a restart.
+    # If the number of consumed examples is unknown, shuffle in another order after a restart.
     seed = config.training.seed + (0 if taken else start)
     return training_batches(
         spec,
         streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
-        # Use another seed on each worker, because several workers may have the same examples.
+        # Use another seed on each worker, because workers may share examples.
         seed=seed + 7919 * worker_number(),
         taken=taken,
     )
 
 
 def _count_taken(config: Config, start: int) -> int:
-    """Return about how many examples each worker consumed before a global step, or 0 if unknown."""
+    """Estimate how many examples each worker consumed before a global step, or 0 if unknown."""
     if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers

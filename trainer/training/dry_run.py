@@ -1,10 +1,10 @@
 """The dry run, which checks model, task, dataset and configuration before a cluster starts.
 
 The dataset is described by its manifest, its first rows or its builder. Most variables of a large
-model get no values. The dry run tries a smaller model: one step and one validation on a few
+model get no values. With a smaller model, the dry run tries one step and one validation on a few
 examples, real or artificial, and an export. Artificial values should not make any model fail: they
-are random bytes, random numbers from 0 to 1, the whole numbers 0 and 1 (also as classes), and the
-text "a".
+are random bytes, random numbers from 0 to 1, the integers 0 and 1 (also used as classes), and the
+string "a".
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ from flotilla.trainer.training.task_contract import (
     require_task,
 )
 
-# Maximum number of values in a model to try: they take 40 MB, and a gradient takes as much.
+# Maximum number of values in a model to try. They take 40 MB, and their gradients another 40 MB.
 MOST_TRIED = 10_000_000
-# Maximum number of layers in a user's model to export and read back: 150 layers take five seconds.
+# Maximum number of layers in a user's model to export and read back. 150 layers take five seconds.
 MOST_LAYERS = 50
-# The strategies in which each replica has the whole model, so that a custom train_step can run.
+# The strategies that support a custom `train_step`, because each replica has the whole model.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # Number of examples in a step, and in a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
 _MADE_UP = "made-up"
-# Maximum size of a shard that is fetched for its first examples, in bytes. It is limited, because
+# Maximum size of a shard that is fetched for its first examples, in bytes. The limit exists because
 # the pipeline step requests little disk space.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Reject XLA if only `compile` of the model enables it. Log if its optimizer is not used."""
+    """Reject XLA if only the model's `compile` enables it. Log if its optimizer is unused."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
@@ -253,7 +253,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
 
 
 def _find_line(error: ConfigError) -> int:
-    """Return the line of `_fit_dataset` that raised the error. A later line means a better fit."""
+    """Return the line in `_fit_dataset` that raised the error. A later line is a better fit."""
     below = error.__traceback__ and error.__traceback__.tb_next
     return below.tb_lineno if below else 0
 
@@ -295,7 +295,7 @@ def _objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
-    """Return the dataset published at `uri` or, if that is empty, as its source describes it."""
+    """Return the dataset at `uri` or, if `uri` is empty, the dataset that the source describes."""
     if uri:
         learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
@@ -342,7 +342,7 @@ def _is_number(text: str) -> bool:
 
 
 def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # Keep the counts of whole numbers without class names: they give the number of classes.
+    # Keep the counts of whole numbers without class names, because they give the number of classes.
     counts = sample.target_counts
     return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 
@@ -426,7 +426,7 @@ def _try_out(
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
-                # Try more examples, because two may be equal, or have no weight.
+                # Try more examples, because the first ones may all be equal or have no weight.
                 more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)

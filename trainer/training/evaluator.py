@@ -74,8 +74,8 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
     try:
         metrics = measure(uri, scratch)
     except UserError as error:
-        # Skip a checkpoint that is damaged, or was deleted since the listing. Any other error would
-        # recur with every checkpoint.
+        # Skip a checkpoint that is damaged, or was deleted after it was listed. Raise other errors,
+        # because they would recur with every checkpoint.
         if not isinstance(error, storage.Corrupt) and storage.is_published(uri):
             raise
         log.warning("skipped %s: %s", uri, error)

@@ -53,11 +53,11 @@ log = logging.getLogger(__name__)
 # to stop.
 INNER_LOOP_SECONDS = 1.0
 # The number of steps of an inner loop is a multiple of this number, unless the loop ends at a
-# boundary. Strategies unroll up to 20 steps in a graph, and no unrolled part should be cut short.
+# boundary. It is a multiple of the number of steps that strategies unroll in a graph, at most 20.
 STEP_MULTIPLE = 20
 # Training has diverged if the mean loss is not finite, or exceeds this multiple of the chance loss.
-# The limit is needed because weights that Adam has moved far away give finite losses but never
-# recover.
+# Without this limit, training could continue with weights that Adam has moved so far that they
+# never recover, although their loss is finite.
 DIVERGED = 1e4
 
 
@@ -109,7 +109,7 @@ class Pace:
             each.find_next(step) for each in (SaveInterval.from_config(training), validations)
         ]
         if profile := self.training.profile:
-            # The trace begins before its first step.
+            # Stop right before the first traced step, and right after the last one.
             boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
         return min(boundaries)
 
@@ -158,7 +158,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     recovery: Recovery,
 ) -> _OuterLoop:
     """Build the strategy, set the initial values of its variables, and return the outer loop."""
-    # A resumed run continues with its own weights.
+    # Fetch no initial weights for a resumed run, which continues with its own weights.
     warm = (
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
     )

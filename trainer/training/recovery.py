@@ -89,7 +89,7 @@ class Recovery:
         reasons = {
             "the chief was assigning values": not living,
             "no other server holds variables": not any(each.held for each in living),
-            # A user who deletes a checkpoint does not want values from later training.
+            # A user who deletes a checkpoint wants to discard the values of later training.
             "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )
@@ -130,7 +130,7 @@ class Recovery:
         return {path: variables[path] for path in variables.keys() - lost.keys() | restored.keys()}
 
     def list_recovered(self) -> dict[str, Any]:
-        """Return the values that were reset since the newest published checkpoint, by server."""
+        """Describe the variables that were reset since the newest published checkpoint."""
         return {
             f"ps-{number}": {
                 "global_step": step,

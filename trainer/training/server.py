@@ -32,8 +32,8 @@ from flotilla.trainer.data.shards.shard_store import (
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Number of inter-op threads. With fewer, servers in one process that wait for each other would
-# hang.
+# Number of inter-op threads for all servers in one process. With fewer threads, servers that wait
+# for each other would hang.
 IN_PROCESS_THREADS = 16
 _SERVERS: list[tf.distribute.Server] = []
 

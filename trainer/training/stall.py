@@ -39,7 +39,7 @@ class StallWatch:
         self._began = time.monotonic()
         self._has_stepped = False
         self._seen = -1
-        # The number of consecutive timeouts in which every task answered but no step was made.
+        # The number of consecutive timeouts in which every task answered but no step was completed.
         self._waits = 0
         self._moved = threading.Event()
         self._stepping = threading.Event()
@@ -91,7 +91,7 @@ class StallWatch:
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():
             self._waits += 1
-            # Wait twice, because a restarted task answers before it makes its first step.
+            # Wait twice, because a restarted task answers before it completes its first step.
             if self._waits > 1:
                 self._end(f"every task responds; {_REMEDY}", self._waits * self._seconds)
 

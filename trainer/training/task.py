@@ -124,7 +124,7 @@ def add_chief(cluster: Cluster) -> Cluster:
 
 def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
     """Serve as worker 0 in a child process, and restart it up to `restarts` times."""
-    # Only this process sends heartbeats to its parent.
+    # Drop the variable for heartbeats, because only this process sends them to its parent.
     inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
     settings = {
         **inherited,
@@ -134,7 +134,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Read the folder before this process changes it: the command line may have relative paths.
+    # Get the working directory before it changes: the command line may have relative paths.
     here = os.getcwd()
 
     def supervise() -> None:
@@ -187,7 +187,7 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
 
 
 def _enter(folder: Path) -> None:
-    # Keep the user's modules importable: they are in the folder that this process leaves.
+    # Keep the user's modules importable, because they are in the current working directory.
     os.environ.update(user_code.environment())
     try:
         folder.mkdir(parents=True, exist_ok=True)

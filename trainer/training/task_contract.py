@@ -34,7 +34,7 @@ _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Artificial examples. `parts` splits them in two, because an evaluation may have several."""
+    """Artificial examples. `parts` splits them in two, like an evaluation with several parts."""
 
     whole: Part
     count: int = EXAMPLES
@@ -237,7 +237,7 @@ def _require_plain(what: str, tree: Any) -> None:
 def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
-    # An axis of any size has the length of the label's axis.
+    # For an axis of any size, use the length of the label's axis.
     known = dict(enumerate(labels.shape[1:]))
     sizes = [
         size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)

@@ -63,7 +63,7 @@ class Connection:
 def connect() -> Connection:
     """Return the connection settings of this pod or of the kubeconfig. Raises `UserError`."""
     configuration = client.Configuration()
-    # The caller decides which requests to retry, and for how long.
+    # Retry no request here, because the caller decides what to retry, and for how long.
     configuration.retries = False
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
@@ -78,7 +78,7 @@ def connect() -> Connection:
         path = os.environ.get("KUBECONFIG") or None
         config.load_kube_config(config_file=path, client_configuration=configuration)
         _, active = config.list_kube_config_contexts(config_file=path)
-    # The loader raises many kinds of errors for an invalid kubeconfig.
+    # Catch every exception, because an invalid kubeconfig causes many kinds of errors.
     except Exception as error:
         raise UserError(
             f"cannot find a Kubernetes API to launch the job: {' '.join(str(error).split())}; "
@@ -99,7 +99,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API refused a request. `is_unserved` is true if it does not serve the kind of object."""
+    """The API refused a request. `is_unserved`: the API does not serve this kind of object."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Store the HTTP status and the message of the API."""
@@ -153,7 +153,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object. `strict` refuses unknown fields, and `is_tried` requests a dry run."""
+        """Create an object. `strict` makes the API refuse unknown fields. `is_tried`: a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
@@ -168,7 +168,7 @@ class Api:
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
-        """Delete an object and its dependents, if it exists and has the `uid` (if given)."""
+        """Delete an object, if it exists, and its dependents. Keep an object with another `uid`."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object, or True if the API refuses to tell."""
+        """Return whether the API serves a kind of object, or True if it refuses the request."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:

@@ -1,4 +1,4 @@
-"""The Kubernetes permissions that Flotilla needs, which deploy/base/rbac.yaml grants.
+"""The Kubernetes permissions that Flotilla needs. `deploy/base/rbac.yaml` grants them.
 
 The launcher checks them before it creates a job. Without the permissions on leases, the guard of
 the leading task would mistake a healthy job for an orphan.
@@ -47,7 +47,7 @@ POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 # Without this permission, tasks of other Flotilla jobs in the namespace can reach the job.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
-# For a job with child Jobs, the launcher deletes a lost pod's Job to have it recreated at once.
+# The launcher deletes the child Job of a lost pod, so that the controller recreates it immediately.
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
@@ -64,7 +64,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
 
     if role == TRAINER:
-        # Without these permissions, an abandoned job runs until its deadline, and a cancelled job
+        # Without these permissions, an abandoned job runs until its deadline, and a canceled job
         # may end without a last checkpoint.
         return (
             *job_permissions("delete", is_optional=True),
@@ -76,7 +76,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without this permission, only the tasks notice a Service of another owner, minutes later.
+        # Without this permission, the launcher cannot detect a Service of another owner in advance.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
         # Without this permission, failure reports contain no events.
         Permission("list", "events", is_optional=True),

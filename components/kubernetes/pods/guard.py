@@ -50,8 +50,8 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task that still runs this many seconds before its pod's grace period ends is killed, so that the
-# guard can write the termination message. In a short grace period, this share of it applies.
+# A task is killed this many seconds before its pod's grace period ends, or this share of a short
+# grace period, so that the guard can still write the termination message.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds until unresolved names are reported (a name resolves only once its pod has an address),
@@ -77,7 +77,7 @@ class Guard:
         checkpoint. If a job is suspended and also asked to stop, two signals arrive.
         """
         mine = object()
-        # `setdefault` is atomic, so only one of the signal handler and the launcher watch sends it.
+        # `setdefault` is atomic, so the signal handler and the launcher watch cannot both send it.
         if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
 
@@ -237,7 +237,7 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # Do not restart this task, because the leader saves the variables of this process.
+            # Do not restart the task. A new server would lack the variables that the leader saves.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

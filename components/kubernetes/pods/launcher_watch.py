@@ -3,8 +3,8 @@
 An annotation on the lease asks the guard to end the job. If the lease is not renewed in time, the
 guard assumes that the launcher is dead, and ends the job. Time in which the lease cannot be read
 does not count. If the lease was never renewed, the guard waits twice as long, because a launcher
-that cannot renew its lease ends the job itself. The guard never ends a job without a lease, which
-was not created by a launcher.
+that cannot renew its lease ends the job itself. The guard never ends a job without a lease, because
+no launcher has created such a job.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     try:
         lease = api.get(LEASES, job)
         if is_stop_requested(lease):
-            # Check this here too, because the API may have refused the watch.
+            # If the API has refused the watch, only this check detects the stop request.
             guard.end_job("")
             return False
         limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
@@ -155,8 +155,8 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     except UnreachableError:
         age.unreadable()
     except Exception:
-        # For example, a proxy has responded with a web page. The loop continues, and the age of the
-        # heartbeat does not grow until the next read.
+        # A proxy may have responded with a web page, for example. The loop continues, and the time
+        # until the next successful read does not count.
         age.unreadable()
         raise
     return True

@@ -14,7 +14,7 @@ from flotilla.trainer.runtime.json_records import parse_number, parse_time
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128
-# Signals that an exit code above 128 can stand for. 130 and 138 are Flotilla's own codes.
+# Signals that exit codes above 128 stand for, except for Flotilla's own codes 130 and 138.
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
@@ -159,7 +159,7 @@ def find_task(pod: Tree) -> Task:
 
 
 def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
-    """Return the current pod of each task: the newest one, preferably not being deleted."""
+    """Return the newest pod of each task. Prefer pods that are not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
         found[find_task(pod)] = pod
@@ -287,14 +287,14 @@ def _container(pod: Tree, name: str = CONTAINER) -> Tree:
 
 def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     status = pod.get("status", {})
-    # A pod that its node evicted counts as evicted, whatever its container's exit code.
+    # For an evicted pod, ignore the exit code and the message of its container.
     evicted = status.get("reason") or ""
     lines = str(terminated.get("message") or "").strip().splitlines()
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times have a resolution of one second, so a failure in the same second as the deletion request
-    # is assumed to have another cause.
+    # Timestamps have a resolution of one second, so a failure in the same second as the deletion
+    # request is assumed to have another cause.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
@@ -310,7 +310,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
 
 
 def _deletion_requested(pod: Tree) -> datetime | None:
-    """Return when the deletion of a pod was requested: its timestamp minus the grace period."""
+    """Return when the deletion of a pod was requested: its deadline minus the grace period."""
     metadata = pod["metadata"]
     end = parse_time(metadata.get("deletionTimestamp"))
     return end and end - timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))

@@ -45,7 +45,7 @@ _SECURITY = {
 _ENTRY = "flotilla.components.kubernetes.pods.program_agent"
 # Variables that a program's container has in common with a trainer's container.
 _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
-# Variables that a program needs to read the object store itself.
+# Variables that a program needs to access the object store directly.
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
 WITHOUT_AGENT = (
@@ -153,9 +153,9 @@ def set_task(
 ) -> None:
     """Tell the containers of a pod which task they run. An agent passes this on to its guard.
 
-    `fields` maps variables to the pod's metadata fields; one variable is the task's index, and the
-    addresses may refer to the others. With `has_tf_config`, the controller itself sets TF_CONFIG in
-    the task's container.
+    `fields` maps names of variables to metadata fields of the pod. One variable contains the task's
+    index, and the addresses may refer to the others. With `has_tf_config`, the job's controller
+    sets TF_CONFIG in the task's container.
     """
     sources = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}

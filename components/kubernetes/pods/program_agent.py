@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 PROGRAM_SHARE = 0.5
 # How long to wait for SIGTERM after the end of the program, in seconds.
 END_SECONDS = 60.0
-# Seconds to wait for the guard to disconnect. The kubelet may notice earlier that it has exited.
+# Seconds to wait for the guard to disconnect, because SIGTERM may arrive before that.
 GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
@@ -92,7 +92,7 @@ class EndOfPod:
 class Reaction:
     """Stops the program when its container or the whole job is asked to end.
 
-    The leading task stops its program at once; workers and servers wait for the leading task.
+    The leading task stops its program immediately. Workers and servers wait for the leading task.
     """
 
     def __init__(self, cluster: Cluster, task: Task, seconds: float) -> None:
@@ -127,7 +127,7 @@ class Reaction:
         self.agent.stop(reason, code=FAILED)
 
     def finish(self, code: int) -> None:
-        """Let the servers end at once if the leader has succeeded; otherwise, it may restart."""
+        """Let the servers end if the leader has succeeded. Keep them if the leader may restart."""
         if self._server and code == DONE:
             self._server.announce()
 

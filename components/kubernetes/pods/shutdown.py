@@ -116,7 +116,7 @@ def _announce(connection: socket.socket) -> None:
 def _expect_end(connection: socket.socket) -> None:
     """Make the system detect within a minute that the peer is gone, even if nothing is sent."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has these options.
+    # Set only those options that this system supports.
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
         if option := getattr(socket, name, None):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -43,8 +43,8 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
 # If an attempt ends with `BEGIN_AGAIN` within the first number of seconds, its cluster was not
-# complete. For the second number of seconds, such restarts are not counted. This is longer than
-# gRPC takes to resolve a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
+# complete. For the second number of seconds, such restarts are not counted. This number exceeds
+# the time that gRPC waits before it resolves a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
 # Seconds between two attempts. After short attempts, the time between two starts doubles from the
 # first number up to the second.
@@ -123,7 +123,7 @@ class TaskProcess:
                 os.kill(self._process.pid, number)
 
     def begin_no_more(self) -> None:
-        """Make the current attempt the last one, and end a pause between attempts at once."""
+        """Make the current attempt the last one, and end a pause between attempts."""
         if not self._is_ending:
             self._is_ending = True
             os.write(self._waker, b"\0")
@@ -135,8 +135,8 @@ class TaskProcess:
             following = None if self._is_ending else self._rule.next_attempt(code, seconds)
             if following is None:
                 return code
-            # Report the restart at once, because the launcher counts the first restart that it
-            # reads, and treats the restarts of the other tasks as its consequences.
+            # Report the restart before the pause. The launcher counts only the first restart that
+            # it reads, and considers the restarts of other tasks consequences of the first one.
             self._report(code, following)
             # The pipe becomes readable after `begin_no_more`.
             if select.select([self._woken], [], [], following.pause)[0]:
@@ -149,7 +149,7 @@ class TaskProcess:
                 return code
 
     def start(self) -> None:
-        """Start an attempt, or end it at once if a stop was requested before. Raises `OSError`."""
+        """Start an attempt. End it if a stop was already requested. Raises `OSError`."""
         with self._lock:
             self._began = time.monotonic()
             self._process = subprocess.Popen(
@@ -165,7 +165,7 @@ class TaskProcess:
         assert process
         _await_end(process.pid)
         seconds = time.monotonic() - self._began
-        # Until the process is reaped, no other process group has its id.
+        # The process is not reaped yet, so no other process group can have this id.
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         with self._lock:
@@ -200,7 +200,7 @@ def _await_end(pid: int) -> None:
         if os.getsid(ended.si_pid) != os.getsid(0):
             os.waitpid(ended.si_pid, os.WNOHANG)
             continue
-        # Another thread of the guard waits for this child.
+        # Do not reap this child, because another thread of the guard waits for it.
         time.sleep(_POLL_SECONDS)
 
 

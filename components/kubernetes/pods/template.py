@@ -200,7 +200,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         config.cluster.kubernetes,
         config.model_dump(mode="json"),
     )
-    # Leave out the defaults, because the tasks use little of this section.
+    # Leave out the defaults to shorten the variable. The tasks use little of this section.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
     leads = config.topology.leads(task) or task == leading(config)
@@ -208,9 +208,9 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # Report a dead peer at once, without gRPC's retries.
+        # Report a dead peer immediately, without gRPC's retries.
         "GRPC_FAIL_FAST": "use_caller",
-        # With a GPU image, a pod without a GPU request would see all GPUs of its node.
+        # Hide the GPUs, which a pod with a GPU image could otherwise use without a GPU request.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
         # Listen on all interfaces, because another pod scrapes the metrics.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
@@ -288,7 +288,7 @@ def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
 
 
 def _escape(text: str) -> str:
-    """Escape a text, because Kubernetes would replace `$(NAME)`."""
+    """Escape each `$` in a text, so that Kubernetes does not replace `$(NAME)`."""
     return text.replace("$", "$$")
 
 

@@ -42,7 +42,7 @@ def _section(path: str) -> type[BaseModel]:
 
 
 def _inner(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a key holds, or None. A list of sections is not a section."""
+    """Return the model of a section, or None for any other key, such as a list of sections."""
     from pydantic import BaseModel
 
     # Skip `Literal` types, because they are not classes.

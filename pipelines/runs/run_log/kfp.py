@@ -98,7 +98,7 @@ def follow_logs(
     `on_note` is called with a message about each missing log. Raises `UserError`.
     """
     names = [step.name for step in run.steps]
-    # In earlier versions, each stage was a separate step.
+    # If the run has a step for each stage, as in earlier versions, read only that step.
     only = next((each for each in view.stages if view.stages == (each,) and each in names), only)
     if only and only not in names and (run.has_ended or not follow):
         known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"

@@ -132,7 +132,7 @@ class _File:
 
     def raw(self, *, whole: bool) -> Iterator[str]:
         """Yield the new lines, unparsed."""
-        # The file may be removed while it is read.
+        # Yield nothing if the file was removed.
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._position)
             for line in file:

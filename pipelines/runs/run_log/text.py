@@ -97,7 +97,7 @@ class LogText:
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        # A line with a time also ends a document, which a killed process leaves incomplete.
+        # A killed process may leave a document incomplete, so a timestamp also ends a document.
         if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)

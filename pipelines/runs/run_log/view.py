@@ -101,7 +101,7 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that were held until the next line, because no next line is available."""
+        """Yield the lines that wait for the next line, because no further line is available yet."""
         yield from self._close_traceback()
         yield from self._began()
 
@@ -119,7 +119,7 @@ class LogView:
             return
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
             text = f"{line.level.lower()}: {text}"
-            # TensorFlow's logger writes a line itself, and also passes it to the process's logger.
+            # Skip the second copy of a line that both TensorFlow's and the process's logger write.
             if line.begins and self._by_library == text and not self._verbose:
                 return
             self._by_library = "" if line.begins else text
@@ -158,7 +158,7 @@ class LogView:
         if isinstance(event, StepEnd):
             self._begin = None
             if any(each and event.error.startswith(each) for each, _ in self._recent):
-                # The task has already reported the reason.
+                # Do not repeat the error, because a task has already reported it.
                 event = replace(event, error="")
         for text in _describe_event(event) or [self._words.take(event)]:
             if text and not self._was_said(line.label or self._stage, text):

@@ -45,7 +45,7 @@ _MOMENT = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """A forked process before it runs its request."""
+    """A process that was forked but has not run its request yet."""
 
     request: Request
     descriptors: Sequence[int]
@@ -89,7 +89,7 @@ class _Copy:
 
 
 class Server:
-    """A server that loads modules, and serves fork requests in between."""
+    """A server that loads modules, and serves fork requests between two modules."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Serve on a listening socket."""
@@ -103,9 +103,9 @@ class Server:
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
-        """Load modules and serve requests in between. Return a value only in a forked process."""
+        """Load modules, and serve requests after each. Return a value only in a forked process."""
         for name in modules:
-            # After an error, clients start the module without a fork, and it reports the error.
+            # If an import fails, clients start the module without a fork, which reports the error.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
@@ -155,7 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # Remove requests one by one: a forked process closes the connections of the others.
+        # Remove requests one by one, because a forked process closes the remaining ones.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -234,7 +234,7 @@ class Server:
     def _kill_orphan(self, connection: socket.socket) -> None:
         """End a process whose client has closed the connection."""
         if connection not in self._processes:
-            # The process has ended in the meantime, and its end has been reported.
+            # The process has already ended, and the server has reported its exit code.
             return
         self._selector.unregister(connection)
         with suppress(OSError):
@@ -259,7 +259,7 @@ def main() -> None:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # Ignore signals to the process group, because this process must run until its parent exits.
+    # Ignore signals sent to the process group, because the server must outlive its tasks.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -269,7 +269,7 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Imports leave hardly any garbage, and forked processes skip their objects (`gc.freeze`).
+    # Disable garbage collection during the imports, because they leave hardly any garbage.
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
@@ -301,7 +301,7 @@ _FIELDS = {
     "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
-# This list keeps the memory of the command line mapped as long as this process runs.
+# This list keeps the memory of the command line mapped for the lifetime of the process.
 _memory: list[mmap.mmap] = []
 
 
@@ -337,7 +337,7 @@ def show_command_line(words: Sequence[str]) -> None:
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    # Make room on the heap first, because it must not grow between the two calls below.
+    # Make room on the heap first, because the heap must not grow between the two calls below.
     libc.free(libc.malloc(1 << 16))
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):

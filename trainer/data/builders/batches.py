@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 BATCH = 1024
 _ROWS = 64
 BATCH_BYTES = 64 << 20
-# Types of features that a record stores as a plain number, text or encoded image.
+# Types of features that a record stores as a plain number, a string or an encoded image.
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
 
@@ -135,7 +135,7 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     value = value if value.dtype == fit.dtype else tf.cast(value, fit.dtype)
     value = value[tuple(slice(size) for size in fit.shape)]
     after = [[0, size - tf.shape(value)[axis]] for axis, size in enumerate(fit.shape)]
-    # Give the fill value the type of the feature. A Python number would become a 32-bit tensor.
+    # Give the fill value the type of the feature, because a Python number becomes a 32-bit tensor.
     padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
     return tf.ensure_shape(padded, fit.shape)
 
@@ -157,7 +157,7 @@ def _records(
     part: tuple[int, int],
     size: int,
 ) -> tf.data.Dataset:
-    """Parse whole batches of records, because TFDS parses one record at a time, which is slow."""
+    """Return parsed batches of records. This is faster than TFDS, which parses single records."""
     classes, encoded = tfds.features.ClassLabel, _list_encoded(selection)
     wire = {
         name: tf.io.FixedLenFeature((), tf.int64 if type(connector) is classes else tf.string)

@@ -35,7 +35,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omit the builder from the pickle. A process creates it again from the configuration."""
+        """Omit the builder from the pickle. Each process creates it from the configuration."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property
@@ -57,7 +57,7 @@ class BuilderSource(Source):
         download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:
-        """Return the parts, which are ranges of the splits."""
+        """Return the parts. Each part is a range of a split."""
         selection = self.select()
         size = max(1, PART_BYTES // max(1, selection.example_bytes))
         ranges = [

@@ -62,7 +62,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
         ) from error
     except ConfigError:
         raise
-    # A builder's constructor may raise any exception for a wrong version, config or argument.
+    # Catch everything, because a constructor may raise any exception for a wrong argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
 
@@ -78,7 +78,7 @@ def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of a folder builder's file names, sizes and times, or {} for TFDS data."""
+    """Return a digest of the file names, sizes and timestamps in a folder, or {} for TFDS data."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

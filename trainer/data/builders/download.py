@@ -34,7 +34,7 @@ _GCS = "https://storage.googleapis.com"
 
 
 class UnreachableError(ConnectionError):
-    """The host cannot be reached or is overloaded. The message is only the reason."""
+    """The host cannot be reached or is overloaded. The message contains only the reason."""
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
@@ -91,7 +91,7 @@ _BROKEN = (
 def download(
     name: str, builder: tfds.core.DatasetBuilder, manual_dir: str, *, beam_options: Any = None
 ) -> None:
-    """Download and prepare the builder's dataset. Return at once if it is already prepared.
+    """Download and prepare the builder's dataset. Do nothing if it is already prepared.
 
     Downloads are stored in the builder's `data_dir`. If `manual_dir` is not empty, official files
     in that folder are used instead of downloads. A Beam builder runs with `beam_options`.
@@ -121,7 +121,7 @@ def download(
         raise _kind(error)(
             f"data.dataset: {name} cannot be downloaded: {short_message(error)}"
         ) from error
-    # A builder may be the user's own code, which may raise any exception.
+    # Catch everything, because a builder may be the user's own code.
     except Exception as error:
         raise _kind(error)(_failure(name, error)) from error
 
@@ -179,7 +179,7 @@ class _Bar:
 
 @contextlib.contextmanager
 def _report_bars() -> Iterator[None]:
-    """Replace the disabled TFDS progress bars by `_Bar` in this block."""
+    """Replace the disabled TFDS progress bars with `_Bar` in this block."""
     before = tqdm_utils.EmptyTqdm
     tqdm_utils.EmptyTqdm = _Bar
     try:

@@ -1,7 +1,7 @@
 """Datasets that need no download: tables and images from scikit-learn, and generated examples.
 
-The inputs of tables are standardized with the mean and standard deviation of the training examples,
-which are the same in every run.
+The inputs of tables are standardized with the mean and standard deviation of the training examples.
+These examples are the same in every run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
-# All runs must have the same examples and splits.
+# The seed is fixed, so that all runs have the same examples and splits.
 SEED = 20
 DIGITS_TRAINING = 1437
 TEST_SHARE = 0.2
@@ -231,10 +231,10 @@ def draw_clicks() -> tuple[Ints, Ints, Ints]:
 
 
 def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
-    """Return the tokens, and the number of open brackets after each of them."""
+    """Return the tokens, and the number of open brackets after each token."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # Closing is more likely than opening, so that 37 % of the sequences end without an open
+        # Closing is more likely than opening, so that 37% of the sequences end without an open
         # bracket.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
@@ -246,7 +246,7 @@ def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
 
 
 def _source() -> Any:
-    # Import scikit-learn only here: this takes a second, and published datasets do not need it.
+    # Import scikit-learn here, because this takes a second and published datasets do not need it.
     from sklearn import datasets  # noqa: PLC0415
 
     return datasets
@@ -255,7 +255,7 @@ def _source() -> Any:
 def _digits() -> tuple[Any, Any]:
     """Return the images as uint8 [n, 8, 8, 1], and the digits."""
     found = _source().load_digits()
-    # Pixels of the source range from 0 to 16.
+    # Scale the pixels, which range from 0 to 16 in the source, to the range of uint8.
     return np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis], found.target
 
 

@@ -1,4 +1,4 @@
-"""Sequences of variable length: stored without padding, and padded to the longest one of a batch.
+"""Sequences of variable length: stored without padding, and padded to the longest one in a batch.
 
 The length of each example is stored as an integer feature. A model gets the length only if this
 feature is one of its inputs. Batches are bucketed by length.
@@ -36,7 +36,7 @@ def length_names(spec: DatasetSpec) -> tuple[str, ...]:
 
 
 def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
-    """Return the length of the longest example of each variable feature, at least 1."""
+    """Return the maximum length of each variable-length feature, but at least 1."""
     found = dict.fromkeys(varying(spec), 1)
     for rows in windows:
         for name in found:

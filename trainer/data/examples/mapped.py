@@ -1,9 +1,9 @@
 """`data.map`: a user's function that converts examples of a source to examples of the dataset.
 
-The function is called with an example, a dict of values by name. It returns an example, or None to
-leave it out. If its attribute `batched` is true, it is called with arrays of several examples, and
-returns arrays with the same number of examples. Strings are `str`, encoded images are bytes, and
-other values are numbers or NumPy arrays.
+The function takes an example, which is a dict of values by name. It returns the converted example,
+or None to leave the example out. If its attribute `batched` is true, the function takes and returns
+arrays of several examples, and must return as many examples as it was given. Strings are `str`,
+encoded images are bytes, and other values are numbers or NumPy arrays.
 
 The features of the result are inferred from the first examples. Later examples must match.
 """
@@ -71,7 +71,7 @@ class MappedSource(Source):
     def __init__(self, source: Source, config: DataConfig) -> None:
         """Convert the examples of `source`, which was made for `source_config(config)`."""
         self.name = f"data.map: {config.map}"
-        # The identity omits the function, because the dataset's key has a digest of its code.
+        # Omit the function, because the dataset's key already includes a digest of its code.
         self.identity: Mapping[str, Any] = source.identity
         self._source = source
         self._config = config
@@ -165,7 +165,7 @@ class MappedSource(Source):
                     number += 1
             except UnsuitableError as error:
                 raise self._make_error(error, part, number) from None
-            # The user's code may raise any exception.
+            # Catch everything, because the user's code may raise any exception.
             except Exception as error:
                 said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
                 raise UserError(f"{self.name}: {said}") from error
@@ -196,7 +196,7 @@ class MappedSource(Source):
         for row in rows:
             try:
                 values.append(convert_value(name, row.example[name], said))
-                # Infer the feature at the first difference, so that an error names this example.
+                # Infer the feature as soon as a value differs, so that an error names this example.
                 if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
                     infer_leaf(name, values, classes)
             except UnsuitableError as error:
@@ -304,7 +304,7 @@ def make_value(name: str, value: Any) -> Value:
     if value is None:
         raise UnsuitableError(f"returns None for {name!r}; return NaN for a missing number")
     try:
-        # Store strings as objects, because NumPy strips trailing NULs from its own string types.
+        # Store strings as objects, because NumPy's string types lose trailing NULs.
         array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
         raise UnsuitableError(f"returns lists of different lengths within {name!r}") from None
@@ -328,7 +328,7 @@ def _kind(value: Any) -> str:
 
 
 def convert_value(name: str, value: Value, said: str) -> Value:
-    """Convert a value to its type in `data.types`. Raises `UnsuitableError`."""
+    """Convert a value to `said`, its type in `data.types`. Raises `UnsuitableError`."""
     if said == "text" and value.dtype != _TEXT:
         return make_value(name, value.astype(str))
     try:

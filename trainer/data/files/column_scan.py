@@ -20,7 +20,7 @@ from flotilla.trainer.data.files.text_values import LIST, parse_numbers
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
 NUMBERS = ("int", "huge", "float")
-#: Up to this value, a float type represents every whole number.
+#: For each float type, the value up to which it represents every whole number exactly.
 EXACT = {"float32": 2**24, "float64": 2**53}
 # A float type must have at least this many distinct values within the range of a column. The first
 # number applies to storing a column, the second to predicting a label in float32.
@@ -32,7 +32,7 @@ _NAMED = 3
 
 @dataclass(kw_only=True)
 class ColumnScan:
-    """Statistics of the values of one column, which can be merged.
+    """Mergeable statistics of the values of one column.
 
     Attributes:
         kinds: number of values of each kind: int, huge (a whole number beyond 64 bits), code,
@@ -94,7 +94,7 @@ class ColumnScan:
             self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
-        """Add the sizes of images. Images that cannot be decoded count as `missing`."""
+        """Add the sizes of images. `missing` is the number of values that cannot be decoded."""
         for size in measured:
             self.rows += 1
             self._count("image", 1)
@@ -108,7 +108,7 @@ class ColumnScan:
         return self.empty + self.marks.total()
 
     def lack(self, rows: int) -> None:
-        """Count rows that lack this column as empty, given the total number of rows."""
+        """Count the rows that lack this column as empty. `rows` is the total number of rows."""
         self.empty += rows - self.rows
         self.rows = rows
 
@@ -225,13 +225,13 @@ class ColumnScan:
                 self.texts += [(piece, *each) for each in named]
 
     def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add times that are written as strings, as in JSON. Return a mask of the other strings."""
+        """Add timestamps that are strings, as in JSON. Return a mask of the other strings."""
         times = _mask(text_values.matches(known, text_values.TIME))
         self._count("time", int(counts[times].sum()))
         return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
-        """Add strings if all are plain numbers. This fast path is enough for most columns."""
+        """Add strings if all are plain numbers, and return whether they are (the fast path)."""
         plain = text_values.parse_plain(known)
         if plain is None:
             return False
@@ -247,7 +247,7 @@ class ColumnScan:
         return True
 
     def _add_parsed(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add the numbers, bools, times and lists among strings, and return a mask of the rest."""
+        """Add the numbers, bools, timestamps and lists among strings. Return a mask of the rest."""
         left, numbers = np.ones(len(known), np.bool_), np.zeros(len(known), np.bool_)
         for kind, pattern in _PATTERNS.items():
             found = left & _mask(text_values.matches(known, pattern))
@@ -316,7 +316,7 @@ def _mask(array: pa.Array) -> NDArray[np.bool_]:
 
 
 def _decode_texts(array: pa.Array) -> pa.Array:
-    """Return bytes as strings if they are UTF-8, which images never are."""
+    """Return bytes as strings if all are valid UTF-8. Images are never valid UTF-8."""
     try:
         return pc.cast(array, pa.string())
     except pa.ArrowInvalid:
@@ -349,7 +349,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:
-    """Return whether an Arrow type is a list of strings, which may be nested."""
+    """Return whether an Arrow type is a list, or a nested list, of strings."""
     if not is_list(kind):
         return False
     inner = kind.value_type

@@ -24,7 +24,7 @@ _TENSORS = {"float": "float32", "int": "int64", "bool": "bool", "text": "string"
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column of files, and how it is read.
+    """A column of files, and the rules for reading it.
 
     Attributes:
         type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`. `why` is the reason.
@@ -69,7 +69,7 @@ def decide(  # noqa: PLR0913
     digits, which is needed if splits depend on it. Raises `UserError` if the values have no common
     type or shape, or there are too many classes.
     """
-    # In some formats, a single value is a list of one, and a missing value is an empty list.
+    # Some formats store a single value as a list of one, and a missing value as an empty list.
     single = files.reader.lists and "tensor" in scan.kinds and scan.shapes <= {(0,), (1,)}
     label = Label("", "")
     if is_label and (single or "tensor" not in scan.kinds or "text" in scan.kinds):
@@ -105,7 +105,7 @@ def _join(*notes: str) -> str:
 
 
 def _note_sets(name: str, classes: Sequence[str]) -> str:
-    """Return a note if the classes look like sets of labels, as in `red|blue`."""
+    """Return a note, or "" unless the classes look like sets of labels, such as `red|blue`."""
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}

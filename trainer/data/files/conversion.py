@@ -45,12 +45,12 @@ class Values(NamedTuple):
 
 
 def make_spec(column: FileColumn) -> FeatureSpec:
-    """Return the spec of a column's feature, which includes its stored form."""
+    """Return the spec of a column's feature, including its stored form."""
     if column.type in ("tensor", "image"):
         whole = "bytes" if column.dtype == "string" else "raw"
         stored = column.stored or ("sequence" if None in column.shape else whole)
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
-    # An int or a bool cannot represent a missing value.
+    # Store an int or a bool with missing values as a float, which can be NaN.
     is_float = column.type in NUMBERS_IN_WRITING or (column.gaps and column.type in ("int", "bool"))
     kind = "float" if is_float else column.type
     dtype, stored = _DTYPES[kind]
@@ -93,7 +93,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
 
 
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
-    """Return the times or numbers by which examples are ordered, in full precision.
+    """Return the timestamps or numbers by which examples are ordered, in full precision.
 
     Missing and invalid values are left out. `said` is the configured kind. If it is empty, strings
     are read as the kind that most of them have.
@@ -108,7 +108,7 @@ def read_times(array: pa.Array, said: str = "") -> list[int | float]:
 
 
 class Numbers(NamedTuple):
-    """Numbers by row (int64 for whole types), which of them are missing, and which are invalid."""
+    """Numbers by row (int64 for whole types), and masks of the missing and the invalid ones."""
 
     values: NDArray[Any]
     missing: NDArray[np.bool_]
@@ -118,7 +118,7 @@ class Numbers(NamedTuple):
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     """Parse values as numbers of a kind: int, float, bool, time, or a kind of formatted numbers."""
     if pa.types.is_decimal(array.type):
-        # Parse the text of a decimal, which is exact.
+        # Parse a decimal as a string, because a conversion to float would lose digits.
         array = pc.cast(array, pa.string())
     if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)
@@ -129,7 +129,7 @@ def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type) and kind == "int":
         whole = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        # An unsigned value beyond int64 becomes negative.
+        # The cast makes an unsigned value beyond int64 negative. Mark it as invalid.
         return Numbers(whole, missing, (whole < 0) & pa.types.is_unsigned_integer(array.type))
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         return Numbers(np.full(len(array), np.nan), missing, ~missing)
@@ -151,7 +151,7 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
     missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
     left = bad & ~missing
     if kind == "int" and left.any():
-        # 30.0 and 3e1 are whole numbers too.
+        # Accept other notations of whole numbers, such as 30.0 and 3e1.
         others = _check_kind(kind, *text_values.numbers(short.filter(pa.array(left))))
         values[left], left[left] = others.values, others.bad
     return Numbers(values, missing, left)
@@ -241,7 +241,7 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
 
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
-    """Convert all lists at once, or return None if any might need padding or conversion."""
+    """Convert all lists together, or return None if one may need padding or conversion."""
     fixed, of_texts = None not in column.shape, column.dtype == "string"
     is_nested = is_list(array.type.value_type)
     # Inner lists may differ in shape, so each row must be converted separately.
@@ -312,7 +312,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return the strings of a list as bytes (empty if missing), or None if it is no list."""
+    """Return the strings of a list as bytes (empty if missing), or None for any other value."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None

@@ -1,4 +1,4 @@
-"""Divide files into pieces, which can be read independently, and group the pieces into parts.
+"""Divide files into independently readable pieces, and group the pieces into parts.
 
 Local files are read in place. Remote files are downloaded, and deleted after use.
 """
@@ -51,7 +51,7 @@ _NO_TABLES = (
 _READERS: dict[str, type[Reader]] = {
     "csv": CsvReader, "parquet": ParquetReader, "jsonl": JsonReader, "npz": NpzReader,
 }  # fmt: skip
-# Name with which Hive and Spark mark a missing value.
+# Value that Hive and Spark write in the folder name of a partition if the value is missing.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _DOCUMENT = re.compile(
     r"(?:read[-_ ]?me|licen[cs]e|copying|notice|changelog|authors|citation|metadata|meta|schema|"
@@ -61,7 +61,7 @@ _DOCUMENT = re.compile(
 _ANSWERS = re.compile(r"submission|unlabel+ed|predict|hold[-_]?out|inference")
 _INDEX = re.compile(r"__index_level_\d+__|Unnamed: 0(?:\.\d+)*")
 _TABLES = (".csv", ".tsv")
-# Numbers at the end, as in train-00000-of-00004.
+# The number at the end of a file name, as in train-00000-of-00004.
 _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 
@@ -84,7 +84,7 @@ class FilePieces:
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the URI of the folder that holds a file, or "" for a listing."""
+        """Return the URI of the folder that contains a file, or "" for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     @property
@@ -125,7 +125,7 @@ class FilePieces:
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
-            # A later record may have a key that is also a partition column.
+            # Drop keys of later records that have the name of a partition column.
             table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
@@ -200,7 +200,7 @@ def choose_reader(
         paths, uris = [file.path for file in kept], [file.uri for file in kept]
         reader: Reader = ImageFilesReader(paths, uris, labelled=True)
     elif form == "tfrecord":
-        # Import here, because it loads TensorFlow.
+        # Import the module only here, because it loads TensorFlow.
         from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
 
         reader = ExampleReader()
@@ -212,8 +212,8 @@ def choose_reader(
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
     """Return the files to train on, with the splits that their names indicate. Raises `UserError`.
 
-    A file whose name indicates validation, test or prediction is left out if it has no label. If
-    the name indicates prediction or a submission, the file may not lack any other column either.
+    A file whose name indicates validation, test or prediction is left out if it has no label. A
+    file whose name indicates prediction or a submission is left out if it lacks any column.
     """
     doubtful = [
         at
@@ -274,7 +274,7 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
         form != "csv" or file.path.lower().endswith(".txt")
         for file, form in zip(files, formats, strict=True)
     ):
-        # Text files next to images are notes, not tables.
+        # Ignore text files next to images, because they are notes and not tables.
         first.pop("csv", None)
     chosen: str = config.format or next(iter(first), "")
     if not config.format and len(first) != 1:
@@ -326,7 +326,7 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
         with _name_file(file, path):
             yield from _use_in_place(file, path)
         return
-    # A worker on another machine may not have this folder.
+    # Use the default temporary folder if a worker on another machine does not have `scratch`.
     place = scratch if scratch.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]
@@ -342,7 +342,7 @@ def _use_in_place(file: Any, path: Path) -> Iterator[Path]:
     try:
         yield path
     except UserError:
-        # If the file has changed, report this instead of the error that it caused.
+        # If the file has changed, report the change instead of the error that it caused.
         require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
         raise
     require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
@@ -366,7 +366,7 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
 
 
 def drop_documents(files: Sequence[Any]) -> list[Any]:
-    """Return the files without documentation and empty files, or all if no others exist."""
+    """Return the files that are neither documentation nor empty, or all files if there are none."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
     kept = [
@@ -390,7 +390,7 @@ def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return files with the splits that their names or folders indicate, and a note on it.
+    """Return files with the splits that their names or folders indicate, and a note about them.
 
     No split is inferred if splits are configured or files have spans. Otherwise, every file must
     belong to a split, and there must be files for training and for another split.

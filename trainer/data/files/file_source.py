@@ -135,7 +135,7 @@ class FileSource(Source):
 
     @property
     def total(self) -> int:
-        """The number of rows that are neither broken nor unlabelled."""
+        """The number of rows that are neither broken nor unlabeled."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return broken.rows - broken.count - broken.unlabelled
 
@@ -269,7 +269,7 @@ class FileSource(Source):
             found = list(scan.families.get(name, {}).values())
             if name in self._said or len(found) <= 1:
                 continue
-            # A large text file may have different types in different pieces.
+            # Pieces of one text file may differ in type, because the type of each is inferred.
             if self._files.reader.parsed and found[0][0].file == found[1][0].file:
                 continue
             if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:
@@ -291,7 +291,7 @@ class FileSource(Source):
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
         needed = self._list_required(roles)
         weight = scan.columns.get(roles.weight or "")
-        # The lowest value of a float32 column is unknown, and `lowest` is then `inf`.
+        # A float32 column has no known minimum (`lowest` is `inf`), so it may have negative values.
         below = weight and (
             weight.lowest < 0 or (weight.lowest == math.inf and "float" in weight.kinds)
         )

@@ -43,7 +43,7 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
     """Choose the type of a single-valued label, or "" to read the label like other columns.
 
     `said` is its type in `data.types`, or empty. `parsed` is true if strings may be numbers, as in
-    CSV. Raises `UserError` if the label has no value, or formatted numbers.
+    CSV. Raises `UserError` if the label has no values, or has formatted numbers.
     """
     spellings = _spellings(scan)
     if not (scan.kinds or spellings.count):

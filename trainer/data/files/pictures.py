@@ -155,7 +155,7 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
             f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
         )
     height, width, channels = max(sizes, default=(1, 1, 1))
-    # The default of 3 channels counts as not configured. Grey images are then stored with one
+    # The default of 3 channels counts as not configured, so that gray images are stored with one
     # channel.
     if config.channels != ImageConfig().channels:
         channels = config.channels

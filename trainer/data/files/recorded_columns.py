@@ -1,4 +1,4 @@
-"""The inputs in an exported model's manifest, which describe how to read later files.
+"""The inputs in an exported model's manifest. They describe how to read later files.
 
 The manifest has one entry per input: its stored spec, and the type of its column. Later files are
 read in the same way as the training data, without inferring types.
@@ -58,7 +58,7 @@ def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ..
 
 
 def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
-    # Import here, because it loads Arrow, which an export does not need.
+    # Import the module only here, because it loads Arrow, which an export does not need.
     from flotilla.trainer.data.files.columns import Column  # noqa: PLC0415
 
     kind = said or _choose_type(spec)

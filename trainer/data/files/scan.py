@@ -1,4 +1,4 @@
-"""The first pass over files: types, classes, broken rows and times of all rows."""
+"""The first pass over files: types, classes, broken rows and timestamps of all rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
 
-# Maximum number of distinct times for splits. Above it, neighboring times are merged.
+# Maximum number of distinct timestamps for splits. With more, neighbors are merged.
 _MOST_TIMES = 1 << 21
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
@@ -118,11 +118,11 @@ class BrokenRows:
 
 @dataclass
 class Scan:
-    """Statistics of files, into which the statistics of later pieces can be merged.
+    """Statistics of files. The statistics of later pieces can be merged into them.
 
     `index` has the columns that are an index and not data. `notes` maps each note on the layout of
     files to the indices of these files. `families` has the position and type of the first value of
-    each column and family of types. `times` counts the times by which splits are made.
+    each column and family of types. `times` counts the timestamps that determine splits.
     """
 
     names: tuple[str, ...] = ()
@@ -152,7 +152,7 @@ class Scan:
             self.times = _thin(self.times)
 
     def close(self) -> None:
-        """Count rows without a column as empty. Call this after the last piece."""
+        """In each column, count the rows that lack it as empty. Call this after the last piece."""
         for column in self.columns.values():
             column.lack(self.broken.rows - self.broken.count)
         self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
@@ -167,7 +167,7 @@ class Wanted:
         columns: columns to read, or empty for all of them.
         gathered: columns whose values may be classes.
         images: columns that name images.
-        time: column of the times by which splits are made, or empty. `time_type` is its type.
+        time: column of the timestamps that determine splits, or empty. `time_type` is its type.
         whole: whether to reject a file with columns that the first file lacks.
         measures: whether the sizes of images are needed.
     """

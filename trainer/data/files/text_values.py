@@ -1,4 +1,4 @@
-"""Parse strings of a file as numbers, bools, times, or lists of numbers."""
+"""Parse strings of a file as numbers, bools, timestamps, or lists of numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WRITTEN = (
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
 # Missing values as people write them, in lower case. They count as missing in columns of numbers,
-# bools and times, and as ordinary strings elsewhere.
+# bools and timestamps, and as ordinary strings elsewhere.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
@@ -85,7 +85,7 @@ def count_texts(array: pa.Array) -> Counted:
 
 def trim_texts(array: pa.Array) -> pa.Array:
     """Return strings without surrounding spaces, and "" for null."""
-    # Few Arrow functions accept the large strings that pandas writes.
+    # Convert the large strings that pandas writes, because few Arrow functions accept them.
     short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return pc.fill_null(pc.utf8_trim_whitespace(short), "")
 
@@ -97,7 +97,7 @@ def format_float(value: Any) -> str:
 
 
 def is_missing(array: pa.Array) -> pa.Array:
-    """Return a mask of the trimmed strings that mean a missing number, bool or time."""
+    """Return a mask of the trimmed strings that mean a missing number, bool or timestamp."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
 
 
@@ -112,7 +112,7 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
 
 
 def _any_matches(array: pa.Array, pattern: str) -> bool:
-    """Return whether any string matches a pattern. Searching one long string is faster."""
+    """Return whether any string matches a pattern. Search one joined string, for speed."""
     given = array.drop_null().cast(pa.large_string())
     newline = pa.scalar("\n", given.type)
     lines = pc.binary_join(pa.ListArray.from_arrays([0, len(given)], given), newline)
@@ -122,8 +122,8 @@ def _any_matches(array: pa.Array, pattern: str) -> bool:
 def parse_plain(array: pa.Array) -> pa.Array | None:
     """Parse strings as int64 or float64, or return None unless all are numbers.
 
-    This is the fast path for most columns. A few strings are tried first, because Arrow takes long
-    to report strings that are not numbers.
+    This is the fast path for most columns. A few strings are tried first, because Arrow is slow to
+    report strings that are not numbers.
     """
     if not _any_matches(array, _NOT_PLAIN):
         for kind in (pa.int64(), pa.float64()):
@@ -156,7 +156,7 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def _cast_floats(array: pa.Array) -> pa.Array | None:
-    """Parse strings, which may be null, or return None if one is not a number or may be a code."""
+    """Parse strings and nulls, or return None if a string is not a number or may be a code."""
     try:
         found = pc.cast(array, pa.float64())
     except pa.ArrowInvalid:
@@ -187,7 +187,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Parse trimmed strings as Unix times, NaN if missing, and return a mask of invalid ones."""
+    """Parse strings as Unix timestamps, NaN if missing, and return a mask of the invalid ones."""
     present = pc.invert(is_missing(array))
     right = matches(array, TIME)
     known = pc.if_else(right, array, pa.scalar(None, array.type))
@@ -210,7 +210,7 @@ def _seconds(text: str | None) -> float:
         found = datetime.fromisoformat(text)
     except ValueError:
         return np.nan
-    # A time without a zone is in UTC.
+    # A timestamp without a time zone is in UTC.
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 

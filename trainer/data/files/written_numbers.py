@@ -1,4 +1,4 @@
-"""Parse formatted numbers: units, currencies, per cent, thousands separators, decimal commas.
+"""Parse formatted numbers: units, currencies, percentages, thousands separators, decimal commas.
 
 `number` has a decimal point, and `number_comma` a decimal comma. Both accept `1'234`, `1 234`,
 `$5`, `5 kg`, `(5)` and `5-` for negative numbers, and 12 % for 0.12. All values must have the same
@@ -27,7 +27,7 @@ _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
 _BARE = "without unit"
-# A per cent sign divides the number by 100 and is not a unit.
+# A percent sign divides the number by 100 and is not a unit.
 PER_CENT = "%"
 _CODES = (
     "AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|INR|JPY|KRW|MXN|NOK|NZD|PLN|RUB|SEK|SGD|TRY|USD|ZAR"
@@ -134,7 +134,7 @@ def find_kind(
 
 
 def list_units(writing: Mapping[str, int]) -> list[str]:
-    """Return the counted units without per cent, the most frequent first."""
+    """Return the counted units except percent, the most frequent first."""
     found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
     return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
 

@@ -4,7 +4,7 @@ A worker needs this package. It also needs the module of `data.map` or of a user
 fetches from the run's code bundle if there is one. The pipeline options, and the stores that
 workers need, are checked first.
 
-Beam is an optional dependency, which is imported only if it is used.
+Beam is an optional dependency. It is imported only if it is used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def map_parts_by_beam(  # noqa: PLR0913
                 # Without a reshuffle, all parts would be one bundle for a single worker.
                 made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
                 _ = made | "map" >> beam.Map(mapper)
-        # A runner may raise any exception.
+        # Catch everything, because a runner may raise any exception.
         except Exception as error:
             failures = storage.list_published(uri, _FAILED)
             for place, _ in failures:
@@ -99,7 +99,7 @@ class PartMapper:
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
         """Store a pickled source, and the URI of the user's code."""
         self._source, self._uri, self._config = source, uri, config
-        # A worker on another machine does not have the user's modules.
+        # Workers on other machines get the user's modules from this bundle.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-# The class is named in full, because Beam may download and use another runner instead of its direct
+# Name the class in full. For the short name of the direct runner, Beam may download and use another
 # runner.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
@@ -164,18 +164,18 @@ def pipeline_options(runner: RunnerConfig) -> Any:
         name = _DIRECT
     try:
         kind = _kind_of_runner(name)
-    # Beam can create a class of any module, which may raise any exception.
+    # Catch everything, because Beam may import the class from any module.
     except Exception as error:
         raise ConfigError(
             f"data.runner.options: --runner={name}: {user_code.format_error(error)}"
         ) from error
     unknown = sorted(given.keys() - _parse(beam, ()).keys())
-    # Options of other runners are known only to their job server.
+    # Allow unknown options for other runners, because their job servers may define them.
     if kind in _HERE and unknown:
         hint = nearest(unknown[0], sorted(_parse(beam, ())))
         raise ConfigError(f"data.runner.options: Beam has no option --{unknown[0]}{hint}")
     options = beam.PipelineOptions([*runner.options, f"--runner={name}"])
-    # Beam would infer types from annotations, which differ from the actual elements.
+    # Disable type checks, because Beam infers types that differ from those of the elements.
     options.view_as(beam.TypeOptions).pipeline_type_check = False
     return options
 

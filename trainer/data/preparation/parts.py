@@ -141,8 +141,8 @@ def map_part(  # noqa: PLR0913
 ) -> None:
     """Read a part of a source, and write the stored form of its examples to `folder`.
 
-    `count` is called with the number of examples of each batch. An invalid label or weight raises
-    `UserError`.
+    `count` is called with the number of examples of each batch. Raises `UserError` for an invalid
+    label or weight.
     """
     folder.mkdir(parents=True)
     sums = Sums(selection, vocabulary=config.vocabulary, part=part.number)
@@ -166,7 +166,7 @@ def map_part(  # noqa: PLR0913
                 sums.add(split, chosen, table)
             count(len(batch.splits))
     sums.save(folder)
-    # Arrow would otherwise keep the memory that the largest part needed.
+    # Release the memory, because Arrow would otherwise keep as much as the largest part needed.
     pa.default_memory_pool().release_unused()
 
 
@@ -200,7 +200,7 @@ class Chunk:
     rows: int
 
     def read(self, start: int, rows: int) -> pa.RecordBatch:
-        """Return memory-mapped rows of the chunk, which are read from the file when used."""
+        """Return rows of the chunk. They are memory-mapped, so they are read only when used."""
         with pa.memory_map(str(self.path)) as file:
             return pa.ipc.open_file(file).get_batch(self.number).slice(start, rows)
 

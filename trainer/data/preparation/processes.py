@@ -116,7 +116,7 @@ def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subpro
         pickle.dump((mapping, parts, os.getpid()), request)
         request.seek(0)
         reader, writer = Pipe(duplex=False)
-        # Without the parent's copy of the writer, the pipe ends when the process ends.
+        # Close the parent's copy of the writer, so that the pipe ends when the process ends.
         with writer:
             process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(writer.fileno())],
@@ -153,9 +153,9 @@ def _take_answer(
 
 def run(descriptor: int) -> None:
     """Map the parts in the request on standard input, and write the answers to a descriptor."""
-    # Ctrl-C reaches the whole process group. The parent ends this process.
+    # Ignore Ctrl-C, which reaches the whole process group. The parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The modules of the mapping can be imported only with the parent's path.
+    # Set the parent's import path before unpickling the mapping, which may import modules from it.
     sys.path = pickle.load(sys.stdin.buffer)
     mapping, parts, parent = pickle.load(sys.stdin.buffer)
     _exit_with_parent(parent)

@@ -32,14 +32,14 @@ from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import Statistics
 from flotilla.trainer.runtime.errors import UserError
 
-# Number of blocks to encode together. More would need more memory and not be faster.
+# Number of blocks to encode together. More blocks would need more memory without being faster.
 _BLOCKS = 64
 #: Approximate size of the rows that are permuted in memory, in bytes.
 BUCKET_BYTES = 64 << 20
 
 
 class ShardWriter:
-    """Writes the rows of a split to its shards, in order. `examples` is the size of each shard."""
+    """Writes the rows of a split to its shards, in order. `examples` has the size of each shard."""
 
     def __init__(  # noqa: PLR0913
         self,

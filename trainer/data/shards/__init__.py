@@ -1,1 +1,1 @@
-"""Streaming shards, which are fetched and deleted while training runs."""
+"""Streaming shards: they are fetched and deleted while training runs."""

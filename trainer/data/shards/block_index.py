@@ -1,4 +1,4 @@
-"""An index of the blocks in a task's shards, which makes it possible to read them in any order.
+"""An index of the blocks in a task's shards, so that the blocks can be read in any order.
 
 The index is a file next to the shards. Each row has the number of a shard and the offset of a
 block, as little-endian int64.
@@ -18,7 +18,7 @@ from flotilla.trainer.data.tfrecords import places
 
 INDEX_FILE = "blocks.index"
 SHARD, OFFSET = range(2)
-# Number of consecutive blocks to read together, about 1 MiB, which even slow disks read
+# Number of consecutive blocks to read together. Even slow disks read this amount, about 1 MiB,
 # efficiently.
 TOGETHER = 8
 _READ_AHEAD = 256 << 10
@@ -30,7 +30,7 @@ def write_index(paths: Sequence[Path]) -> None:
 
 
 def find_blocks(paths: Sequence[Path]) -> bytes:
-    """Return the content of an index file for shards."""
+    """Return the content of the index file of shards."""
     found = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:

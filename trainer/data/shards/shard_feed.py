@@ -1,4 +1,4 @@
-"""Serves shards to graphs in a worker process, which cannot run Python code of this package.
+"""Serves shards to graphs in a worker process. Graphs cannot run Python code of this package.
 
 A graph can read and write files, and it blocks when it opens a named pipe that has no writer.
 Therefore a reader, `flotilla.trainer.data.shards.fed_blocks`, does this for each shard:

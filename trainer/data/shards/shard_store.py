@@ -1,11 +1,11 @@
 """The disk limit `data.disk` of a dataset, and the shards that a task keeps within it.
 
-The chief and all workers come to the same decision about streaming, because it depends only on the
+The chief and all workers make the same decision about streaming, because it depends only on the
 configuration, the manifest and the number of workers.
 
 Readers announce the shards that they will use, in order. A thread prefetches the next shards while
-there is room, and evicts the shards that will be used last. A held shard is never evicted. The
-bytes of a shard count from the start of its fetch. This module does not import TensorFlow.
+there is room, and evicts the shards that will be used last. A held shard is never evicted. A shard
+counts toward the limit from the start of its fetch. This module does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ class ShardStore:
     ) -> None:
         """Start with an empty folder, deleting files of an earlier attempt. Raises `UserError`.
 
-        `limit` is the maximum size in bytes, which must cover the held shards and the largest other
-        one. `changed` is called by the thread after each fetch, whether it succeeded or not.
+        `limit` is the maximum size in bytes. It must cover the held shards and the largest other
+        shard. `changed` is called by the thread after each fetch, whether it succeeded or not.
         """
         self.uri, self.folder, self.limit = uri, folder, limit
         self._manifest = storage.read_manifest(uri)

@@ -108,7 +108,7 @@ def _read_saved_model(folder: Path) -> Callee:
             _, takes = function.structured_input_signature
     except UserError:
         raise
-    # Another program's SavedModel may raise any exception.
+    # Loading another program's SavedModel may raise any exception.
     except Exception as error:
         raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
     arguments = {
@@ -158,13 +158,13 @@ def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
 def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
     """Return the graphs of a SavedModel, after removing device names of a training cluster.
 
-    A TensorFlow 1 program may have saved `/job:ps/task:0`, a device that other processes do not
-    have.
+    A TensorFlow 1 program may save the names of devices, such as `/job:ps/task:0`, that other
+    processes do not have.
     """
     proto = SavedModel()
     try:
         proto.ParseFromString(path.read_bytes())
-    # The class of the error depends on the implementation of Protobuf.
+    # Catch any exception, because its class depends on the implementation of Protobuf.
     except Exception:
         raise UserError(f"{path.name} is not a SavedModel; write the model again") from None
     changed = False

@@ -1,8 +1,8 @@
 """Passes the features of a dataset to the arguments of a program's model.
 
-An argument receives the feature with the same name, or with the name that Flotilla's own signatures
-use for it. A single argument receives a single feature regardless of its name. Values are converted
-if their type or shape differs, but their meaning does not change.
+An argument receives the feature with the same name, or the feature that has this name in Flotilla's
+own signatures. A single argument receives a single feature regardless of its name. Values are
+converted if their type or shape differs, but their meaning does not change.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _reshaped(feature: FeatureSpec, argument: Argument) -> tuple[Size, ...] | No
         return given
     if None in given:
         return None
-    # An array is flattened in row-major order.
+    # Try to add or drop a last axis of size 1, or to flatten the array in row-major order.
     flat = (math.prod(feature.sizes),)
     shapes = ((*given, 1), given[:-1] if given[-1:] == (1,) else given, flat)
     return next((each for each in shapes if _fits(each, wanted[1:])), None)

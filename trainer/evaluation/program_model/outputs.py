@@ -1,8 +1,8 @@
 """Converts the outputs of a program's model to the outputs of its task: logits or numbers.
 
 An output is recognized by its name: `logits`, `logit`, `probabilities`, `probability`, `prediction`
-or `predictions`. If there are several targets, its name is the name of the target, alone or as a
-prefix. A single output may have any name. Whether values are probabilities is set by
+or `predictions`. If there are several targets, the name of an output is the name of its target, or
+begins with it. A single output may have any name. Whether values are probabilities is set by
 `program.outputs`, or inferred from the outputs for real examples.
 """
 

@@ -94,10 +94,10 @@ class Work:
                 Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
-        """Count what was done, and its amount in the other measure.
+        """Add completed units, and their size in the other measure.
 
         Raises:
-            InterruptedError: the work was cancelled, and no caller waits for the rest.
+            InterruptedError: the work was canceled, and no caller waits for the rest.
         """
         with self._lock:
             if self._is_given_up:
@@ -120,7 +120,7 @@ class Work:
         self._detail = detail
 
     def look(self) -> None:
-        """Report if the interval has passed."""
+        """Report the progress if the interval has passed."""
         first, pause = LOG_SECONDS, LOG_SECONDS
         if os.environ.get(events.VARIABLE):
             first, pause = QUIET_SECONDS, LIVE_SECONDS

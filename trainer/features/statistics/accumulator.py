@@ -57,7 +57,7 @@ def find_kind(feature: FeatureSpec) -> str:
 
 
 class Accumulator:
-    """Statistics of a set of examples, which can be merged with those of other sets."""
+    """Mergeable statistics of a set of examples."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Accumulator:
         )
 
     def moments(self, name: str) -> Moments:
-        """Return the moments of a feature's numbers. Those of a class are the class indices."""
+        """Return the moments of a feature's numbers. The numbers of a class are its indices."""
         return self._moments[name]
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -345,7 +345,7 @@ def _encode_texts(values: Any) -> pa.Array:
 
 
 def _count_bytes(images: Any) -> NDArray[np.float64]:
-    """Return the sizes in bytes of images, which are encoded or arrays of pixels."""
+    """Return the sizes in bytes of images, given as encoded bytes or as arrays of pixels."""
     if isinstance(images, np.ndarray):
         return np.full(len(images), images[:1].nbytes, np.float64)
     is_list = pa.types.is_large_list(images.type)

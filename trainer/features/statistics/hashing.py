@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Number of leading values that are checked for repetition, and the maximum share of distinct values
-# among them. A column with 5,000 equally frequent values has about 1,680 of them (82 %) among the
+# among them. A column with 5,000 equally frequent values has about 1,680 of them (82%) among the
 # first 2,048.
 _HEAD, _DISTINCT = 2048, 0.9
 
@@ -99,7 +99,7 @@ def to_arrow(values: Any) -> pa.Array:
     if flat.dtype.kind in "OSU":
         inner = pa.array([bytes(each) for each in flat], pa.large_binary())
     else:
-        # Arrow does not support short float types of accelerators, such as bfloat16.
+        # Convert the short float types of accelerators, such as bfloat16, which Arrow lacks.
         inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
     ends = np.cumsum([0, *(np.size(each) for each in rows)])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
@@ -116,7 +116,7 @@ def _digest_lists(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the digests of consecutive ranges of a buffer, which begin at `starts`."""
+    """Return the digests of the consecutive ranges of a buffer that begin at `starts`."""
     blake, ends = hashlib.blake2b, starts.tolist()
     digests = b"".join(
         blake(data[begin:end], digest_size=8).digest() for begin, end in pairwise(ends)
@@ -126,7 +126,7 @@ def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uin
 
 @lru_cache(maxsize=1 << 16)
 def _digest_text(text: bytes) -> bytes:
-    """Return the digest of a text. Digests are cached, because texts often occur again."""
+    """Return the digest of a text. Digests are cached, because texts are often repeated."""
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
@@ -151,7 +151,7 @@ def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), which mixes all bits."""
-    # Change the array in place, which allocates less memory.
+    # Change the array in place to allocate less memory.
     found: NDArray[np.uint64] = values ^ (values >> np.uint64(30))
     found *= np.uint64(0xBF58476D1CE4E5B9)
     found ^= found >> np.uint64(27)

@@ -4,7 +4,7 @@ Mean and variance are merged part by part (Chan, Golub, LeVeque, "Updating formu
 the difference of two sums of squares would lose the digits of numbers with a large mean.
 
 The counts of strings are exact up to a limit of distinct strings. Above it, the rarest are dropped
-("Lossy counting", Manku and Motwani 2002). A dropped text that occurs again is counted from 0.
+("Lossy counting", Manku and Motwani 2002). A dropped string that occurs again is counted from 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _measure(values: NDArray[Any]) -> Moments:
     else:
         wide = values.astype(np.float64)
         finite = np.isfinite(wide)
-        # NumPy sums faster without a mask.
+        # Use a mask only if it is needed, because NumPy is faster without one.
         mask = finite if not finite.all() else True
         least = wide.min(0, where=mask, initial=np.inf)
         most = wide.max(0, where=mask, initial=-np.inf)
@@ -95,7 +95,7 @@ class BoundedCounter:
     """Counts strings. If there are too many distinct strings, the rarest are dropped.
 
     Attributes:
-        is_whole: whether no text has been dropped.
+        is_whole: whether no string was dropped.
     """
 
     def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
@@ -136,7 +136,7 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """The number of kept strings, which are all distinct strings if `is_whole` is set."""
+        """The number of kept strings. If `is_whole` is true, all distinct strings are kept."""
         self.settle()
         return len(self._texts)
 

@@ -1,10 +1,10 @@
 """Sketches of examples: a uniform sample, and the smallest hashes.
 
 Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that
-sketches can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples,
-the rank of a quantile has a standard error below 0.4 %. Up to this number of examples, quantiles
-are exact. The keys of `Hashes` are hashes of the inputs, so equal examples have equal keys, even in
-other splits and datasets.
+sketches can be merged. The keys of a `Sample` are random. In a sample of 16,384 examples, the rank
+of a quantile has a standard error below 0.4%. Up to this number of examples, quantiles are exact.
+The keys of `Hashes` are hashes of the inputs, so equal examples have equal keys, even if they are
+in different splits or datasets.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Hashes:
 
     The number of distinct hashes is exact up to `most`. Above that, it is estimated from the
     largest of the k kept hashes, because hashes are uniform. The relative standard error is
-    1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
+    1 / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer et al. 2007).
     """
 
     def __init__(self, most: int = 0) -> None:

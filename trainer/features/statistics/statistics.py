@@ -30,13 +30,13 @@ Read = Callable[[], tuple[bytes, str]]
 UNKNOWN_KIND = "unknown"
 
 
-# The values of a text are categories if there are at most this many distinct values, or if each
-# occurs this often on average.
+# The values of a string feature are categories if at most `_FEW_VALUES` of them are distinct, or if
+# each occurs at least `_TIMES` times on average.
 _FEW_VALUES, _TIMES = 20, 10
 
 
 def are_repeated(distinct: int, examples: int) -> bool:
-    """Return whether the values of a string feature repeat, as the names of towns do."""
+    """Return whether the values of a string feature repeat, as names of towns usually do."""
     return distinct <= max(_FEW_VALUES, examples // _TIMES)
 
 

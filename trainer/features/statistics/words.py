@@ -35,7 +35,7 @@ def count_words(texts: pa.Array, counts: NDArray[np.int64]) -> Iterator[tuple[Co
 
 
 def split_words(texts: pa.Array) -> pa.Array:
-    """Return the words of each text as a list, which may begin and end with an empty word."""
+    """Return a list of the words of each text. The first and last word may be empty."""
     try:
         plain = texts.cast(pa.large_string())
     except pa.ArrowInvalid:

@@ -47,7 +47,7 @@ def discard(stream: IO[str]) -> None:
 def log_to_stderr() -> None:
     """Write this process's log to standard error, masked, including a final traceback.
 
-    If another program, such as KFP, has configured logging, its handlers are made to mask records.
+    If another program, such as KFP, has configured logging, make its handlers mask records.
     """
     mask_libraries()
     sys.excepthook = lambda *bug: logging.critical("unhandled exception", exc_info=bug)

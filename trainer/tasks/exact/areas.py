@@ -75,7 +75,7 @@ class Ranked(NamedTuple):
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        # The middle score of each interval represents it.
+        # Represent each interval by its middle score.
         middle = (begins + np.append(begins[1:], len(place))) // 2
         return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return distinct scores with sums over their examples. `order` is descending, if known."""
+    """Return distinct scores with sums over their examples. `order`, if given, sorts scores."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -272,7 +272,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true, or [] if the column has no area, to avoid sorting."""
+        """Return which examples are true, or [] to avoid sorting a column that has no area."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())

@@ -1,11 +1,11 @@
-"""The 95 % confidence interval of a metric, computed from its standard error.
+"""The 95% confidence interval of a metric, computed from its standard error.
 
 The interval lies within the metric's bounds: a fraction is between 0 and 1, an error is at least 0,
 and an explained variance is at most 1. Fractions use the log-odds scale and errors the log scale,
 with quantiles of Student's t. The standard error is 0 if the observed examples do not vary, for
-example because all of a few positive ones are hits, but unseen examples may differ. Therefore the
-interval also includes the value that the metric would have with a fraction of unseen examples, as
-in Wilson's interval (1927) for no hits among n.
+example if all of a few positive examples are hits. Unseen examples may differ. Therefore the
+interval also includes the value that the metric would have if a fraction of the examples were
+unseen, as in Wilson's interval (1927) for no hits among n.
 
 `count` is the effective number of examples (Kish 1965, section 11.7).
 """
@@ -37,7 +37,7 @@ def kish(weight: Any, squares: Any) -> Any:
 def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
     """Return the ends of the score intervals of fractions (Wilson 1927, J. Am. Stat. Assoc. 22).
 
-    SciPy's version requires integer counts. Without examples the interval is 0 to 1.
+    Unlike SciPy's version, accept fractional counts. Without examples, the interval is 0 to 1.
     """
     share, count = np.asarray(share, np.float64), np.asarray(count, np.float64)
     inside = np.maximum(share * (1 - share), 0) * count + normal**2 / 4

@@ -84,7 +84,7 @@ def _measure_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, interval
     )
     true = cells[:, 1].sum(axis=1)
     # F1 is an increasing function of the fraction of hits among all examples that are positive or
-    # predicted positive, so its interval is computed from that fraction.
+    # predicted positive. Compute its interval from that fraction.
     parts = {
         "accuracy": (right, all_of),
         "precision": (hits, taken),
@@ -197,12 +197,11 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
             mean, near = float(each @ shares), float(each @ smooth)
             total = each**2 @ variance
             if average == "weighted":
-                # The weights of the average, which are class frequencies, vary too.
+                # Add the variance of the weights, which are class frequencies in the sample.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # The precision of a class without predictions may have any value, which widens the
-            # interval.
+            # A class without predictions may have any precision. Widen the interval accordingly.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
@@ -412,7 +411,7 @@ def _compute_r2(sums: Doubles) -> Doubles:
     weight = sums[..., :1]
     total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
     variance = squares - total**2 / np.maximum(weight, 1e-300)
-    # If all labels are equal, the variance is only a rounding error.
+    # Ignore a tiny variance: if all labels are equal, it is only a rounding error.
     varies = variance > 1e-14 * squares
     each = np.where(varies, 1 - _divide(residual, variance), np.where(residual > 0, 0.0, 1.0))
     found: Doubles = each.mean(axis=-1, keepdims=True)

@@ -98,7 +98,7 @@ class Search:
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
         """Return the recalls [users] at each cutoff in `numbers`, for the users who took an item.
 
-        Numbers greater than the number of candidates are left out. About `at_once` scores are in
+        Cutoffs greater than the number of candidates are left out. About `at_once` scores are in
         memory at the same time.
         """
         users, of_users = self._users.all()

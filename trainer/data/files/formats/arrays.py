@@ -43,7 +43,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, Runtim
 
 @dataclass(frozen=True, kw_only=True)
 class _Array:
-    """The header of an array, and its file, which is positioned at the first value."""
+    """The header of an array, and its file. The file position is at the first value."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]

@@ -22,7 +22,7 @@ _CLASS = -2
 
 
 class ImageFilesReader(Reader):
-    """Reads only the names of images, which are decoded later like the images of any table."""
+    """Reads only the names of images. The images are decoded later, like those of any table."""
 
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
@@ -71,7 +71,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Assign the splits that folders above the class folders name. Return files and folders."""
+    """Assign splits by the folders above the class folders. Return files, and split by folder."""
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

@@ -118,8 +118,8 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 def _rows_at_once(
     path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
 ) -> int:
-    # Parquet stores repeated values once, so the size of a file says little about its size in
-    # memory.
+    # Parquet stores repeated values once, so a file may need far more memory than its size
+    # suggests.
     wanted = {*names}
     most = float(_BATCH)
     for number in groups:
@@ -162,7 +162,7 @@ def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: 
 
 
 def _longest(array: pa.Array, otherwise: int) -> int:
-    """Return the length of a nested dictionary's longest value, or `otherwise` if it is unknown."""
+    """Return the maximum length of values in a nested dictionary, or `otherwise` without one."""
     while not pa.types.is_dictionary(array.type):
         if pa.types.is_struct(array.type):
             array = array.field(0)
@@ -190,7 +190,7 @@ def _flatten(table: pa.Table) -> pa.Table:
             for inner in (field.type if pa.types.is_struct(field.type) else [field])
         ]
         table = table.flatten().rename_columns(names)
-    # Few Arrow functions support the view types that Polars writes.
+    # Replace the view types that Polars writes, because few Arrow functions support them.
     views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     if any(field.type in views for field in table.schema):
         kinds = [field.with_type(views.get(field.type, field.type)) for field in table.schema]

@@ -217,7 +217,7 @@ class _Head:
         place = next(
             (at for at, each in enumerate(self._records) if not each.text.startswith("#")), 0
         )
-        # A header may begin with "#".
+        # The last row that begins with "#" may be the header.
         if place and len(self._rows[place - 1]) == self._width > 1 and not self._is_names(place):
             place -= 1
         if len(_full(self._rows[place])) > 1 and len(self._rows[place]) == self._width:
@@ -252,7 +252,7 @@ class _Head:
             return cells[:more], ()
         if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
             return [*cells, *[""] * more], ()
-        # R writes no name for the column of row names.
+        # A first column without a name is an index, because R writes row names in this way.
         if (
             more == 1
             and len(rows) > _FEWEST
@@ -276,7 +276,7 @@ class _Head:
 
 
 def _odd_numbers(names: Sequence[str]) -> list[str]:
-    """Return the names that are numbers, unless they count up, as years do."""
+    """Return the names that are numbers, or [] if they are consecutive, such as years."""
     numbers = [name for name in names if re.match(NUMBER, name)]
     counts = [int(name) for name in numbers if name.isdecimal()]
     steps = {after - before for before, after in pairwise(counts)}
@@ -330,7 +330,7 @@ def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
     except (csv.Error, StopIteration):
-        # Python's csv module rejects values above 8 MiB, and a carriage return within a row.
+        # Ignore quotes in a row that the csv module rejects, such as one with a value above 8 MiB.
         return text.split(delimiter)
 
 
@@ -416,8 +416,8 @@ class _Quotes:
         return all(ends[each].all() for each in around)
 
     def _records(self, **dialect: Any) -> Iterator[tuple[int, list[str], str]]:
-        """Yield each record's first row number, its lines, and the error in its quotes if any."""
-        # Spaces after a closing quote are allowed.
+        """Yield each record's first row number, its lines, and the error in its quotes or ""."""
+        # Allow spaces after a closing quote.
         spaces = re.compile(
             f"{re.escape(self._quote)} +(?={re.escape(self._delimiter)}|[\r\n]|\\Z)"
         )
@@ -445,7 +445,7 @@ class _Quotes:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Describe the first value that swallows rows. Return whether any value is malformed."""
+        """Describe the first value that swallows rows, and return whether a value is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)
@@ -465,7 +465,7 @@ class _Quotes:
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _find_stray_escape(self) -> int | None:
-        """Return the first row with a stray backslash (0: none), or None if none is an escape."""
+        """Return the row of a stray backslash (0: none), or None if backslashes are not escapes."""
         quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
         stray = 0
         for row, lines, wrong in self._records(escapechar=_ESCAPE):

@@ -24,8 +24,8 @@ from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Rea
 from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20
-# Block sizes to try, in bytes. Pyarrow reads 32 blocks ahead, so the larger size is only used if a
-# row does not fit in the smaller one.
+# Block sizes to try, in bytes. Pyarrow reads 32 blocks ahead, so the larger size is used only if a
+# row does not fit in a smaller block.
 _BLOCKS = (1 << 20, 8 << 20)
 # Approximate number of bytes of a file whose rows are yielded together.
 _JOINED = 8 << 20
@@ -74,7 +74,7 @@ class CsvReader(Reader):
 
         def skip(row: Any) -> str:
             number = row.number - 1
-            # The retry with larger blocks sees the records of the first attempt again.
+            # The second attempt, with larger blocks, repeats the same records. Report each once.
             if not skipped or number > skipped[-1]:
                 skipped.append(number)
                 broken(number, f"{row.actual_columns} values for {row.expected_columns} columns")
@@ -142,7 +142,7 @@ def _open_csv(
 
 
 def _names(layout: CsvLayout) -> list[str]:
-    # Columns that are left out need a unique name too.
+    # Give unnamed columns a unique name, because pyarrow selects columns by name.
     return [name or f"\0{place}" for place, name in enumerate(layout.names)]
 
 
@@ -211,7 +211,7 @@ def _concatenate(held: Sequence[Rows]) -> Rows:
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
     """Yield a stream, and a function that converts a size in memory to bytes of the file.
 
-    Pyarrow reads up to 32 blocks ahead. For compressed files, the function ignores this.
+    Pyarrow reads up to 32 blocks ahead. For compressed files, the function counts these blocks too.
     """
     start, counted = max(piece.start, begin), 0
 

@@ -73,7 +73,7 @@ def _example(data: bytes) -> dict[str, Any] | str:
     # Parse an `Example` as a `SequenceExample`, whose context has the same format.
     try:
         found = tf.train.SequenceExample.FromString(data)
-    # The class of protobuf's error differs between its implementations.
+    # Catch any error, because the error class differs between implementations of protobuf.
     except Exception:
         return "it is not a tf.train.Example"
     context = found.context.feature

@@ -66,7 +66,7 @@ def require_few(count: int, where: str) -> None:
 
 
 class Reader(ABC):
-    """A reader of one file format. It holds no open file.
+    """A reader of one file format. It keeps no file open.
 
     Attributes:
         parsed: whether all values are strings, from which numbers must be parsed.
@@ -94,7 +94,7 @@ class Reader(ABC):
 
     @abstractmethod
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return ranges of about `size` bytes, in order, which can be read independently."""
+        """Return consecutive ranges of about `size` bytes that can be read independently."""
 
     @abstractmethod
     def rows(
@@ -108,7 +108,7 @@ class Reader(ABC):
 
 
 class RecordReader(Reader):
-    """Reads a format whose records are parsed one by one, in blocks of at most `at_once`."""
+    """Reads a format whose records are parsed one by one. A block has up to `at_once` records."""
 
     varies = True
 
