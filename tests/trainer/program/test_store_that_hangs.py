@@ -37,7 +37,7 @@ def job(tmp_path):
 
 
 @pytest.fixture
-def store(job, monkeypatch):
+def store(monkeypatch):
     """Make publishing hang until the test ends; return an event that is set when it begins."""
     publish, begun, answers = storage.publish, threading.Event(), threading.Event()
 
@@ -57,6 +57,7 @@ def wait_for(seen, is_it):
 
 
 def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, job, store):
+    # pytest creates `job` before `store`, so that the dataset of the job can be published.
     agent = Agent(job, Cluster(addresses={"chief": ("a:1",)}), CHIEF, grace=1)
     seen = queue.SimpleQueue()
     exchange, end = job.workdir / "exchange", tmp_path / "end.txt"
