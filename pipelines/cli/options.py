@@ -187,7 +187,7 @@ _TARGET = {
 }
 _PODS = {
     "cpu": _text(
-        "CPUS", "The CPUs of each step that handles data or a model, such as 500m or 4. Default: 1."
+        "CPUS", "The CPU request and limit of each step that handles data or a model. Default: 1."
     ),
     "memory": _text(
         "SIZE", "The memory of each step that handles data or a model, such as 16Gi. Default: 4Gi."

@@ -21,7 +21,7 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 #: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Number of artificial examples to add to each item. They are taken at the mean rate of all items.
+# Number of pseudo-examples per item for smoothing. They have the mean positive rate of all items.
 _PRIOR = 10.0
 
 

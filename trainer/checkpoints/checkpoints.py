@@ -384,7 +384,7 @@ def select_resumed(
 
 
 def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
-    """Return the shape of each variable in a checkpoint by path."""
+    """Return the shape of each variable in a checkpoint, keyed by the variable's path."""
     return dict(Layout.read(found.folder / PREFIX).shapes)
 
 

@@ -145,7 +145,7 @@ class SplitsConfig(Whole):
                 f"column: it assigns every row to a split; leave out {', '.join([*named, *drawn])}"
             )
         if named and not self.train:
-            raise ValueError(f"{named[0]}: it names files, so set train to the training files")
+            raise ValueError(f"{named[0]} is given as files; set train to the training files too")
         if len(drawn) > 1:
             raise ValueError(
                 "group: a split cannot be drawn both by group and by time; leave one of them out"

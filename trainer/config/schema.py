@@ -310,7 +310,9 @@ def _require_bundle(value: str) -> None:
 class RegistryConfig(Section):
     """Requirements for an exported model to become the champion."""
 
-    max_megabytes: float = key(0, "maximum size of all files, in megabytes; 0: no limit", ge=0)
+    max_megabytes: float = key(
+        0, "maximum total size of the model, in megabytes; 0: no limit", ge=0
+    )
     max_milliseconds: float = key(
         0,
         "maximum time to predict one example, measured in a new process, in milliseconds; 0: no "

@@ -113,7 +113,7 @@ def normalize_image(image: Image.Image, channels: int) -> Image.Image:
         wide = np.asarray(turned).astype(np.int64)
         turned = Image.fromarray((np.clip(wide, 0, 0xFFFF) >> 8).astype(np.uint8))
     if turned.mode == "F":
-        raise UndecodableError("the range of its pixels is unknown; save them with 8 or 16 bits")
+        raise UndecodableError("its pixels are floats; save them as integers of 8 or 16 bits")
     if turned.mode in ("P", "PA"):
         turned = turned.convert("RGBA" if "transparency" in turned.info else "RGB")
     seen: Image.Image = turned.convert(MODES[channels])

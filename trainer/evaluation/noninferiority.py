@@ -107,7 +107,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
 
 
 def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Floats:
-    """Return the distance of the counts from the assumed differences, in standard errors."""
+    """Return the observed minus the assumed differences, in standard errors."""
     b = (2 * count - own + other) * assumed - own - other
     c = -other * assumed * (1 - assumed)
     likeliest = (np.sqrt(np.maximum(b * b - 8 * count * c, 0)) - b) / (4 * count)

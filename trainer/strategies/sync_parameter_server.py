@@ -177,10 +177,10 @@ class SyncParameterServer(Served):
         return compute_announced
 
     def _turn(self) -> int:
-        """Return the number of steps to unroll, or 1 to unroll none.
+        """Return the number of steps per loop iteration. 1 disables unrolling.
 
-        Steps are unrolled only if every worker is needed, because a worker that skips a step would
-        run out of steps early. With row lookups, each step would trace the gradient again.
+        Steps are unrolled only if each step needs all workers, because an unrolled loop cannot skip
+        steps, and not with row lookups, because each step would trace the gradient again.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
