@@ -19,8 +19,8 @@ from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: Option of the first step's command, which KFP's executor ignores. Its value is the mark: the
-#: Flotilla version that compiled the pipeline, and the digest of the pipeline's steps.
+#: Option in the command of the first step. KFP's executor ignores it. Its value is a mark: the
+#: Flotilla version that compiled the pipeline, and a digest of the signatures of its steps.
 OPTION = "--compiled_by"
 # Increase this number if a value passed between steps changes its meaning but no signature changes.
 _REVISION = 3
@@ -29,7 +29,7 @@ _LENGTH = 12
 
 @functools.cache
 def mark() -> str:
-    """Return the mark of this code: its version and the digest of its steps."""
+    """Return the mark of this code: the Flotilla version, and a digest of the steps' signatures."""
     return f"{version('kfp-flotilla')} {_digest()}"
 
 
@@ -46,7 +46,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a pipeline with this mark matches this code. An empty mark never does."""
+    """Return whether the digest in a pipeline's mark matches this code; False for an empty mark."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 

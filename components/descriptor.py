@@ -75,7 +75,7 @@ def _read_descriptor(artifact: Any) -> Descriptor:
     )
 
 
-# Do not log a confusion matrix of more classes. It would be illegible and fill KFP's database.
+# A confusion matrix of more classes is not logged: it would be illegible and fill KFP's database.
 MOST_CLASSES = 50
 # Kubernetes sets this variable in pods of the namespace that contains KFP's API server. Steps run
 # there if KFP is installed without profiles, and otherwise in the namespace of a profile.
@@ -105,7 +105,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
 
 
 def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
-    """Log a ROC curve: rows of false positive rate, true positive rate and threshold."""
+    """Log a ROC curve. Each row is a false positive rate, a true positive rate and a threshold."""
     if curve:
         columns = zip(*curve, strict=True)
         false, true, thresholds = ([float(value) for value in each] for each in columns)

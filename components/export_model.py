@@ -56,7 +56,7 @@ def export(step: Step) -> str:
         from flotilla.trainer.export import export
 
         settings = load_bundle(step.config)
-        # The URI must depend on the decision, which differs if the champion has changed.
+        # Include the decision, so that a new decision (after a change of champion) gets a new URI.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
         output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)

@@ -68,7 +68,7 @@ def _report(step: Step, root: str, folder: Path) -> None:
     for name, content in gather_report.render_artifacts(facts, page, uri).items():
         Path(artifacts[name].path).write_bytes(content)
     step.output.displays = {name: each.uri for name, each in artifacts.items()}
-    # On a cluster, refer to the artifact. The run's folder is deleted when the step ends.
+    # On a cluster, the warning must name the artifact, because the page is in a temporary folder.
     stays = page if is_local_run() else step.report.path
     if root and _publish(uri, page.read_bytes(), stays):
         step.output.done(uri, {})

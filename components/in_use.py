@@ -65,7 +65,7 @@ def last_use(root: str, path: str) -> float:
 
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
-    """Announce a removal of `path`. Yield whether nothing has used it since Unix time `seen`."""
+    """Announce a removal of `path`. Yield True if it was not used after the Unix time `seen`."""
     for mark, is_going_on in _removals(root, path).items():
         if not is_going_on:
             storage.delete(_place(root, path, mark))

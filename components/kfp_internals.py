@@ -17,7 +17,7 @@ from typing import Any
 RUNTIME = "_KFP_RUNTIME"
 _EXECUTOR = "kfp.dsl.executor_main"
 EXECUTOR_MODULES = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
-# Indexes of the arguments in the command with which KFP's local runner starts a step.
+# Indexes in a command of KFP's local runner: shell script, component source, first argument.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
 
@@ -54,12 +54,12 @@ class StepCommand:
     arguments: tuple[str, ...]
 
     def with_source(self, file: Path) -> list[str]:
-        """Return the command that runs the step, given a file with its source."""
+        """Return a command that runs the step from a file with its source."""
         return ["python3", "-m", _EXECUTOR, "--component_module_path", str(file), *self.arguments]
 
 
 def parse_command(command: Sequence[str]) -> StepCommand | None:
-    """Parse a command of KFP's local runner, and return None for any other command."""
+    """Parse a command with which KFP's local runner starts a step; None for other commands."""
     if len(command) <= _ARGUMENTS or _EXECUTOR not in command[_SHELL]:
         return None
     arguments = tuple(command[_ARGUMENTS:])

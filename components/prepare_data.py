@@ -92,7 +92,7 @@ def work(step: Step) -> Prepared:
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Resolve the configuration. For an unchanged run, write the outputs that KFP's UI expects."""
+    """Resolve the configuration. For an unchanged run, write placeholder artifacts for KFP's UI."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):

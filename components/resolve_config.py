@@ -108,7 +108,7 @@ def _check_source(data: DataConfig) -> None:
 
 
 def add_champion(config: Config, root: str) -> Config:
-    """Replace the warm start `champion` with its checkpoint, or with "" if there is none."""
+    """Replace the warm start `champion` with the champion's checkpoint, or "" if none exists."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
     if weights.source != CHAMPION:

@@ -111,7 +111,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # `register_model` may need GPUs to compare the model with another champion than the gate did.
+    # The stage `register_model` may need GPUs to compare the model with a newer champion.
     StepSpec(
         name="export_model",
         stages=(
@@ -183,14 +183,14 @@ def name_step_of(stage: str) -> str:
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Return whether a stage with this result ends the run. An unknown stage never does."""
+    """Return whether this result of a stage ends the run. An unknown stage never ends it."""
     row = _find_stage(name)
     is_refused = bool(row and row.accepts and word != row.accepts)
     return row is WORKING[-1] or ends_well(name, word) or is_refused
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether a stage with this result ends the run successfully, before the last stage."""
+    """Return whether this result of a stage ends the run early but successfully."""
     row = _find_stage(name)
     return bool(row and row.completes and word == row.completes)
 

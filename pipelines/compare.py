@@ -27,7 +27,7 @@ class Comparison:
     """The results and settings of several runs, side by side.
 
     Attributes:
-        groups: the values of the runs, by group and name. A run without a value has None.
+        groups: for each group and name, the value of every run; None for a run without a value.
         best: the runs with the best value of the main metric; empty if their main metrics differ.
         intervals: for each metric of the group `test`, each run's confidence interval or None.
     """

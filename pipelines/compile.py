@@ -160,7 +160,7 @@ def own_package(
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Read a compiled pipeline. Raises `ConfigError`, for example if a setting is given."""
+    """Read a compiled pipeline. Raises `ConfigError`, for example if `image` or `pods` is set."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(

@@ -44,7 +44,7 @@ _SECONDS_TO_END = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Addresses:
-    """The addresses of a run's fork servers. `tensorflow` is empty if no server imports it."""
+    """The addresses of a run's fork servers; `tensorflow` is empty if none imports TensorFlow."""
 
     steps: str
     tensorflow: str
@@ -76,7 +76,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
 
 
 def _is_possible() -> bool:
-    # A debugger or tracer of this process would not follow a forked process.
+    # Do not fork under a debugger or tracer, which would not follow the forked process.
     return sys.platform == "linux" and _has_descriptors_of_processes() and sys.gettrace() is None
 
 

@@ -20,8 +20,8 @@ from flotilla.trainer.config.load import parse_config, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 
-#: The former parameters of the steps' pods, with the compile option that replaces each, and its
-#: default.
+#: For each former parameter of the steps' pods: the compile option that replaces it, and the
+#: default of the parameter.
 OPTIONS: dict[str, tuple[str, Any]] = {
     "step_cpu": ("--cpu", "1"),
     "step_memory": ("--memory", "4Gi"),
@@ -34,7 +34,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 @functools.cache
 def keys() -> dict[str, tuple[tuple[str, ...], Any]]:
-    """Return the key and the model field of each parameter, in the order of the configuration."""
+    """Return the configuration key and the model field of each parameter, by parameter name."""
     return {"_".join(key): (key, field) for key, field in _leaves(Config, ())}
 
 
@@ -67,7 +67,7 @@ def convert_parameters(values: Mapping[str, Any]) -> Config:
 
 
 def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each pod parameter that differs from its default and is ignored."""
+    """Return a message for each pod parameter with a non-default value, which is ignored."""
     return tuple(
         f"{name}={values[name]} is no longer a run parameter; {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
@@ -101,7 +101,7 @@ def describe_replacement(name: str) -> str:
     if name not in keys():
         return "set a key of the configuration with --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    # The name of a dataset belongs in the field for the source.
+    # The form has no field for a dataset. Its name is entered in the field for the source.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"use {next(fields, '')}--set {'.'.join(key)}=..."

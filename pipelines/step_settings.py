@@ -126,7 +126,7 @@ class StepPods:
         cpu, memory: request and limit of each step that handles data. With `cluster.launcher:
             local`, the whole training cluster shares the resources of its step.
         gpus: number of GPUs for the steps that run the model.
-        node_selector, tolerations: for the same steps, in the format of Kubernetes.
+        node_selector, tolerations: for all steps except light ones, in the format of Kubernetes.
         store_secret: name of the secret with the keys of the object store. It may be missing.
         pull_secrets: names of the image pull secrets.
         mounts: mount path of each persistent volume claim, for the step that prepares data.

@@ -23,11 +23,11 @@ from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
 from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
-#: The run parameter that is not a configuration key.
+#: The run parameter for the image, which is not a configuration key.
 IMAGE_FIELD = Field(
     name="image", key=(), type=str, description="container image of all steps and training tasks"
 )
-# The form field before which the image is listed.
+# The form lists the image just before this field.
 _BEFORE = "storage_root"
 
 
@@ -229,7 +229,7 @@ def _name_below(spec: Any, dag: Any) -> None:
         taken = task.inputs.artifacts
         for channel in list(taken):
             given = taken[channel]
-            # In a nested group, the input has no output key, but the name from the outer group.
+            # A nested group gets its input from the outer group's input, not from a task's output.
             name = given.task_output_artifact.output_artifact_key or given.component_input_artifact
             for artifacts in (taken, group.input_definitions.artifacts):
                 artifacts[name].CopyFrom(artifacts.pop(channel))

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
-        # Only user code calls `sys.exit` here. It would do so again after a restart, so fail.
+        # Only user code calls `sys.exit` here. A retry would do so again, so fail permanently.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"your code called sys.exit({end.code!r}){where}"
@@ -149,14 +149,14 @@ def _fit(options: argparse.Namespace) -> None:
 
 
 def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
-    """Try the model on a dataset or its first rows. Return the fields of the result and notes."""
+    """Try the model on a dataset or on the first rows of the source. Return fields and notes."""
     # Import TensorFlow only here, within the time limit of the dry run.
     import tensorflow as tf
 
     from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
-    # Do not optimize graphs. Each runs only once here, so this would take longer than it saves.
+    # Do not optimize graphs: each runs only once here, so optimization would cost more time.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))

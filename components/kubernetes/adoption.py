@@ -58,7 +58,7 @@ class Adoption:
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 self._require_own_service(name)
-                # The job already exists if an earlier response was lost, so expect a conflict.
+                # Expect a conflict: the job exists if the response to an earlier request was lost.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -132,7 +132,7 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Do not retry. Meanwhile, the lease would expire, and the guard would end the job.
+                # Do not retry: the lease would expire meanwhile, and the guard would end the job.
                 log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 

@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine that `auto` selects, or `local` if this process is not on a cluster."""
+    """Return the name of the engine that `auto` selects, or `local` outside a cluster."""
     if not is_on_a_cluster():
         log.info(
             "cluster.launcher: 'auto' selects 'local', because this process is not in a pod and "

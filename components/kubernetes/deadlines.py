@@ -47,7 +47,7 @@ class Deadlines:
         Args:
             engine: the engine of the job.
             config: the seconds of each deadline, 0 for none.
-            expected: the number of tasks by role.
+            expected: the number of tasks of each role.
             clock: returns the time in seconds.
         """
         self._engine = engine
@@ -68,7 +68,7 @@ class Deadlines:
         self._ran = 0.0
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing` after the job was recreated to resume training."""
+        """Return to the stage `queueing`, because the job is recreated to resume training."""
         if self._stage == pod_state.RUNNING:
             self._ran += self._clock() - self._entered_at
         self._stage = pod_state.QUEUEING

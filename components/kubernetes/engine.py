@@ -83,7 +83,7 @@ class Engine(ABC):
 
     @abstractmethod
     def is_failing(self, api: Api, tree: Tree, /) -> bool:
-        """Return whether an unfinished job is failing, so that its pods are being deleted."""
+        """Return whether an unfinished job is about to fail and its pods are being deleted."""
 
     @abstractmethod
     def failure(self, api: Api, tree: Tree, /) -> JobEnd:
@@ -144,7 +144,7 @@ def _is_of_tracker(value: Any) -> bool:
 
 
 def condition(tree: Tree, kind: str) -> Tree | None:
-    """Return a condition of a job, such as `Failed`, if it is true."""
+    """Return the job's condition with the type `kind`, such as `Failed`; None if not true."""
     every = tree.get("status", {}).get("conditions") or []
     true = (each for each in every if each["type"] == kind and each["status"] == "True")
     found: Tree | None = next(true, None)

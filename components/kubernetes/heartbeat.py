@@ -50,7 +50,7 @@ class Heartbeat:
         limit: float,
         on_refused: Callable[[RefusedError | TakenOverError], None],
     ) -> None:
-        """Prepare to renew the lease `HEARTBEATS` times or more in `limit` seconds.
+        """Prepare to renew the lease at least `HEARTBEATS` times in every `limit` seconds.
 
         After `limit` seconds without renewal, the guard ends the job. `on_refused` is called if the
         API refuses heartbeats for half of that time, or if another launcher has the lease.
@@ -124,7 +124,7 @@ class Heartbeat:
         return True
 
     def _own_version(self) -> str:
-        """Return the lease's resource version, or "" without a lease. Raises `TakenOverError`."""
+        """Return the lease's resource version, or "" if it is missing. Raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
         try:
             lease = self._api.get(LEASES, name)

@@ -22,14 +22,14 @@ REPORTED = 3
 LOOK_SECONDS = 5.0
 # Event reasons of the training operator and the Job controller if a pod cannot be created.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Messages about pods that admission refuses permanently, so that every retry would fail too.
+# Messages of permanent refusals by the API server's admission control. Every retry fails too.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
 # Messages about transient causes: other jobs use the quota, or a pod of this name still exists.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return the last events of objects as the end of a message, or an empty string.
+    """Return a suffix for an error message with the last events of objects, or an empty string.
 
     If the permission to list events is missing, the result states this. If the events cannot be
     read for another reason, the result is empty.

@@ -192,7 +192,7 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A user's program may report no steps, so `program.stall_timeout` applies instead.
+            # A program may report no steps, so `program.stall_timeout` replaces this deadline.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
@@ -265,7 +265,7 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job and delete it. Return the loss of a pod if the job must be recreated."""
+        """Watch a job until it ends, then delete it. If a lost pod ended it, return the loss."""
         relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}

@@ -141,7 +141,7 @@ class LogFollower(threading.Thread):
                 return
 
     def _store_truncated(self, line: str) -> None:
-        """Store a truncated line, which the next request repeats unless the task has died."""
+        """Store a truncated line, because it cannot be read again if the task has died."""
         timestamp, _, partial = line.partition(" ")
         is_of_the_task = bool(_TIME.fullmatch(timestamp))
         self._partial = partial if is_of_the_task else ""

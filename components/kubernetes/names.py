@@ -115,7 +115,7 @@ class JobKind:
     Attributes:
         resource: the API resource of the jobs.
         kind: the `kind` of the objects, such as `TFJob`.
-        label: the label on every pod that contains the name of the job.
+        label: the key of the pod label that contains the name of the job.
         controller: the controller's name for messages.
         show: the command that shows whether the controller runs.
         remedy: what to do if the cluster does not serve the kind.

@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAG
 def describe_failure(
     api: Api, end: TaskEnd, log_tail: Iterable[str], *, is_program: bool = False
 ) -> str:
-    """Return the report of a failed task: its message if that explains the exit, or the cause."""
+    """Return a failed task's report: its message if that explains the exit, or else the cause."""
     if (end.code in (FAILED, TRY_AGAIN, USAGE) or is_program) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
@@ -42,11 +42,11 @@ class Restarts:
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
-        # Number of pods lost since the newest checkpoint, by task.
+        # Number of pods that each task has lost since the newest checkpoint.
         self._losses: Counter[Task] = Counter()
         # Pods whose end was already counted. Do not count them again if their deletion is reported.
         self._counted: set[str] = set()
-        # The run's total number of restarts when each task last started.
+        # For each task: the run's total number of restarts when the task last started.
         self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:
@@ -62,7 +62,7 @@ class Restarts:
                 self._losses.clear()
 
     def count(self, end: TaskEnd, cause: str = "") -> bool:
-        """Count a restart unless the exit is final, and return False if this exceeds the limit."""
+        """Count a restart unless the exit is final. Return False if the limit is exceeded."""
         if self.is_final(end):
             return True
         lost = end.task if end.pod_deleted or end.code is None else None
@@ -70,7 +70,7 @@ class Restarts:
         return self._count_task(end.task, end.code, cause or end.cause, lost)
 
     def count_in_pod(self, restart: events.Restart) -> bool:
-        """Count a restart of a task by its guard, inside the pod."""
+        """Count a task's restart by its guard. Return False if the limit is exceeded."""
         role, _, index = restart.task.rpartition("-")
         return self._count_task(Task(role=role, index=int(index)), restart.code, restart.cause)
 

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 30
 
 
 class Stop:
-    """Stops a job through the guard of its leading task, which watches the lease."""
+    """Stops a job through the guard of its leading task. The guard watches the job's lease."""
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
         """Store the job as returned by the API, its leading task, and the task's pod template."""
@@ -43,7 +43,7 @@ class Stop:
 
     def request(self, api: Api) -> None:
         """Ask the guard of the leading task to end training and then the job."""
-        # With the uid, the request does not apply to another job of this name.
+        # The value is the job's uid, so that a later job of this name ignores the request.
         patch = {"metadata": {"annotations": {names.STOP: self.uid}}}
         api.patch(LEASES, self.name, patch, quick=True)
 
@@ -130,7 +130,7 @@ class SuspendingStop(Stop):
             super().request(api)
 
     def answer_seconds(self) -> float:
-        """Return the seconds to wait, which include the grace period of a suspended job's tasks."""
+        """Return the seconds to wait. A suspended job also gets the grace period of its tasks."""
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:

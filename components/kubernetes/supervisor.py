@@ -277,7 +277,7 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
-        """Return why a pod was lost if this does not fail the job, or an empty string."""
+        """Return why the pod was lost, or "" if it was not lost or its loss fails the job."""
         loss = self._losses.get(end.uid)
         is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
@@ -344,7 +344,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss that made the job fail, or None if its leading task had succeeded."""
+        """Return the loss that failed the job; None if the leader succeeded. Raises `UserError`."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)
@@ -391,7 +391,7 @@ class Supervisor:
         return last_events(self._api, *uids)
 
     def _refresh_pods(self) -> None:
-        """Record the current pods, and wait for the last events of missing ones."""
+        """Record the current pods, and wait for the watch events of pods that no longer exist."""
         try:
             pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         except (RefusedError, UnreachableError):

@@ -48,7 +48,7 @@ from flotilla.trainer.runtime.json_records import parse, parse_mapping, parse_re
 
 
 def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the resources of a training cluster: `tasks` by role, and the number of `gpus`."""
+    """Return a training cluster's resources: `tasks` (their number in each role) and `gpus`."""
     tasks = count_tasks(config)
     return {"tasks": tasks, "gpus": config["cluster"]["gpus_per_worker"] * tasks.get("worker", 1)}
 
@@ -117,7 +117,7 @@ def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
 
 
 def render_artifacts(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
-    """Return the contents of the exit step's artifacts, by artifact name."""
+    """Return the content of each artifact of the exit step, keyed by artifact name."""
     return {"report": page.read_bytes(), "summary": report.to_markdown(facts, uri)}
 
 
@@ -212,7 +212,7 @@ def _verdict(
         return ill[0] if ill else "interrupted"
     if state == AGAIN:
         return "running"
-    # Ignore other states if there is a decision. KFP may report `RUNNING` for an ended run.
+    # With a decision, ignore all other states, because KFP may report `RUNNING` for an ended run.
     if state == "FAILED" or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
@@ -220,12 +220,12 @@ def _verdict(
     words = [(each.step, each.metrics.get("decision")) for each in steps]
     if well := [str(word) for step, word in words if ends_well(step, word)]:
         return well[0]
-    # Replace `accepted`, the result of the data gate. It does not mean that a model was blessed.
+    # If only the data gate decided (`accepted`), return `done`, because no model was blessed.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
-    """Return the error message of a failed run if no step reports the error, or ""."""
+    """Return why a run failed if no step reported the error, or an empty string."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
@@ -273,7 +273,7 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return the parsed JSON file `name`, or an empty `of` if it is missing or invalid."""
+        """Return the parsed JSON file `name`, or `of()` if the file is missing or invalid."""
         with _skip_unreadable():
             uri = self.uri(kind)
             if uri:

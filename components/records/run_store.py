@@ -96,7 +96,7 @@ def find_run(root: str, run_id: str) -> str:
 
 
 def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return the result of `find_run` for a step that has no root yet; see `find_root`."""
+    """Return the URI of the run, as `find_run` does, but determine the root with `find_root`."""
     with suppress(UserError):
         return find_run(find_root(configured, artifact, kfp_run_id), find_run_id(kfp_run_id))
     return ""
@@ -155,8 +155,8 @@ class Given:
 
     Attributes:
         arguments: arguments with JSON values, by name.
-        artifacts: all other arguments, by name: their `uri`, and the content of the file as `tree`.
-        code: digests of the user's modules that the configuration names, by module.
+        artifacts: for each other argument, by name: its `uri`, and its file's content as `tree`.
+        code: the digest of each user module that the configuration names, keyed by module name.
     """
 
     step: str

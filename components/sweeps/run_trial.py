@@ -50,7 +50,7 @@ def run_trial(
 
 
 def run_step(call: Mapping[str, Any]) -> str:
-    """Train a trial as a separate run, which a retry of the step resumes.
+    """Train a trial as a separate run. A retry of the step resumes this run.
 
     `config` is common to all trials; `place` is the zero-based index of the trial in the `rung`.
     """
@@ -74,7 +74,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # Only an interrupt ends the step. The stage has already reported any other error.
+        # Any other failure is a result of the trial, so only an interrupt may end the step.
         if ended.code == INTERRUPTED:
             raise
         record = _find_record(root, trial.run_id)

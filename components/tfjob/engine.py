@@ -123,7 +123,7 @@ def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Pla
 
 def restart_policy(config: Config, role: str) -> str:
     """Return the operator's restart policy for a role."""
-    # With `ExitCode`, a failure of the evaluator would fail the job. Training does not need it.
+    # With `ExitCode`, a failed evaluator would fail the job, although training does not need it.
     default = "OnFailure" if role == "evaluator" else "ExitCode"
     return config.cluster.kubernetes.of(role).restart_policy or default
 
@@ -150,7 +150,7 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return drop_empty(policy)
 
 
-# Part of the message. The operator gives the same reason for every failure.
+# Recognize this failure by its message, because the operator gives the same reason for every one.
 _PAST_DEADLINE = "active longer than specified deadline"
 
 

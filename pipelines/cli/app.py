@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# An earlier option of `submit` and `schedule`. An error message tells how to replace it.
+# A removed option of `submit` and `schedule`. The error message names its replacement.
 PARAMETER = "--parameter"
 REMOVED = {
     "plan": (
@@ -99,13 +99,13 @@ def call(arguments: list[str]) -> int:
         # An environment variable is invalid, or `--version` cannot write to standard output.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
-        # Typer prints help texts itself, so these errors of standard output are reported here.
+        # Typer prints help texts itself, so report here that it cannot write to standard output.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         discard(sys.stdout)
         return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
     except SystemExit as ended:
-        # The exit code of a completion tells fish whether to complete file names.
+        # For a completion, the exit code tells fish whether to complete file names.
         code = ended.code if VARIABLE in os.environ else DONE
         # Outside completion, typer exits only when the reader of a help text has closed the stream.
         if VARIABLE not in os.environ:

@@ -48,7 +48,7 @@ RUN, CLUSTER, MODELS, DATA, HOUSEKEEPING = (
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 _GROUPS = {
     "models": "List, show and promote the registered models.",
-    "checkpoint": "Show what is in a checkpoint.",
+    "checkpoint": "Inspect a checkpoint.",
 }
 _TRAINED = (
     "--json adds `headline`, `notes`, `global_step` (the number of updates) and `handed_on_step` "
@@ -103,7 +103,7 @@ COMMANDS = {
     "sweep": Command(
         call=sweep,
         panel=RUN,
-        adds="--json adds `trials`, `best` and `command`.",
+        adds="--json adds `trials`, `best` (its number) and `command` (to repeat this trial).",
         examples=(
             "flotilla sweep churn.yaml --auto --minutes 30",
             "flotilla sweep --set training.optimizer.learning_rate=1e-4..1e-2:log --tpe 20",
@@ -138,7 +138,7 @@ COMMANDS = {
     "open": Command(
         call=open_,
         panel=RUN,
-        adds="--json adds `opened`: whether a browser was started.",
+        adds="--json adds `opened`, which tells whether a browser was started.",
         examples=(
             "flotilla open digits-20260101-120000-1a2b",
             "flotilla open nightly-churn --endpoint https://kfp.example.com",
@@ -224,7 +224,7 @@ COMMANDS = {
     "manifest": Command(
         call=manifest,
         panel=CLUSTER,
-        adds="--json adds `manifest`, the job itself.",
+        adds="--json adds `manifest`, the manifest of the job as an object.",
         examples=(
             "flotilla manifest churn.yaml --set cluster.launcher=jobset",
             "flotilla manifest churn.yaml --set cluster.workers=4 --json",

@@ -85,7 +85,7 @@ class Terminal(Console):
 
 
 def mark(status: str) -> Text:
-    """Return the status of a step or a run in its color."""
+    """Return the status of a step or a run as colored text."""
     # Use no color for an unknown status, which a newer version may have recorded.
     return Text(status, _COLOURS.get(status, ""))
 

@@ -41,7 +41,7 @@ _Namespace = Annotated[
         "-n",
         "--namespace",
         help="The namespace of the steps, and of the job unless cluster.kubernetes sets one. "
-        "Default: KFP_NAMESPACE, then the namespace of the kubeconfig.",
+        "Default: KFP_NAMESPACE, or else the namespace of the kubeconfig.",
     ),
 ]
 _ServiceAccount = Annotated[
@@ -92,14 +92,12 @@ def doctor(
     workdir: Workdir = RUNS,
     kubernetes: Annotated[
         bool,
-        typer.Option(
-            "--kubernetes", help="Check the cluster even if cluster.launcher selects local."
-        ),
+        typer.Option("--kubernetes", help="Check the cluster even if cluster.launcher is local."),
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",
 ) -> Answer:
-    """Check the machine or the cluster before a run, without starting one."""
+    """Check whether this machine or the cluster is ready for a run, without starting one."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
     from flotilla.pipelines.doctor.permissions import check_name
     from flotilla.pipelines.runs.kfp_access import check_namespace, find_namespace

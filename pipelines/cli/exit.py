@@ -114,7 +114,7 @@ def copy_signature(
     more: list[inspect.Parameter],
     without: str = "",
 ) -> Callable[..., None]:
-    """Give `called` the name, help and parameters of `command`, and add parameters for typer."""
+    """Give `called` the name, help and parameters of `command`, except `without`, plus `more`."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters
     parameters = [each.replace(annotation=hints[name]) for name, each in own.items()]
@@ -155,7 +155,7 @@ def print_json(answer: Answer) -> None:
 def write(text: str) -> None:
     """Write text to standard output. Raises a `UserError` if that fails."""
     if text:
-        # Skip an empty text, because even writing it fails on a full disk.
+        # Skip an empty string, because flushing the stream would fail on a full disk.
         with output():
             sys.stdout.write(printable(text))
 
@@ -177,7 +177,7 @@ def output() -> Iterator[None]:
 
 @contextmanager
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise a `DetachedError` on SIGINT or SIGTERM in this block, while the run continues."""
+    """Raise a `DetachedError` on SIGINT or SIGTERM in this block. The run itself continues."""
     try:
         with handle_interrupts(_interrupt):
             yield

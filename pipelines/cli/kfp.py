@@ -51,8 +51,8 @@ def upload(
         str | None,
         typer.Argument(
             metavar="CONFIG|SOURCE|FILE",
-            help="The compiled pipeline to upload, or the YAML file of a run or the training data "
-            "to compile one from.",
+            help="The compiled pipeline to upload, or the YAML configuration file or training data "
+            "to compile it from.",
         ),
     ] = None,
     label: Label = None,
@@ -134,7 +134,7 @@ def submit(
     label: Label = None,
     assignments: Assignments = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the run to end and show its progress.")
+        bool, typer.Option("--wait", help="Wait until the run ends, and show its progress.")
     ] = False,
     file: Annotated[
         Path | None,
@@ -290,7 +290,7 @@ def reschedule(
         ),
     ] = "",
 ) -> Answer:
-    """Recreate a schedule with the newest pipeline version, its times and its configuration."""
+    """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))
@@ -305,13 +305,13 @@ def unschedule(
         bool,
         typer.Option(
             "--cancel",
-            help="Cancel the active runs of the schedule, so that they end soon.",
+            help="Cancel the active runs of the schedule, and wait until they end.",
         ),
     ] = False,
     now: Annotated[
         bool,
         typer.Option(
-            "--now", help="Do not wait for the active runs of the schedule; they may be lost."
+            "--now", help="Do not wait for the active runs of the schedule. They may be lost."
         ),
     ] = False,
 ) -> Answer:

@@ -139,14 +139,14 @@ class Display(LiveView):
     """Shows the events of one run."""
 
     def __init__(self, command: str = "") -> None:
-        """Create the view. Pass `command` for a process that has no steps."""
+        """Create the view. For a process without steps, pass the `command` to show instead."""
         super().__init__()
         self._step: StepBegin | None = StepBegin(step=command) if command else None
         # The names of the stages that have ended, in order.
         self._ended: list[str] = []
         self._progress_seen: Progress | None = None
         self._validation: Validation | None = None
-        # The active pieces of work, by description.
+        # The newest progress of each active piece of work, keyed by its description.
         self._works: dict[str, WorkProgress] = {}
         self._is_stopping = False
         self._left = TimeLeft()
@@ -243,7 +243,7 @@ class Display(LiveView):
         )
 
     def _describe_pause(self) -> str:
-        """Describe the state of a run between two steps, because KFP starts a step slowly."""
+        """Describe the state of a run between two steps. KFP needs some time to start a step."""
         if EXIT_STEP.name in self._ended[-1:]:
             return "ending"
         if self._is_stopping:
@@ -289,7 +289,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
     if event.share < 0:
         return _one_line(what, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
-    # Drop the rate first, then the current activity, then the counts. Always show the percentage
+    # If space is short, drop the rate, then the activity, then the counts. Keep the percentage
     # and the remaining time.
     spare = [each for each in parts[1:] if "/s" in each or each == event.detail]
     room = width - len(what) - _SHORTEST_BAR - 3
@@ -318,7 +318,7 @@ def _one_line(*cells: RenderableType) -> Table:
 
 
 class SweepDisplay(LiveView):
-    """Shows a sweep as a whole, and its active trials."""
+    """Shows the progress of a sweep and of its active trials."""
 
     def __init__(self, sweep: Sweep) -> None:
         """Initialize the view of a new or resumed sweep."""

@@ -38,7 +38,7 @@ VersionOrChampion = Annotated[
     typer.Argument(
         metavar="VERSION",
         min=0,
-        help="The version number. Default: the champion's.",
+        help="The version number. Default: the version of the champion.",
         autocompletion=complete_versions,
     ),
 ]
@@ -251,7 +251,7 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The model: NAME (its champion), NAME@VERSION or a URI.",
+        help="The model: NAME (for its champion), NAME@VERSION or a URI.",
         autocompletion=complete_model_versions,
     ),
 ]
@@ -269,28 +269,26 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="FILE",
-        help="The file to write: .csv, .jsonl or .parquet, or - for standard output.",
+        help="The file to write (.csv, .jsonl or .parquet), or - for standard output.",
     ),
 ]
 To = Annotated[
     Literal["csv", "jsonl", "parquet"] | None,
     typer.Option(
-        help="The format of the output. Default: taken from the name of the file, or jsonl for "
+        help="The format of the output. Default: inferred from the file name, or jsonl for "
         "standard output."
     ),
 ]
 From = Annotated[
     Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
-    typer.Option(
-        "--format", help="The format of the input. Default: taken from the name of the file."
-    ),
+    typer.Option("--format", help="The format of the input. Default: inferred from the file name."),
 ]
 Split = Annotated[
     str,
     typer.Option(
         metavar="SPLIT",
-        help="The split of the dataset INPUT to predict. Without INPUT, the split is taken from "
-        "the dataset that the model was trained on.",
+        help="The split to predict, of the dataset INPUT or, without INPUT, of the dataset that "
+        "the model was trained on.",
     ),
 ]
 Columns = Annotated[

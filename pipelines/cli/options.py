@@ -19,16 +19,16 @@ Config = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|SOURCE",
-        help="The YAML file of the run, or the training data: a file, a folder, a URI or a "
-        "pattern. Default: configs/digits.yaml.",
+        help="The YAML configuration file of the run, or the training data: a file, a folder, a "
+        "URI or a pattern. Default: configs/digits.yaml.",
     ),
 ]
 FormConfig = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|SOURCE",
-        help="The YAML file of a run, or the training data. It sets the default values of the run "
-        "parameters. Default: configs/digits.yaml.",
+        help="The YAML configuration file of a run, or the training data. The run parameters get "
+        "their default values from it. Default: configs/digits.yaml.",
     ),
 ]
 Label = Annotated[
@@ -73,8 +73,8 @@ Workdir = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder for output. If storage.root is set, results are published to that URI "
-        "instead.",
+        help="The folder for the output of runs. If storage.root is set, results are published "
+        "below that URI instead.",
     ),
 ]
 Code = Annotated[
@@ -87,9 +87,9 @@ Code = Annotated[
 ]
 Resume = Annotated[
     str | None,
-    typer.Option(metavar="RUN", help="Resume this run.", autocompletion=complete_runs),
+    typer.Option(metavar="RUN", help="The id of a run to resume.", autocompletion=complete_runs),
 ]
-Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
+Dataset = Annotated[str, typer.Option(metavar="URI", help="The published dataset to train on.")]
 Root = Annotated[str, typer.Option(metavar="URI", help="The storage root. Default: the workdir.")]
 
 Run = Annotated[
@@ -112,7 +112,7 @@ Cron = Annotated[
 ]
 Every = Annotated[
     str,
-    typer.Option(metavar="TIME", help="The interval between two runs, such as 90s, 30m, 6h or 1d."),
+    typer.Option(metavar="TIME", help="The time between two starts, such as 90s, 30m, 6h or 1d."),
 ]
 Timezone = Annotated[str, typer.Option(metavar="ZONE", help="The time zone of --cron.")]
 Latest = Annotated[
@@ -142,40 +142,37 @@ def _texts(name: str, metavar: str, text: str) -> Any:
 
 
 _INSTANCE = {
-    "endpoint": _text("URL", "The KFP instance. Default: KF_PIPELINES_ENDPOINT."),
+    "endpoint": _text("URL", "The URL of the KFP instance. Default: KF_PIPELINES_ENDPOINT."),
     "namespace": _text(
-        None,
-        "The namespace on a multi-user instance. Default: KFP_NAMESPACE.",
-        "-n",
-        "--namespace",
+        None, "The namespace on a multi-user instance. Default: KFP_NAMESPACE.", "-n", "--namespace"
     ),
     "token_file": _text(
         "FILE",
-        "A file with a bearer token. Default: the token in KFP_EXISTING_TOKEN, then the file named "
-        "by KF_PIPELINES_SA_TOKEN_PATH.",
+        "A file with a bearer token. Default: the token in KFP_EXISTING_TOKEN, or else the file "
+        "that KF_PIPELINES_SA_TOKEN_PATH names.",
     ),
     "cookies_file": _text(
         "FILE",
-        "A file with the Cookie header of the session. Default: the header in KFP_COOKIES.",
+        "A file with the Cookie header of a session. Default: the header in KFP_COOKIES.",
     ),
     "ca_file": _text(
-        "FILE", "A PEM file with the instance's certificate authority. Default: KFP_CA_FILE."
+        "FILE", "A PEM file with the CA certificate of the instance. Default: KFP_CA_FILE."
     ),
     "ui": _text(
         "URL",
-        "The address of the KFP user interface, for links. Default: FLOTILLA_KFP_UI, then the "
-        "endpoint if it also serves the UI.",
+        "The URL of the KFP user interface, for links. Default: FLOTILLA_KFP_UI, or else the "
+        "endpoint, if it also serves the UI.",
         "--ui",
     ),
 }
 _TARGET = {
     "pipeline": _text("NAME", "The name of the uploaded pipeline."),
-    "version": _text(None, "The name or id of the uploaded version. Default: the newest."),
+    "version": _text(None, "The name or id of the pipeline version. Default: the newest version."),
     "experiment": _text(
         "NAME", "The KFP experiment that the run belongs to. It is created if it does not exist."
     ),
     "pipeline_root": _text(
-        "URI", "The URI where KFP stores artifacts. Default: the pipeline root of the instance."
+        "URI", "The URI below which KFP stores artifacts. Default: as set on the instance."
     ),
     "service_account": _text(
         "NAME", "The service account of the pods. Default: the account that the instance uses."
@@ -190,7 +187,8 @@ _PODS = {
         "CPUS", "The CPU request and limit of each step that handles data or a model. Default: 1."
     ),
     "memory": _text(
-        "SIZE", "The memory of each step that handles data or a model, such as 16Gi. Default: 4Gi."
+        "SIZE",
+        "The memory request and limit of each step that handles data or a model. Default: 4Gi.",
     ),
     "gpus": _text("N", "The number of GPUs for evaluate-model and for export-model. Default: 0."),
     "node_selector": _texts(
@@ -205,7 +203,7 @@ _PODS = {
     ),
     "store_secret": _text(
         "NAME",
-        "The secret with the keys of the object store. Default: mlpipeline-minio-artifact.",
+        "The secret with the access keys of the object store. Default: mlpipeline-minio-artifact.",
     ),
     "pull_secrets": _texts("--pull-secret", "NAME", "An image pull secret for the steps."),
     "mounts": _texts(
@@ -220,7 +218,7 @@ _PODS = {
     "labels": _texts(
         "--pod-label",
         "KEY=VALUE",
-        "A label to add to the steps' pods, such as Kueue's queue label.",
+        "A label to add to the pods of all steps, such as the queue label of Kueue.",
     ),
     "variables": _texts(
         "--env", "NAME=VALUE", "An environment variable for the steps. Do not use it for a secret."
@@ -248,7 +246,7 @@ def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` with options for the steps' pods. `only` selects options."""
+    """Replace the parameter `pods` with options for the steps' pods: all, or `only` these."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
@@ -262,7 +260,7 @@ def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., An
 
     def called(**named: Any) -> Any:
         given = named["label"] or ()
-        # In earlier versions, `--label KEY=VALUE` set a label of the pods.
+        # Also accept `--label KEY=VALUE`, which set a label of the pods in earlier versions.
         add_pod_options = [each for each in given if "=" in each]
         named["labels"] = [*(named["labels"] or ()), *add_pod_options]
         named["label"] = [each for each in given if "=" not in each]

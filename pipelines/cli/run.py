@@ -74,7 +74,7 @@ def train(
     resume: Resume = None,
     code: Code = None,
 ) -> Answer:
-    """Train on the dataset; prepare it first if it is not yet published."""
+    """Train a model, after preparing the dataset if it is not yet published."""
     return _run("train", config, label, assignments, workdir, resume, dataset, code=code)
 
 
@@ -172,7 +172,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return lines that name the failing line of the user's code, the log, and how to debug."""
+    """Return lines with the failing line of the user's code, the log, and a command to debug."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)
@@ -195,7 +195,7 @@ def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:
-        # Settings of a resumed run are not recorded until training starts, so repeat them.
+        # Repeat the settings, because a resumed run does not record them until training starts.
         resume += [each for text in options.settings for each in ("--set", text)]
         resume += [str(options.config)] if isinstance(options.config, str | Path) else []
         resume += [each for column in options.label for each in ("--label", column)]
@@ -205,7 +205,7 @@ def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
         # Repeat the option to use the current modules. Without it, the run uses the modules it was
         # first started with.
         resume += ["--code", str(options.code)]
-    # An interrupted preparation has published nothing to resume from.
+    # An interrupted `prepare` cannot be resumed, because it has not published anything.
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"
     if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
@@ -249,7 +249,7 @@ def replay(
 ) -> Answer:
     """Run a step of a run again on this machine with the same inputs, without changing the run.
 
-    To replay a run of a cluster, add --set storage.root=URI or --endpoint.
+    To replay a step of a run on a cluster, add --set storage.root=URI or --endpoint.
     """
     from flotilla.pipelines.replay.replay import find
     from flotilla.pipelines.replay.replay import replay as replayed
@@ -317,7 +317,7 @@ def init(
             "--output",
             metavar="FILE",
             parser=local_path,
-            help="The file to write. Default: a name made from the source.",
+            help="The file to write. Default: a name derived from SOURCE.",
         ),
     ] = None,
 ) -> Answer:
@@ -361,7 +361,7 @@ def configs(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Copy this example into the current folder.",
+            help="The name of an example to copy into the current folder.",
             autocompletion=complete_examples,
         ),
     ] = "",

@@ -35,9 +35,8 @@ Searched = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="The values to try, such as a,b,c. With --random, --tpe or --auto, you can also give "
-        "a range: low..high or low..high:log. A single value applies to all trials. May be "
-        "repeated.",
+        help="The values of a key, such as a,b,c. With --random, --tpe or --auto also a range: "
+        "low..high or low..high:log. A single value applies to all trials. May be repeated.",
         autocompletion=complete_assignments,
     ),
 ]
@@ -45,16 +44,16 @@ Random = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Draw N trials at random. Without --random, --tpe or --auto, the sweep runs the "
-        "whole grid.",
+        help="Draw the settings of N trials at random. Without --random, --tpe or --auto, the "
+        "sweep tries all combinations of values.",
     ),
 ]
 Tpe = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Run N trials that TPE chooses based on earlier results. Default with --auto: 20, or "
-        "at most 200 with --minutes.",
+        help="Run N trials with settings that TPE chooses from earlier results. Default with "
+        "--auto: 20, or at most 200 with --minutes.",
     ),
 ]
 Seed = Annotated[
@@ -70,14 +69,12 @@ Auto = Annotated[
     bool,
     typer.Option(
         "--auto",
-        help="Search a predefined space for the model with --tpe and, if possible, --asha.",
+        help="Search predefined hyperparameter ranges with --tpe and, if possible, --asha.",
     ),
 ]
 Minutes = Annotated[
     float | None,
-    typer.Option(
-        metavar="N", help="Stop all trials after N minutes, and continue with the best of them."
-    ),
+    typer.Option(metavar="N", help="Stop all trials after N minutes, then evaluate the best one."),
 ]
 Metric = Annotated[
     str,
@@ -103,7 +100,10 @@ Parallel = Annotated[
 ResumeSweep = Annotated[
     str | None,
     typer.Option(
-        "--resume", metavar="SWEEP", help="Resume this sweep.", autocompletion=complete_sweeps
+        "--resume",
+        metavar="SWEEP",
+        help="The id of a sweep to resume.",
+        autocompletion=complete_sweeps,
     ),
 ]
 Compile = Annotated[

@@ -30,7 +30,7 @@ class Table:
         spare: columns that are dropped, in this order, if the terminal is too narrow.
         right: right-aligned columns.
         words: columns whose cells are sentences, which may wrap.
-        once: columns whose value is shown on a terminal only when it changes.
+        once: columns that, on a terminal, show a value only if it differs from the row above.
         short: shorter headers for a narrow terminal, explained above the table.
         has_heads: whether the first line contains the headers.
     """
@@ -65,7 +65,7 @@ class Table:
         lines: list[Text] = []
         for number, titles in enumerate(blocks):
             lines += [Text()] if lines else []
-            # In later blocks, show a row only if it has a value there.
+            # In the blocks after the first, skip rows whose cells are all empty.
             adding = [row for row in self.rows if not number or any(row[t] for t in titles[1:])]
             table = replace(self, rows=adding)
             part = {title: table._column(title, width) for title in titles}
@@ -125,7 +125,7 @@ class Table:
 
 
 def escape_controls(text: str | Text) -> Text:
-    """Return a text on one line without control characters, safe for a terminal."""
+    """Return a text as one line without control characters, which is safe for a terminal."""
     given = text if isinstance(text, Text) else Text(text)
     line = join_lines(given.plain)
     if line == given.plain:

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program that Flotilla depends on, with its oldest supported and its tested versions."""
+    """Software that Flotilla depends on: its oldest supported version and the tested versions."""
 
     name: str
     oldest: str = ""
@@ -185,7 +185,7 @@ def namespace(cluster: Cluster) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """The controller of an engine's jobs. Its name or image contains one of the `marks`."""
+    """An engine's controller. Its deployment's name or image contains one of the `marks`."""
 
     part: Part
     install: str
@@ -209,7 +209,7 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
             "https://github.com/kubernetes-sigs/jobset/releases/"
             f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
-        # Before release 0.11, the deployment has another name. It is recognized by its image.
+        # Before release 0.11, the deployment had another name, so also search for the image.
         marks=("jobset-controller", "jobset/jobset"),
     ),
 }

@@ -132,7 +132,7 @@ class _Look:
             return ""
         self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
-            # The check hangs in another request. Try to remove the object with a new one.
+            # The check hangs in another request, so try to remove the object in a new thread.
             second = threading.Thread(target=_remove_trace, args=(trace,), daemon=True)
             second.start()
             second.join(max(0.0, until - time.monotonic()))

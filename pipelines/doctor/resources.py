@@ -20,7 +20,7 @@ def amount(text: object) -> Decimal:
 
 
 def format_quantity(number: Decimal) -> str:
-    """Format a number as a Kubernetes quantity: whole, in thousandths, or with a binary unit."""
+    """Format a number as a Kubernetes quantity, such as `3`, `500m` or `2Gi`."""
     if number != number.to_integral_value():
         return f"{int((number * 1000).to_integral_value(rounding='ROUND_CEILING'))}m"
     whole = int(number)
@@ -31,7 +31,7 @@ def format_quantity(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding:
-    """Check the requests of all pods against the free part of every unscoped `ResourceQuota`.
+    """Check that the requests of all pods fit into the rest of every unscoped `ResourceQuota`.
 
     `has_step` tells whether the step that creates the job runs in this namespace, so that its pod
     also counts.
@@ -82,7 +82,7 @@ def _is_of_pods(key: str) -> bool:
 
 
 def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
-    """Return how many objects the job and its step create, by their names in quotas."""
+    """Return the number of objects that the job and its step create, keyed by quota resource."""
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
     # Count a lease, in which the launcher stores its heartbeat.
     made = {"pods": tasks + steps, "leases.coordination.k8s.io": 1}

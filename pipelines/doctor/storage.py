@@ -117,7 +117,7 @@ _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Warn if the secret has no complete key pair. The pods may use a role instead."""
+    """Warn, but do not fail, if the secret has no complete key pair: pods may use a role."""
     where, lacking = cluster.namespace, "does not have both keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

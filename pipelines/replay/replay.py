@@ -292,7 +292,7 @@ def code_remark(given: Given) -> str:
 
 
 def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy the files that the step looks up below its root, and return remarks about them."""
+    """Copy the listing and the champion that the step reads below its root. Return remarks."""
     config = find_config(arguments)
     if config is None:
         # Copy nothing. The step reports the invalid configuration.
@@ -466,7 +466,7 @@ class RecordedStep:
     """A step of a run: its arguments, and how its stages ended.
 
     Attributes:
-        stages: the records of the stages, in the order of the table.
+        stages: the records of the stages, in execution order.
         stage: the requested stage, or empty if the step itself was requested.
         root: the storage root that the run used.
         source: the URI at which this machine reads that storage root.

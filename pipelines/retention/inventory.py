@@ -74,7 +74,7 @@ _UNENDED = timedelta(days=7)
 
 @dataclass
 class _Folder:
-    """The files of a folder in a listing. `changed` is a Unix time, or 0 if unknown."""
+    """A folder's files. `changed` is the Unix time of the last change, or 0 if unknown."""
 
     files: dict[str, int] = field(default_factory=dict)
     changed: float = 0.0
@@ -196,7 +196,7 @@ class _Reader:
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
-        # For each item, by its path: the words that may refer to other items.
+        # For each item path: the words in the item's records that may refer to other items.
         self.texts: dict[str, frozenset[str]] = {}
 
     def _uri(self, path: str) -> str:
@@ -216,7 +216,7 @@ class _Reader:
         if manifest.kind != (_MODEL if kind == VERSION else kind):
             # Skip a directory of another kind, because Flotilla has not published it.
             return None
-        # Ignore the source of a version, because the version is a copy of it.
+        # A version is a copy of its source and does not need it, so ignore this reference.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
         self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
         return Item(path=path, kind=kind, bytes=size, last=manifest.created_at)

@@ -111,7 +111,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """The items below a root by path, and the models."""
+    """The items below a root, keyed by path, and its registered models."""
 
     items: Mapping[str, Item]
     models: tuple[Model, ...] = ()
@@ -181,7 +181,7 @@ def _order(going: list[Item]) -> tuple[Item, ...]:
 
 
 def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
-    """Yield the paths of the versions to keep, including the newest `count` versions."""
+    """Yield the paths of the versions to keep, among them the newest `count` (None: all)."""
     numbers = sorted(model.versions)
     wanted = numbers if count is None or model.damaged else numbers[-count:]
     left, seen = [*wanted, *_find_fallbacks(model)], set[int]()
@@ -196,7 +196,7 @@ def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
 
 
 def _find_fallbacks(model: Model) -> Iterator[int]:
-    """Yield the champion, and versions that may soon become the champion or its opponent."""
+    """Yield the champion, and versions that a promotion, a rollback or the gate may need."""
     yield from model.claimed
     made = {each.number: each for each in model.promotions}
     if not made:
@@ -219,7 +219,7 @@ def find_run(path: str) -> str:
 
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
-    """Return whether an item other than a version is always kept."""
+    """Return whether to keep an item (not a version) even if nothing refers to it."""
     if item.kind == NOTE:
         return True
     if item.kind in (RUN, SWEEP, *SHARED.values()):

@@ -146,7 +146,7 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
 def _retire_versions(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
     """Record the lineage of each version that will be removed, and prevent its promotion.
 
-    Return the versions to keep, because they are being promoted at this moment.
+    Return the versions that must be kept, because their promotion has begun in the meantime.
     """
     stays = {}
     for name in sorted({each.path.split("/")[2] for each in going}):

@@ -74,7 +74,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod. `message` is from Argo. The driver of a group has no `step`."""
+    """A task's last pod. `message` is from Argo; `step` is empty for the driver of a group."""
 
     name: str
     step: str
@@ -259,7 +259,7 @@ def _root(executor_input: Tree) -> str:
 
 
 def _artifact(executor_input: Tree) -> str:
-    """Return the URI of an output of the step, with the pipeline root and the run id."""
+    """Return the URI of one output of the step. It contains the pipeline root and the run id."""
     for found in _inner(_inner(executor_input, "outputs"), "artifacts").values():
         for artifact in found.get("artifacts") or ():
             return str(artifact.get("uri") or "")

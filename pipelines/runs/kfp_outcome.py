@@ -48,7 +48,7 @@ STORE_SECONDS = 10.0
 # A step's termination message as Argo reports it, with the stage and the cause.
 # `flotilla.components.records.record` writes it.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
-# Statuses of a step, by its state in `kfp_nodes`.
+# The status of a step for each of its states in `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
 
@@ -92,7 +92,7 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
 
 
 def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
-    """Return the current stage of each running step, or None if the records are unreadable."""
+    """Return the record of each running step's current stage, or None if unreadable."""
     published = _read_published(client, run.at)
     if published.unread:
         return None
@@ -173,7 +173,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
 
 
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
-    """Return the known stages of each step. KFP's state tells how the step itself ended."""
+    """Return the records of each step's stages. KFP's state tells how the step itself ended."""
     if not run.steps:
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
@@ -315,7 +315,7 @@ def _and(message: str, more: str) -> str:
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
     """Return the exit code and the cause from the first failed step, or from KFP."""
     pods = find_failed_pods(run.nodes)
-    # Prefer another step. The exit step may fail only because of an earlier failure.
+    # Prefer a step other than the exit step, which may fail because of an earlier failure.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
         said = next((each for each in published.records.values() if each.error), None)

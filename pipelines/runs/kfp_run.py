@@ -24,14 +24,14 @@ _FOLDER = "flotilla"
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """One run. A run from a list has no nodes.
+    """A run on a KFP instance. If it comes from a list of runs, it has no nodes.
 
     Attributes:
         state: KFP's state; CANCELED also for a canceled run that KFP reports as FAILED.
         at: the URI below which its steps publish; empty if unknown.
         impasse: why the run cannot continue although it has not ended; empty if it can.
         schedule_id: the id of the recurring run that started it, or empty.
-        doing: the record of the current stage, by step, if known.
+        doing: the record of the current stage of each running step, if known, keyed by step.
     """
 
     run_id: str
@@ -104,10 +104,10 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which the run publishes, by the rules of its steps, or "" if unknown."""
+    """Return the URI below which the run publishes, found as in its steps, or "" if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
-    # Take a missing root from the nodes. The run's parameters lack the version's defaults.
+    # The parameters lack the defaults of the version. The arguments in the nodes include them.
     root = str(given.get("storage_root") or nodes.root)
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):

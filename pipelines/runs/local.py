@@ -218,7 +218,7 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return the default values of a form: those of `config`, or the defaults of all keys."""
+    """Return the configuration with a form's default values: `config`, or all defaults."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)
@@ -253,7 +253,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
 
 
 def list_runs(workdir: Path) -> dict[str, float]:
-    """Return the Unix time of the last start of each run below `workdir`. Raises `UserError`."""
+    """Return the Unix time of each run's last start, keyed by run id. Raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -363,7 +363,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` if there is no run `run_id` below `workdir`."""
     runs = list_runs(workdir)
     if run_id not in runs:
-        # Compare only the timestamps at the end of the ids.
+        # Compare only the timestamp at the end of each id, because the names before it differ.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
         known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
@@ -463,8 +463,8 @@ def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subpro
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,
-            # In its own session, the process does not get Ctrl+C from the terminal. This process
-            # forwards it as SIGTERM.
+            # Start a new session, so that the child does not get Ctrl+C from the terminal. This
+            # process forwards it as SIGTERM.
             start_new_session=True,
         )
 

@@ -49,7 +49,7 @@ def run_ids(workdir: Path) -> list[str]:
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
     """Return the result or the progress of each run, with status `unknown` if unreadable."""
-    # Read the processes first. If a run ends in between, it has written all of its events.
+    # List the processes before reading events: a run without a process writes no more events.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
     return [_status(folder, str(folder) in working) for folder in folders]

@@ -149,7 +149,7 @@ class RunResult:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """The URI of each step's output, by the name of the artifact."""
+        """The URI of each step's output, keyed by artifact name."""
         uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 

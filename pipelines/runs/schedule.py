@@ -429,7 +429,7 @@ def _make_wanted(
 
 
 def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any | None, list[Any]]:
-    """Return the schedule of this name that equals `wanted`, or None, and the others."""
+    """Return the schedule that equals `wanted`, or None, and all others of this name."""
     named = [each for each in _all(client) if each.display_name == name]
     pipeline = wanted.pipeline_version_reference.pipeline_id
     for each in named:

@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import DONE, UserError
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
-# Maximum number of runs that one command completes, newest first.
+# Maximum number of runs whose missing data one command sends. The newest runs come first.
 MOST_RUNS = 20
 # Seconds that a command waits at its end for the data of earlier runs.
 CLOSE_SECONDS = 5.0
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
-    """Send missing data of earlier runs and a model's champion to MLflow in the background."""
+    """While the block runs, send missing data of earlier runs and the champion to MLflow."""
     if not addresses.is_tracked():
         yield
         return

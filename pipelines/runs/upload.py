@@ -39,7 +39,7 @@ _SOME = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline. `remark` is a warning if the user did not choose it by name."""
+    """A pipeline's version. `remark` is a warning about a version that was not chosen by name."""
 
     pipeline: str
     pipeline_id: str

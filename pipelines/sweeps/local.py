@@ -411,7 +411,7 @@ class _Workers:
         self._on_trial(self._sweep, trial)
 
     def _forward_stop(self) -> None:
-        """Ask each training run to stop. A second request kills it."""
+        """Ask each running trial to stop, or kill it after a second request."""
         number = signal.SIGTERM if self._requests <= 1 else signal.SIGKILL
         for each in self._running.values():
             # Do not repeat SIGTERM, which would stop the upload of the last checkpoint.

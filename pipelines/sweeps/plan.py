@@ -34,9 +34,9 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 MOST_PARALLEL = 64
-# A NumPy seed has 32 bits. Leave room, because a resumed sweep adds its number of trials.
+# A NumPy seed has 32 bits. Leave room for the number of trials, which a resumed sweep adds to it.
 MOST_SEED = 1 << 31
-# The number of trials of `--auto`, and their maximum number with a time limit.
+# Number of trials of `--auto` without a time limit, and their maximum number with one.
 TRIALS, TRIALS_BY_TIME = 20, 200
 MOST_MINUTES = 60 * 24 * 365
 

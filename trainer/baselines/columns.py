@@ -59,7 +59,7 @@ def _is_column(feature: FeatureSpec) -> bool:
 
 
 def _code(values: Array, column: Array) -> Floats:
-    """Return the index of each value in the sorted `values`, or NaN if it is unknown."""
+    """Return the index in the sorted `values` of each element of `column`, or NaN if unknown."""
     places = np.searchsorted(values, column).clip(max=len(values) - 1)
     return np.where(values[places] == column, places.astype(np.float64), np.nan)
 

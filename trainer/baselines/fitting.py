@@ -74,7 +74,7 @@ def boosting(columns: Columns) -> Kind:
             categorical_features=columns.are_categories(x.shape[1]),
             max_bins=columns.bins,
             max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
-            # Early stopping holds out rows. Both these and the rest need examples of each class.
+            # Early stopping holds out some rows. Both sets of rows need examples of each class.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
 
@@ -153,7 +153,7 @@ def count_classes(task: Task) -> int:
 
 
 def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
-    """Fit a task's models. Return a function that predicts rows, and the number of rows used."""
+    """Fit a task's models. Return a function that predicts rows, and the training row count."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]

@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some examples: features by name, the task's labels, and weights [n]."""
+    """Some examples: features keyed by name, the task's labels, and weights [n]."""
 
     columns: Mapping[str, Array]
     labels: Any

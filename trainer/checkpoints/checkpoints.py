@@ -229,7 +229,7 @@ class Checkpoints:
         return UserError(describe_divergence(f"{path} is not finite", step, last))
 
     def require(self) -> None:
-        """Raise an error if the lease is known to be lost, or if a save by parts failed."""
+        """Raise an error if the lease is known to be lost or a save by parts has failed."""
         self.lease.require()
         if self.parts:
             self.parts.require()
@@ -305,8 +305,8 @@ def restore(
 ) -> None:
     """Assign the checkpoint's values to `variables`. Raises `UserError` if they do not fit.
 
-    If `found.apart` is set and all `servers` respond, the servers assign the values. Optional
-    variables that the checkpoint lacks keep their values.
+    If `found.apart` is set and all `servers` respond, the servers assign the values. Otherwise,
+    this process does. Optional variables that the checkpoint lacks keep their values.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)
@@ -329,7 +329,7 @@ def restore(
 
 
 def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
-    """Return a hint if a checkpoint of a `tabular` model predates `pieces`, or an empty string."""
+    """Return a hint if a checkpoint predates `pieces` of `tabular` models, or an empty string."""
     new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
     if not new or new & set(there):
         return ""
@@ -341,7 +341,7 @@ def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
 
 
 def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
-    """Return a hint if a checkpoint has two outputs for two classes, or an empty string."""
+    """Return a hint if only the checkpoint has two outputs for two classes, or an empty string."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
     return "; set task.name: classification, because the checkpoint has one logit for each class"
@@ -407,7 +407,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return the variables by the path of their average or, if there is none, by their own."""
+    """Return the variables, keyed by the path of their average or, without one, by their own."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

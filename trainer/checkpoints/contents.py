@@ -25,7 +25,7 @@ _MOST_NUMBERS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVariable:
-    """A variable in a checkpoint: the name of its dtype in TensorFlow, its shape, and its part."""
+    """A variable in a checkpoint: its TensorFlow dtype name, its shape, and its part."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -64,8 +64,8 @@ class Retention:
     """The policy for keeping checkpoints: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: minimum time between other checkpoints to keep, in hours, starting with the
-            first one. With 0, no others are kept.
+        every_hours: minimum time between additional checkpoints, in hours. The first checkpoint
+            is one of them. If 0, no additional checkpoints are kept.
     """
 
     newest: int
@@ -133,10 +133,10 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Select a checkpoint of the run below `uri`, and emit an event about it.
 
-    The choice "best" selects the best valid checkpoint by the main validation metric. If there is
-    none, or none was measured after step 0, it selects the last checkpoint. All other choices do
-    the same. A choice other than "best" and "last" is reported as the reason. Set `main_metric` for
-    a finished run that is resumed with another main metric.
+    The choice "best" selects the best valid checkpoint by the main validation metric, or the last
+    checkpoint if there is none, or none was measured after step 0. All other choices select the
+    last one. A choice other than "best" and "last" is reported as the reason. Set `main_metric` if
+    a finished run is resumed with another main metric.
 
     Raises `UserError` if there is no checkpoint, or if the last one is corrupted.
     """
@@ -165,7 +165,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
     """Select the last checkpoint of a user's program, and emit an event about it.
 
     With `needs_model`, select the last one that contains a model. Raises `UserError` if there is
-    none. Otherwise, return None if the program wrote no checkpoint.
+    none. Without `needs_model`, return None if the program wrote no checkpoint.
     """
     found = read_index(uri)
     for entry in reversed(found):

@@ -38,7 +38,7 @@ class History:
     """The rows of a run, in order. Each row has at least `global_step` and `seconds`."""
 
     def __init__(self, uri: str, *, start: int, file: RowFile | None = None) -> None:
-        """Read the rows below the checkpoints' `uri`, up to global step `start`."""
+        """Read the rows of the run with checkpoints below `uri`, up to global step `start`."""
         self._file = file or row_file(storage.join(uri, HISTORY_FILE))
         self._begun = False
         self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
@@ -49,7 +49,7 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # Rewrite the file to drop invalid lines and rows of steps after `start`.
+        # Before the first row, rewrite the file to drop invalid lines and rows after `start`.
         self._file.begin(self.rows)
         self._begun = True
 
@@ -59,7 +59,7 @@ class History:
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the history below the checkpoints' `uri` (empty before training)."""
+    """Return the history of the run with checkpoints below `uri` (empty before training)."""
     return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
@@ -90,10 +90,10 @@ _COLUMNS = ("loss", VALIDATION_LOSS, "learning_rate", "steps_per_second")
 
 
 class Validations:
-    """The validation rows of one run by global step."""
+    """The validation rows of one run, keyed by global step."""
 
     def __init__(self, uri: str) -> None:
-        """Read the rows below the checkpoints' `uri`. `add` appends to them."""
+        """Read the rows next to the checkpoints below `uri`. `add` appends a row."""
         self._file = row_file(storage.join(uri, VALIDATIONS_FILE))
         self._begun = False
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
@@ -119,7 +119,7 @@ class Validations:
 
 
 def read_validations(uri: str) -> list[dict[str, Any]]:
-    """Return the latest row of each global step below the checkpoints' `uri`, in order."""
+    """Return the evaluator's latest row for each global step, in order of the steps."""
     rows = read_rows(storage.join(uri, VALIDATIONS_FILE), _is_of_validation)
     newest = {row["global_step"]: row for row in rows}
     return [newest[step] for step in sorted(newest)]
@@ -245,13 +245,13 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # An empty last segment is not written, so also delete the old file of this segment.
+            # An empty last segment is not written, so also delete the old file with its number.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:
                 storage.write_bytes(_segment(self._uri, number), data)
             with self._mutex:
-                # Keep a segment that `begin` has replaced during the upload.
+                # Keep a segment if `begin` has replaced it during the upload.
                 if number < last and bytes(self._open.get(number, b"")) == data:
                     del self._open[number]
         with self._mutex:

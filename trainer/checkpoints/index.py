@@ -128,7 +128,7 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # Use the newest recorded metric, because the run may have been resumed with another one.
+    # Use the most recently recorded metric, because a resumed run may use another one.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -164,7 +164,7 @@ def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
 
 
 def learnt_of_dataset(uri: str) -> Learnt:
-    """Return the dataset's statistics, which a new model uses."""
+    """Return the statistics of a dataset, for a new model."""
     return Learnt(partial(_first, (uri,)))
 
 
@@ -185,7 +185,7 @@ def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:
-    """Return the first existing statistics. The last URI is the dataset, which must have some."""
+    """Return the statistics of the first URI that has any, and the URI. The last is the dataset."""
     *before, dataset = uris
     for uri in before:
         try:

@@ -63,7 +63,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class _Save:
-    """A checkpoint to publish, with the server of each path and the part of each server."""
+    """A checkpoint to publish. `servers` maps paths to servers, and `parts` servers to parts."""
 
     uri: str
     fields: Mapping[str, Any]
@@ -82,14 +82,14 @@ class _Save:
         return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
-        """Return the prefix of a server's files, inside the draft if it is a local folder."""
+        """Return the prefix of a server's files. A local draft folder contains these files."""
         shared = storage.local_path(self.draft)
         name = f"part-{server}"
         return f"{shared}/{name}" if shared else f"{part_server.FOLDER}/{self.token}-{name}"
 
 
 class PartSaver:
-    """A saver of checkpoints by parts. The next call raises errors of background threads."""
+    """A saver of checkpoints by parts. Its next call raises the error of a background thread."""
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
@@ -102,7 +102,7 @@ class PartSaver:
         self._scratch = scratch
         self._written = threading.Event()
         self._written.set()
-        # Canceled saves whose parts still exist.
+        # Canceled saves with parts that have not been removed yet.
         self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
 
@@ -157,7 +157,7 @@ class PartSaver:
         except ClusterLostError:
             raise
         except UserError:
-            # Wait for an earlier save that is being uploaded, because the process exits next.
+            # Wait for the upload of an earlier save, because the process exits after this error.
             with suppress(UserError):
                 self._uploads.flush()
             raise

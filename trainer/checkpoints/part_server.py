@@ -109,7 +109,7 @@ class Reply:
 
 
 class PartServer:
-    """Two threads that answer the requests in a server's folder. One answers only "discard"."""
+    """Two threads that answer requests in a server's folder: one for "discard", one for others."""
 
     def __init__(self, folder: Path, task: str) -> None:
         """Store the arguments. `start` starts the threads."""
@@ -177,7 +177,7 @@ class PartServer:
             if is_quick not in {None, request.action in _QUICK}:
                 continue
             target = self._folder / REPLIES / path.name
-            # The chief repeats an answered request if a file system wrongly reported an error.
+            # The chief sends a request again if its file system wrongly reported an error.
             with self._lock:
                 is_answered = target in self._replied
             if not is_answered:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Open the checkpoints below `uri`. Set `alone` if no other task reads the newest one."""
+    """Open the checkpoints below `uri`. Set `alone` if no other task reads the newest of them."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)
@@ -62,7 +62,7 @@ class RemoteCheckpoints(Checkpoints):
         return SegmentedRowFile(uri, self._require_lease)
 
     def read_validations(self) -> list[dict[str, Any]]:
-        """Return the validations of the last read, and queue another read."""
+        """Return the validations that the last background read found, and queue another read."""
         self.uploads.put("measured", self._refresh_validations)
         return self._measured
 
@@ -80,7 +80,7 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        # Require the lease here too, because a run also resumes from pending checkpoints.
+        # Require the lease already here, because a run also resumes from pending checkpoints.
         self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
@@ -105,7 +105,7 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # Delete it, because `publish` would keep an invalid checkpoint with this manifest.
+                # Delete it, because `publish` would keep invalid files under the same manifest.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):

@@ -101,7 +101,7 @@ class PartServers:
         return reply
 
     def place(self, server: int, path: str) -> str:
-        """Return the server and folder of a file, for messages."""
+        """Return text that names the server and the folder of a file, for messages."""
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
@@ -158,14 +158,14 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# Define this at module level: an error would keep a nested function and its tensors alive.
+# Define this at module level. Otherwise, an error would keep a closure and its tensors alive.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Run `work` for all servers in parallel. Return the results. Errors keep no tensors alive."""
+    """Run `work` for all servers in parallel, and return the results. Errors hold no tensors."""
 
     def run(server: int) -> Result:
         try:

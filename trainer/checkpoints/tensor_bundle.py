@@ -140,7 +140,7 @@ def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: 
 
 
 def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
-    """Return the layout for saving these variables, which is cached. Raises `UserError`."""
+    """Return the (cached) layout for saving these variables. Raises `UserError`."""
     scratch.mkdir(parents=True, exist_ok=True)
     make = partial(_read_layout, tuple(sorted(variables)), io_device, scratch)
     return retry_until_deadline(str(scratch), make)
@@ -148,7 +148,7 @@ def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) 
 
 @cache
 def _read_layout(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-    """Make TensorFlow save scalars under these paths, and read the layout."""
+    """Save a scalar under each path with TensorFlow, and read the layout of that checkpoint."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         prefix = Path(folder, PREFIX)
         with tf.device(io_device):
@@ -172,7 +172,7 @@ class BundleWriter:
         make_layout(variables, io_device, self._scratch)
 
     def read(self, variables: Variables, io_device: str | None) -> Values:
-        """Return the values of variables, which must not change until they are written."""
+        """Read the values. Do not change the variables until the values are written."""
         return self._get_reader(variables, io_device)()
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:

@@ -84,7 +84,7 @@ class UploadQueue:
                 self._busy = True
             failure = self._attempt(upload)
             with self._change:
-                # Ignore the error if a newer upload will show whether it persists.
+                # Ignore the error if a newer upload waits, which will show whether it persists.
                 is_replaced = failure is not None and slot in self._waiting
                 if failure and not is_replaced:
                     self._failed[slot] = (upload, failure)

@@ -260,7 +260,7 @@ def _split_tables(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any
 
 
 def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Map each path in the file to its only match in the model or, without one, to itself."""
+    """Map each path in the file to its unique match in the model or, without one, to itself."""
     alike = {path: _match(path, [each for each in here if each not in there]) for path in there}
     times = Counter(each for found in alike.values() for each in found)
     return {

@@ -32,7 +32,7 @@ def find_run_id(checkpoints: str) -> str:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of a task in `workdir`. TF_CONFIG holds its role."""
+    """Return the command line of a task in `workdir`. The variable TF_CONFIG defines its role."""
     stage = [sys.executable, "-m", "flotilla.trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]

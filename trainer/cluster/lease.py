@@ -192,8 +192,8 @@ class Lease(NoLease):
             # Set the start time only now, because the caller may have waited for the lease.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # Read the result, because another job may have written at the same time, or the
-            # response may have been lost.
+            # Read the files again, because another job may have written at the same time, or
+            # the store's response may have been lost.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
@@ -316,7 +316,7 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Only record the interrupt, because logging would swallow a signal handler's exception.
+        # Only record an interrupt here: logging would swallow an exception of a signal handler.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)

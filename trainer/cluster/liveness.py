@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.background import Loop
 VARIABLE = "FLOTILLA_HEARTBEAT"
 # Minimum timeout of a starting task, in seconds. It covers the import of TensorFlow.
 STARTING_SECONDS = 180.0
-# Minimum number of heartbeats per timeout. All but one may be missed.
+# Minimum number of heartbeats per timeout. A task is alive if at least one of them arrives.
 _BEATS = 5
 
 # Time limit for an answer, in seconds. It is long enough for a process on a busy machine.

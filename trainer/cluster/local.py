@@ -36,7 +36,7 @@ def free_port() -> int:
 
 @contextmanager
 def reserve_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
-    """Yield a cluster of `tasks` (role to count), on reserved ports."""
+    """Yield a cluster on reserved ports. `tasks` maps each role to its number of tasks."""
     with ExitStack() as sockets:
         addresses = {
             role: tuple(f"{HOST}:{_hold(sockets)}" for _ in range(count))
@@ -105,7 +105,7 @@ class TaskLogs:
     """
 
     def __init__(self, workdir: Path, sink: LineSink) -> None:
-        """Skip the logs of earlier attempts."""
+        """Skip the lines that earlier attempts have written."""
         self.traceback = ""
         self._sink = sink
         self._workdir = workdir

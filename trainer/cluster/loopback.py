@@ -39,8 +39,8 @@ _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 51
 _IP = 0xFFF00000
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _DROP = [(_RETURN, 0, 0, 0)]
-# An instruction has an operation, the numbers of instructions to skip if its comparison is true or
-# false, and a value. The result is an index into the sockets that share the port. The source is
+# An instruction is (operation, instructions to skip if its comparison is true, instructions to skip
+# if it is false, value). The result is an index into the sockets that share the port. The source is
 # checked too, because a router may forward packets to 127.0.0.0/8 (`route_localnet`).
 _SERVER_IF_LOOPBACK = [
     (_LOAD_BYTE, 0, 0, _IP),

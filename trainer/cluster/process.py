@@ -76,7 +76,7 @@ def require_gpus(config: Config) -> None:
 
 
 def require_memory(config: Config, parameters: int) -> None:
-    """Raise `ConfigError` if this machine cannot hold the model, even in 16 bits."""
+    """Raise `ConfigError` if this machine cannot hold the model, even with 16-bit parameters."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * parameters > memory:
         raise ConfigError(
@@ -307,7 +307,7 @@ class TaskProcess:
             # Hide TensorFlow's messages about devices, because they distract from the task's own.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # Let gRPC wait for a whole message, because this takes no longer on one machine.
+            # Let gRPC read each message as a whole, which is not slower on a single machine.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -322,7 +322,7 @@ class TaskProcess:
 
 
 def end_guard(folder: Path) -> None:
-    """Wait for the guard of a program whose agent has ended, and kill remaining processes."""
+    """Wait until a program's guard exits, and kill the processes that the program left."""
     guard = folder / "exchange" / "guard.py"
     if guard.exists():
         words = [str(guard), "--socket", str(guard.with_name("guard.sock")), "--sweep"]

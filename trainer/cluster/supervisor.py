@@ -163,7 +163,7 @@ class Supervisor:
         self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
-        # For each task, the total number of restarts when it was last started.
+        # For each task, the number of restarts of all tasks before it was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
@@ -197,7 +197,7 @@ class Supervisor:
                 # over.
                 continue
             if end.code == DONE:
-                # If all workers run the outer loop, they may end shortly before the leader.
+                # If all workers run the outer loop, any of them may end shortly before the leader.
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:

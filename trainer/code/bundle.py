@@ -31,7 +31,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A published bundle. Its URI ends with its digest. `remarks` are lines for the user."""
+    """A published bundle. Its URI ends with its digest. `remarks` are messages to the user."""
 
     uri: str
     files: int
@@ -40,7 +40,7 @@ class Bundle:
 
 
 def compute_digest(contents: Mapping[str, str]) -> str:
-    """Return the digest of a bundle from the SHA-256 digest of each file, by path."""
+    """Return the digest of a bundle. `contents` has the files' SHA-256 digests, keyed by path."""
     text = json.dumps(sorted(contents.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -200,7 +200,7 @@ def note_schedule(bundle: str, schedule: str) -> None:
 
 
 def forget_schedule(bundle: str, schedule: str) -> None:
-    """Remove the note of a schedule. If this fails, the bundle is only kept longer."""
+    """Remove the record that a schedule uses a bundle. If this fails, the bundle is kept longer."""
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
 

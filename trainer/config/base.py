@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.masking import find_credentials, mask
 #: The largest whole number that a run parameter may have. KFP passes numbers as doubles, which
 #: represent every whole number up to this one.
 MOST = 2**53
-#: The value that stands for a number to be determined from the data, in Python and in YAML.
+#: The values, in Python and in YAML, that stand for a number to be derived from the data.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
@@ -70,11 +70,11 @@ class Section(BaseModel):
 
 
 class Whole(Section):
-    """A section that is a single run parameter, because it has many keys that are rarely set."""
+    """A section that earlier versions passed to KFP as a single run parameter."""
 
 
 def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
-    """Return a validator that accepts one of these names, or a name in the user's code."""
+    """Return a validator that accepts one of these names, or `package.module:name`."""
 
     def check(value: str) -> str:
         module, _, name = value.partition(":")
@@ -102,7 +102,7 @@ Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def require_writable(tree: Any) -> None:
-    """Raise a `ValueError` for a value that must not be recorded, or that KFP would replace."""
+    """Raise a `ValueError` for a string with credentials, or with `{{`, which KFP replaces."""
     for path, text in _texts(tree):
         if why := find_credentials(text):
             raise ValueError(f"{path}: {why}; {_REMEDY}")

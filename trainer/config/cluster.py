@@ -27,7 +27,7 @@ class ClusterConfig(Section):
     launcher: Launcher = key(
         "local",
         "how tasks are started: as local processes, a TFJob or a JobSet; auto: a TFJob or JobSet, "
-        "whichever the cluster supports, or local without a cluster",
+        "whichever the cluster supports, or as local processes if there is no cluster",
     )
     parameter_servers: int = key(1, "number of parameter servers", ge=1, le=1000)
     workers: int = key(
@@ -38,37 +38,37 @@ class ClusterConfig(Section):
     )
     evaluator: bool = key(False, "evaluate each checkpoint in a separate task")
     gpus_per_worker: int = key(
-        0, "number of GPUs of each worker, or of the chief if there are no workers", ge=0, le=1000
+        0, "number of GPUs for each worker, or for the chief if there are no workers", ge=0, le=1000
     )
     gpu_memory_mb: int = key(
-        0, "memory to reserve on each GPU, in megabytes; 0: memory grows on demand", ge=0, le=MOST
+        0, "memory to reserve on each GPU, in megabytes; 0: allocate on demand", ge=0, le=MOST
     )
     gpu_memory_fraction: float = key(
-        0.0, "share of each GPU's memory to reserve; 0: memory grows on demand", ge=0, lt=1
+        0.0, "share of each GPU's memory to reserve; 0: allocate on demand", ge=0, lt=1
     )
     communication: Literal["auto", "ring", "nccl"] = key(
         "auto", "how the workers of multi_worker_mirrored exchange gradients; nccl needs GPUs"
     )
     placement: dict[str, str] = key(
-        {}, 'parameter server for variables that match a glob, such as {"hidden_0/*": "ps:0"}'
+        {}, 'parameter server of the variables that a glob matches: {"hidden_0/*": "ps:0"}'
     )
     existing_servers: bool = key(
-        False, "connect to running servers that TF_CONFIG names, instead of starting them"
+        False, "connect to the running servers in TF_CONFIG, instead of starting servers"
     )
     in_process: bool = key(
-        False, "run parameter servers and workers as threads of the chief, for a debugger"
+        False, "run parameter servers and workers as threads of the chief, for debugging"
     )
     max_restarts: int = key(
         3,
-        "number of restarts allowed for all tasks together, except the evaluator; on Kubernetes, "
-        "a newer checkpoint resets the count of lost pods",
+        "maximum number of restarts, counted over all tasks except the evaluator; on Kubernetes, "
+        "each new checkpoint resets the count of lost pods",
         ge=0,
         le=MOST,
     )
     recovery: Literal["auto", "partial", "full"] = key(
         "auto",
-        "which variables are restored from the last checkpoint after a parameter server dies: "
-        "partial: the lost ones; full: all; auto: partial if training is asynchronous",
+        "which variables to restore from the last checkpoint after a parameter server dies; "
+        "partial: the lost ones; full: all; auto: partial if training is asynchronous, else full",
     )
     metrics_port: int = key(
         0,

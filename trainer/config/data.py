@@ -57,7 +57,7 @@ def parse_size(text: str) -> int:
 def registry_name(source: str) -> str:
     """Return the default model name for files: `my-churn-2024` for `My Churn (2024).csv`.
 
-    For a pattern, the name comes from the last part of the path that has more than wildcards.
+    For a pattern, the name comes from the last part of the path that contains more than wildcards.
     """
     place = re.split(r"\?(?=\w+=)", source)[0]
     parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
@@ -116,15 +116,15 @@ class SplitsConfig(Whole):
     validation: str = key("", "files of the validation split")
     test: str | float = key(
         0.0,
-        "files of the test split, or its share of the examples (below 1); 0: as large as "
-        "validation",
+        "files of the test split, or its share of the examples (below 1); 0: as large as the "
+        "validation split",
     )
-    column: str = key("", "column with the split of each row: train, validation or test")
+    column: str = key("", "column that names the split of each row: train, validation or test")
     group: str = key(
-        "", "rows with equal values in this column stay in one split; empty: data.group"
+        "", "column; rows with the same value in it stay in one split; empty: data.group"
     )
     time: str = key(
-        "", "column with the time of each row: the latest are for testing, the next for validation"
+        "", "column with the time of each row: latest rows for testing, the next for validation"
     )
 
     @field_validator("test")
@@ -192,20 +192,20 @@ class DataConfig(Section):
     """The dataset, its splits and its shards."""
 
     dataset: str = key(
-        DEFAULT_DATASET, "TFDS name, or package.module:Builder; set this or data.source, not both"
+        DEFAULT_DATASET, "name of a TFDS dataset, or package.module:Builder; excludes data.source"
     )
     source: str = key(
-        "", "files to read instead of a TFDS dataset: a path, URI or pattern of files, or a folder"
+        "", "files to read instead of a TFDS dataset: a path, a folder, a URI or a pattern"
     )
     format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "npz", "images"] = key(
-        "", "format of the files; empty: detected from their names"
+        "", "format of the files of data.source; empty: detected from their names"
     )
-    builder_args: Free = key({}, "arguments of the TFDS builder")
+    builder_args: Free = key({}, "keyword arguments for the TFDS builder")
     version: str = key("", "version of the TFDS dataset; empty: the newest")
     spans: str = key(
         NEWEST,
-        f"which spans of a source with {{SPAN}} or {{DATE}} to read: {NEWEST}, a number N for "
-        f"the newest N, {ALL}, or {SINCE_CHAMPION}",
+        f"spans to read if data.source has {{SPAN}} or {{DATE}}: {NEWEST}, a number N (the newest "
+        f"N), {ALL}, or {SINCE_CHAMPION} (those that the champion was not trained on)",
     )
     manual_dir: str = key(
         "", "folder with the original files of a TFDS dataset, for machines without network access"
@@ -216,24 +216,24 @@ class DataConfig(Section):
     label: tuple[str, ...] = key(
         (), "features to predict; empty: the label of the dataset", strict=False
     )
-    weight: str = key("", "feature with the weight of an example in the loss and the metrics")
-    group: str = key("", "feature whose values group examples, such as the query in ranking")
+    weight: str = key("", "feature with the weight of each example in the loss and the metrics")
+    group: str = key("", "feature that identifies the group of an example, such as its query")
     drop: tuple[str, ...] = key((), "columns of a source to ignore", strict=False)
     types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
-        {}, f"column types to use instead of the inferred ones: {', '.join(TYPES)}"
+        {}, f"column types, where the inferred ones are wrong: {', '.join(TYPES)}"
     )
     map: str = key("", "package.module:function that turns a row of a source into an example")
     shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
         {},
-        "shape of each feature whose examples differ in shape; a first size of 0: pad to the "
-        "longest example in the batch",
+        "shape to which the examples of a feature are resized (images) or padded; a first size of "
+        "0: pad to the longest example in the batch",
     )
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
-        (), "length boundaries: examples between the same boundaries share a batch", strict=False
+        (), "boundaries of length buckets; a batch has examples of a single bucket", strict=False
     )
-    image: ImageConfig = key(ImageConfig(), "decoding of images: {size: [height, width], channels}")
+    image: ImageConfig = key(ImageConfig(), "image decoding: {size: [height, width], channels}")
     bad_rows: float = key(
-        0.0, "share of broken rows that may be skipped; 0: fail on the first broken row", ge=0, lt=1
+        0.0, "maximum share of rows skipped as broken; 0: fail on the first broken row", ge=0, lt=1
     )
     splits: SplitsConfig = key(
         SplitsConfig(), "splits of a source: {train, validation, test, column, group, time}"
@@ -249,22 +249,19 @@ class DataConfig(Section):
         "disjoint: each worker reads its own shards; dynamic: each range of examples goes to the "
         "next free worker; reshuffle: each worker reads all data",
     )
-    disk: str = key("", "maximum size of the shards that a worker keeps on disk; empty: all shards")
+    disk: str = key("", "maximum total size of a worker's shards on its disk; empty: no limit")
     vocabulary: int = key(
-        10_000,
-        "maximum number of values kept in the statistics of a text feature",
-        ge=1,
-        le=10**7,
+        10_000, "maximum number of distinct values to record for a text feature", ge=1, le=10**7
     )
     runner: RunnerConfig = key(RunnerConfig(), "how data is prepared: {name, processes, options}")
     schema_file: str = key(
-        "", "path or URI of a YAML file with the schema that features must match; see data.gate"
+        "", "path or URI of a YAML file with a schema; data.gate checks the features against it"
     )
     gate: DataGateConfig = key(
         DataGateConfig(), "checks of a dataset before training: {rules, limits}"
     )
     seed: int = key(
-        0, "seed for drawing splits and for shuffling examples into shards", ge=0, lt=2**31
+        0, "random seed for splitting the dataset and for shuffling examples", ge=0, lt=2**31
     )
 
     @model_validator(mode="after")

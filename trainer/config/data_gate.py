@@ -97,10 +97,10 @@ class DataGateConfig(Whole):
 
     rules: dict[str, Literal["refuse", "warn", "off"]] = key(
         {},
-        f"action of each rule: {{rule: refuse | warn | off}}; {ALL} sets every rule that is not "
-        "listed",
+        f"action of each rule: {{rule: refuse | warn | off}}; the name {ALL} stands for every rule "
+        "that is not listed",
     )
-    limits: dict[str, float] = key({}, "limits to change, by name")
+    limits: dict[str, float] = key({}, "limits that differ from the defaults: {limit: value}")
 
     @field_validator("rules", mode="before")
     @classmethod

@@ -70,14 +70,14 @@ FIELDS = (
         "source",
         "data.source",
         str,
-        "files at gs://, s3:// or minio://BUCKET/..., also with {SPAN} or {DATE}; or the name of "
-        "a TFDS dataset, or package.module:Builder",
+        "URI of files (gs://, s3:// or minio://), which may contain {SPAN} or {DATE}; or the name "
+        "of a TFDS dataset, or package.module:Builder",
     ),
     _field(
         "label",
         "data.label",
         str,
-        'column to predict, or several as ["a", "b"]; empty: the label of the dataset',
+        'column to predict, or a list such as ["a", "b"]; empty: the label of the dataset',
     ),
     _field("model", "model.name", str, "Keras model; auto: depends on the inputs", AUTO, *MODELS),
     _field("steps", "training.steps", int, "number of global steps (applied updates); 0: auto"),
@@ -85,13 +85,13 @@ FIELDS = (
         "epochs",
         "training.epochs",
         float,
-        "passes over the training examples, instead of steps; 0: use steps",
+        "number of passes over the training split; 0: train for the number in steps",
     ),
     _field(
         "batch_size",
         "training.batch_size",
         int,
-        "number of examples per replica in one gradient; 0: auto",
+        "number of examples from which a replica computes one gradient; 0: auto",
     ),
     _field(
         "learning_rate",
@@ -99,20 +99,20 @@ FIELDS = (
         float,
         "initial learning rate of the schedule; 0: auto",
     ),
-    _field("strategy", "training.strategy", str, "how training is distributed", *STRATEGIES),
+    _field("strategy", "training.strategy", str, "distribution strategy of training", *STRATEGIES),
     _field("workers", "cluster.workers", int, "number of workers"),
     _field("servers", "cluster.parameter_servers", int, "number of parameter servers"),
     _field(
         "gpus",
         "cluster.gpus_per_worker",
         int,
-        "number of GPUs of each worker, or of the chief if there are no workers",
+        "number of GPUs for each worker, or for the chief if there are no workers",
     ),
     _field(
         "storage_root",
         "storage.root",
         str,
-        "URI below which the run publishes; empty: below the pipeline root",
+        "URI below which results are published; empty: the pipeline root",
     ),
     Field(
         name=SETTINGS,
@@ -136,7 +136,7 @@ def to_local_form(config: Config) -> dict[str, Any]:
 
 
 def from_form(values: Mapping[str, Any]) -> Config:
-    """Return the configuration in a form with the value types of KFP. Raises `ConfigError`."""
+    """Convert a form with the value types of KFP to a `Config`. Raises `ConfigError`."""
     settings = parse_settings(values[SETTINGS])
     if WHOLE in values[SETTINGS]:
         return parse_config(settings)

@@ -112,7 +112,7 @@ def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
 class ResourcesConfig(Section):
     """Resources of a pod by name: cpu, memory, ephemeral-storage and so on."""
 
-    requests: dict[Key, Quantity] = key({}, "resources that the scheduler reserves")
+    requests: dict[Key, Quantity] = key({}, "resources that the scheduler reserves for a pod")
     limits: dict[Key, Quantity] = key({}, "maximum resources that a pod may use")
 
 
@@ -135,10 +135,10 @@ class PodConfig(Section):
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
         "", "when the image is pulled; empty: the default of Kubernetes"
     )
-    image_pull_secrets: tuple[Named, ...] = key((), "secrets for pulling the image")
+    image_pull_secrets: tuple[Named, ...] = key((), "names of the secrets for pulling the image")
     command: tuple[str, ...] = key((), "command that replaces `python -m flotilla.trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
-    node_selector: dict[Key, LabelText] = key({}, "labels that a node must have")
+    node_selector: dict[Key, LabelText] = key({}, "labels that a node must have to run the pods")
     tolerations: tuple[Toleration, ...] = key((), "tolerations of the pods, in Kubernetes syntax")
     affinity: Free = key({}, "affinity of the pods, in Kubernetes syntax")
     priority_class: Name = key("", "priority class of the pods")
@@ -146,28 +146,28 @@ class PodConfig(Section):
     labels: dict[Key, LabelText] = key({}, "labels of the pods")
     annotations: dict[Key, str] = key({}, "annotations of the pods")
     service_account: Name = key(
-        "", "service account of the pods; empty: the step's, or in another namespace the default"
+        "", "service account of the pods; empty: the step's or, in another namespace, the default"
     )
-    volumes: tuple[VolumeConfig, ...] = key((), "additional volumes")
+    volumes: tuple[VolumeConfig, ...] = key((), "additional volumes of the pods")
     shared_memory: Size = key("", "size of /dev/shm; empty: the default of the container runtime")
-    scratch: Size = key("", "size limit of the working folder; empty: no limit")
+    scratch: Size = key("", "size limit of the working folder's volume; empty: no limit")
     working_folder: str = key(
         "", f"working folder of a task; empty: {WORKING_FOLDER}", pattern=r"^(/[^:\s]+)?$"
     )
     env: dict[Variable, str] = key(
-        {}, "environment variables; they must not be secrets, because the job shows them"
+        {}, "environment variables; not for secrets, because the job's manifest shows them"
     )
     env_from_secrets: tuple[Named, ...] = key((), "secrets whose keys become environment variables")
     env_from_config_maps: tuple[Named, ...] = key(
         (), "config maps whose keys become environment variables"
     )
     secret_env: dict[Variable, SecretKey] = key(
-        {}, "environment variables from secrets: secret/key by variable"
+        {}, "environment variables from secrets: {variable: secret/key}"
     )
     security: Literal["", "restricted", "writable", "image"] = key(
         "",
-        "restricted (the default): the Pod Security Standard of this name and a read-only "
-        "root file system; writable: the same without the read-only root; image: only "
+        "restricted (the default): enforce the Pod Security Standard of this name and a read-only "
+        "root file system; writable: the same with a writable root; image: set only the fields of "
         "security_context",
     )
     security_context: Free = key(
@@ -181,7 +181,7 @@ class PodConfig(Section):
         "supports only these defaults",
     )
     grace_seconds: Seconds = key(
-        0, "seconds from SIGTERM to SIGKILL, in which a last checkpoint is saved; 0: 120"
+        0, "seconds between SIGTERM and SIGKILL, for saving a last checkpoint; 0: the default, 120"
     )
 
     _variables_of_the_user = field_validator("env", "secret_env")(_refuse_reserved_variables)
@@ -204,31 +204,31 @@ class PodConfig(Section):
 class SchedulingConfig(Section):
     """Gang scheduling with `tfjob`: all pods of the job start together, or none starts."""
 
-    gang: bool = key(False, "schedule all pods together")
-    min_available: int = key(0, "number of pods that must be able to start; 0: all", ge=0, lt=2**31)
+    gang: bool = key(False, "schedule all pods of the job together")
+    min_available: int = key(0, "minimum number of pods to start together; 0: all", ge=0, lt=2**31)
     queue: Name = key("", "queue of the gang scheduler")
     priority_class: Name = key("", "priority class of the group of pods")
-    timeout_seconds: Seconds = key(0, "time limit for scheduling the group; 0: none")
+    timeout_seconds: Seconds = key(0, "time limit for scheduling the group of pods; 0: no limit")
 
 
 class JobConfig(Section):
     """Settings of the whole job, and its Kueue queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = key(
-        "Running", "pods that are deleted when the job has ended; jobset supports only Running"
+        "Running", "which pods to delete when the job has ended; jobset supports only Running"
     )
     ttl_seconds: Seconds = key(86_400, "seconds after which an ended job is deleted")
     active_deadline_seconds: Seconds = key(
-        604_800, "seconds after which the operator ends the job", ge=1
+        604_800, "maximum seconds that the job may run, enforced by the operator", ge=1
     )
     backoff_limit: int | None = key(
         None,
-        "restarts that the operator allows; null: no limit for tfjob, 1000 for jobset",
+        "maximum number of restarts by the operator; null: no limit for tfjob, 1000 for jobset",
         ge=0,
         lt=2**31,
     )
     queue_name: LabelOrNone = key("", "name of the Kueue local queue")
-    suspend: bool = key(False, "create the job suspended, until Kueue admits it")
+    suspend: bool = key(False, "create the job suspended, so that Kueue can admit it")
     labels: dict[Key, LabelText] = key({}, "labels of the job")
     annotations: dict[Key, str] = key({}, "annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
@@ -241,14 +241,14 @@ class DeadlinesConfig(Section):
 
     operator: Seconds = key(60, "time within which the controller of the job must react")
     queueing: Seconds = key(3600, "time within which every pod must be scheduled")
-    starting: Seconds = key(900, "time within which all tasks must run after they are scheduled")
-    container: Seconds = key(120, "time for which an image or a container may fail to start")
-    running: Seconds = key(0, "time within which the job must end, once all tasks run")
-    stalling: Seconds = key(1800, "time without progress of training, once all tasks run")
+    starting: Seconds = key(900, "time within which all tasks must start after they are scheduled")
+    container: Seconds = key(120, "time for which an image pull or a container start may fail")
+    running: Seconds = key(0, "time within which the job must end after all tasks have started")
+    stalling: Seconds = key(1800, "time without training progress after all tasks have started")
     unreachable: Seconds = key(900, "time without a response from the Kubernetes API")
     heartbeat: Seconds = key(
         300,
-        "time without a heartbeat of the launcher, after which the leading task ends the job",
+        "time without a heartbeat from the launcher, after which the leading task ends the job",
         ge=1,
     )
 
@@ -257,15 +257,15 @@ class KubernetesConfig(Whole):
     """Settings of the Kubernetes job and its pods."""
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
-    gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
+    gpu_resource: Key = key("nvidia.com/gpu", "Kubernetes name of the GPU resource")
     chiefless: bool = key(False, "run without a chief: worker 0 leads and also trains")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
     pod: PodConfig = key(PodConfig(), "settings for the pods of every role")
-    chief: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
-    ps: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
-    worker: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
-    evaluator: PodConfig = key(PodConfig(), "settings for the pods of this role; they override pod")
+    chief: PodConfig = key(PodConfig(), "pod settings of this role; they override those in pod")
+    ps: PodConfig = key(PodConfig(), "pod settings of this role; they override those in pod")
+    worker: PodConfig = key(PodConfig(), "pod settings of this role; they override those in pod")
+    evaluator: PodConfig = key(PodConfig(), "pod settings of this role; they override those in pod")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:

@@ -220,7 +220,7 @@ def parse_value(text: str, key: str = "") -> Any:
     """Parse a YAML value, for a key if one is given. Raises `ConfigError`."""
     try:
         return _load(text, key.split(".") if key else ())
-    # PyYAML does not convert errors of its constructors: `!!bool x` raises a KeyError.
+    # PyYAML does not wrap the errors of its constructors: `!!bool x` raises a KeyError.
     except Exception:
         raise ConfigError(_one_line(f"{text!r} is not a valid YAML value")) from None
 
@@ -283,7 +283,7 @@ def _load(text: str, path: Sequence[str] = ()) -> Any:
 
 
 def _keep_texts(node: Any, path: Sequence[str]) -> None:
-    """Keep scalars as strings below a path whose keys take strings."""
+    """Keep unquoted scalars as strings if the key at their path takes strings."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and len(path) < _DEEPEST:
@@ -321,7 +321,7 @@ def _find_type(path: Sequence[str]) -> Any:
 def _values(node: Any, seen: dict[int, int]) -> int:
     """Return the number of values in a node with all aliases expanded.
 
-    `seen` has the number for each visited node. A reference from a node to itself is not followed.
+    `seen` maps each visited node's `id` to this number. A self-reference is not followed.
     """
     if id(node) not in seen:
         seen[id(node)] = 0
@@ -368,7 +368,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Return the errors, without those of lists that are invalid only because of an entry."""
+    """Return the errors, without those of containers that are invalid only due to an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     above = {place[:size] for place in places for size in range(len(place))}
@@ -421,7 +421,7 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
 
 
 def _keys(section: type[BaseModel], above: str = "") -> dict[str, str]:
-    """Return the full name of each key in a section and its subsections, by the last part."""
+    """Return the full names of all keys in a section and its subsections, keyed by last part."""
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):

@@ -53,10 +53,10 @@ class ModelConfig(Section):
 
     name: str = key(
         "mlp",
-        f"{AUTO}: depends on the inputs (the default if data.source is set); {', '.join(MODELS)}, "
+        f"{AUTO} (depends on the inputs; the default if data.source is set), {', '.join(MODELS)}, "
         "or package.module:function",
     )
-    args: Free = key({}, "arguments of the model's function")
+    args: Free = key({}, "keyword arguments for the model's function")
 
     _known_model = field_validator("name")(known_name("model", (AUTO, *MODELS)))
 

@@ -32,7 +32,7 @@ class OptimizerConfig(Section):
     )
     args: Free = key({}, "further arguments of the optimizer, such as beta_1")
     dense_updates: bool = key(
-        False, "update whole embedding tables, not only the rows that the batch uses"
+        False, "update all rows of embedding tables, not only the rows that a batch uses"
     )
 
     @field_validator("name")
@@ -71,18 +71,18 @@ class ExponentialArgs(Section):
     decay_rate: float = Field(
         gt=0, le=1, description="factor by which each decay multiplies the learning rate"
     )
-    staircase: bool = key(False, "decay in steps instead of continuously")
+    staircase: bool = key(False, "decay only every decay_steps instead of continuously")
 
 
 class PiecewiseArgs(Section):
     """The learning rate times one of `factors`. Each boundary switches to the next factor."""
 
     boundaries: tuple[int, ...] = Field(
-        min_length=1, description="global steps, in ascending order"
+        min_length=1, description="global steps at which the factor changes, ascending"
     )
     factors: tuple[float, ...] = Field(
         min_length=2,
-        description="factors of the learning rate; one more than the number of boundaries",
+        description="factors that multiply the learning rate; one more than boundaries",
     )
 
     @model_validator(mode="after")
@@ -111,9 +111,9 @@ class ScheduleConfig(Section):
         "constant", "learning rate schedule"
     )
     warmup_steps: Annotated[int, Field(ge=0), OR_AUTO, AS_WRITTEN] = key(
-        0, "number of global steps of linear warm-up"
+        0, "number of global steps for the linear warm-up"
     )
-    args: Free = key({}, "further arguments of the schedule")
+    args: Free = key({}, "arguments of the schedule")
 
     @model_validator(mode="after")
     def _check_args(self) -> ScheduleConfig:

@@ -31,7 +31,7 @@ _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The text that is shown in place of a value that may be a secret.
 _HIDDEN = "(hidden)"
-# A value that is not a secret: a number, a switch, or the path of a file that may contain one.
+# A value that is not a secret: a number, a switch, or a path, even of a file with a secret.
 _PUBLIC = re.compile(r"|\d{1,6}|true|false|[./{].*", re.IGNORECASE | re.DOTALL)
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
 #: For each section, the keys that have no effect with a program. No key of the section `model` has
@@ -94,12 +94,12 @@ class ProgramConfig(Whole):
         (), "command of the program, such as [python, train.py]; empty: Flotilla's own trainer"
     )
     roles: dict[str, Tasks] = key(
-        {}, "tasks by role, such as {worker: 2, ps: 1}; empty: the tasks of training.strategy"
+        {}, "number of tasks per role, such as {worker: 2, ps: 1}; empty: as in training.strategy"
     )
     working_dir: str = key(
         "",
-        "working folder of the program; empty: on this machine the current folder, in a pod "
-        "the default of the image",
+        "working folder of the program; empty: the current folder on this machine, or the image's "
+        "default in a pod",
     )
     env: dict[str, Template] = key({}, "environment variables of the program")
     data: Literal["files", "uri"] = key(
@@ -109,17 +109,17 @@ class ProgramConfig(Whole):
     )
     checkpoint_marker: str = key(
         "",
-        "file that the program writes last into a checkpoint's folder; empty: checkpoints are "
-        "recognized by their layout",
+        "name of the file that the program writes last into a checkpoint's folder; empty: "
+        "checkpoints are recognized by their layout",
     )
     stall_timeout: float = key(
-        0, "seconds without a step or output before the program is restarted; 0: never", ge=0,
+        0, "seconds without a step or output after which the program restarts; 0: never", ge=0,
         le=MOST,
     )  # fmt: skip
     python: str = key(
         # The default is not `python3`, because KFP's local runner replaces that text in parameters.
         "python",
-        "Python 3.8 or later in the image, which starts the program; empty: the image has none",
+        "command of Python 3.8 or later in the image, to start the program; empty: there is none",
     )
     after_training: Literal["stop", "evaluate"] = key(
         "stop",

@@ -1,8 +1,7 @@
 """The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
-The model is frozen and strict. It rejects an unknown key, a wrong type or a value out of range, and
-names the key. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations
-between sections are checked by validators of `Config`.
+The model is strict: it rejects an unknown key, a wrong type or a value out of range. Validators of
+`Config` check relations between sections. `flotilla.trainer.config.load` reads files into it.
 """
 
 from __future__ import annotations
@@ -85,7 +84,9 @@ def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
 ClassWeights = Annotated[
     str | dict[str, float], BeforeValidator(_parse_weights), AfterValidator(_class_weights)
 ]
-_OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": weight}'
+_OF_CLASSES = (
+    'weight of each class in the training loss: {"name": weight}, or balanced (same total weight)'
+)
 
 
 def _restore_name(value: object) -> object:
@@ -102,12 +103,12 @@ class OutputConfig(Section):
     """The learning task of one of several outputs."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
-    loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
-    metrics: tuple[str, ...] = key((), "additional Keras metrics by name, or package.module:name")
+    loss: str = key("", "name of a Keras loss, or package.module:name; empty: the task's default")
+    metrics: tuple[str, ...] = key((), "names of additional Keras metrics, or package.module:name")
     weight: float = key(1.0, "weight of this output in the total loss", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
-    positive: Label = key("", "as in task.positive")
-    args: Free = key({}, "arguments of the task's class")
+    positive: Label = key("", "positive class of this output; see task.positive")
+    args: Free = key({}, "keyword arguments for the task's class")
 
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
@@ -116,29 +117,29 @@ class TaskConfig(Section):
     """The learning task: what is predicted, with which loss, and how it is measured."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
-    loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
-    metrics: tuple[str, ...] = key((), "additional Keras metrics by name, or package.module:name")
+    loss: str = key("", "name of a Keras loss, or package.module:name; empty: the task's default")
+    metrics: tuple[str, ...] = key((), "names of additional Keras metrics, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
         {},
-        "tasks of several labels: {label: {name, loss, metrics, weight, class_weights, "
-        "positive, args}}",
+        "learning task of each label, if there are several: {label: {name, loss, metrics, weight, "
+        "class_weights, positive, args}}",
     )
     positive: Label = key(
         "",
-        "positive class of a label with two classes; empty: the champion's, or else the rarer one "
-        "in training (for ranking, the second one)",
+        "positive class of a label with two classes; empty: the champion's or, without a champion, "
+        "the rarer class in the training split (for ranking, the second class)",
     )
     main_metric: str = key(
-        "", "metric for selecting and comparing models; empty: depends on the task and data"
+        "", "metric by which models are compared; empty: chosen according to the task and data"
     )
-    args: Free = key({}, "arguments of the task's class")
+    args: Free = key({}, "keyword arguments for the task's class")
 
     _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# An interval or a limit. 0 means never.
+# An interval or a limit, in global steps or validations. 0 disables it.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 
@@ -150,37 +151,35 @@ class TrainingConfig(Section):
     )
     steps: Steps = key(
         1500,
-        "number of global steps (applied updates); auto: derived from training.epochs, or "
-        "from the number of examples",
+        "number of global steps (applied updates); auto: derived from training.epochs if it is "
+        "set, otherwise from the number of examples",
     )
     epochs: float = key(
-        0.0, "passes over the training examples, instead of steps; 0: use steps", ge=0, le=MOST
+        0.0, "number of passes over the training split; 0: train for training.steps", ge=0, le=MOST
     )
-    batch_size: Batch = key(64, "number of examples per replica in one gradient")
+    batch_size: Batch = key(64, "number of examples from which a replica computes one gradient")
     accumulate: int = key(
-        1, "number of gradients of a replica that are averaged into one update", ge=1, le=10_000
+        1, "number of gradients that each replica averages into one update", ge=1, le=10_000
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
     pull_every: int = key(
         1,
-        "number of local steps between a pull and a push with async_parameter_server",
+        "with async_parameter_server: number of local steps between pulling and pushing variables",
         ge=1,
         lt=2**31,
     )
     replicas_to_aggregate: int = key(
-        0,
-        "number of gradients in one update of sync_parameter_server; 0: one from each worker",
-        ge=0,
+        0, "with sync_parameter_server: number of gradients per update; 0: one per worker", ge=0
     )
-    checkpoint_every: Steps = key(500, "global steps between checkpoints")
+    checkpoint_every: Steps = key(500, "number of global steps between checkpoints")
     checkpoint_seconds: float = key(
-        0, "seconds after which a checkpoint is saved even before checkpoint_every; 0: never", ge=0
+        0, "maximum seconds between checkpoints, in addition to checkpoint_every; 0: no limit", ge=0
     )
     checkpoint_parts_mb: int = key(
         64,
-        "size of the variables, in megabytes, above which each parameter server writes its own "
-        "part of a checkpoint",
+        "total size of the variables, in megabytes, above which each parameter server writes its "
+        "own part of a checkpoint",
         ge=0,
         le=MOST,
     )
@@ -188,35 +187,32 @@ class TrainingConfig(Section):
         3, "number of newest checkpoints to keep, in addition to the best", ge=1, le=MOST
     )
     keep_every_hours: float = key(
-        0,
-        "interval in hours at which a checkpoint is kept permanently; 0: never",
-        ge=0,
-        le=100_000,
+        0, "hours between checkpoints that are kept permanently; 0: none", ge=0, le=100_000
     )
-    validate_every: Count = key(500, "global steps between validations; 0: none")
+    validate_every: Count = key(500, "number of global steps between validations; 0: none")
     patience: Count = key(
-        0, "number of validations without improvement after which training stops; 0: never"
+        0, "number of validations without improvement after which training stops; 0: no limit"
     )
     stall_timeout: float = key(
-        120, "seconds without progress before a task is restarted", ge=1, le=MOST
+        120, "seconds without progress after which a task is restarted", ge=1, le=MOST
     )
     mixed_precision: Literal["", "bfloat16", "float16"] = key(
-        "", "compute in 16 bits: true means bfloat16; float16 also scales the loss"
+        "", "16-bit data type for computation; float16 also scales the loss; true means bfloat16"
     )
-    jit_compile: bool = key(False, "compile the step with XLA")
+    jit_compile: bool = key(False, "compile the training step with XLA")
     warm_start: WarmStart = key(
         "",
-        "initial weights: URI of a checkpoint or a .keras file, champion, or {from, include, "
-        "exclude}",
+        "source of initial weights: URI of a checkpoint or a .keras file, or champion; {from, "
+        "include, exclude}: only some of its weights",
     )
     ema: float = key(
         0.0,
-        "momentum of the moving average of the weights that is evaluated and exported; 0: none",
+        "momentum of a moving average of the weights, which is evaluated and exported; 0: none",
         ge=0,
         lt=1,
     )
     freeze: tuple[str, ...] = key(
-        (), "globs of variable paths that are not trained, such as hidden_0/*"
+        (), "globs for the paths of variables that are not trained, such as hidden_0/*"
     )
     hand_on: Literal["best", "last"] = key(
         "best", "which checkpoint is evaluated and exported: the best by validation, or the last"
@@ -224,14 +220,14 @@ class TrainingConfig(Section):
     class_weights: ClassWeights = key("", _OF_CLASSES)
     when_unchanged: Literal["stop", "train"] = key(
         "stop",
-        "whether a run of data.source stops if an earlier run with the same files and "
-        "configuration has finished",
+        "whether to stop or train if an earlier run with the same files of data.source and the "
+        "same configuration has finished",
     )
     profile: tuple[int, ...] = key(
         (), "first and last global step that TensorFlow's profiler traces, such as [100, 110]"
     )
     callbacks: tuple[str, ...] = key(
-        (), "Keras callbacks for epochs and validations, each as package.module:Class"
+        (), "Keras callbacks, each as package.module:Class; an epoch ends at each validation"
     )
     seed: int = key(0, "seed of the initial weights and the order of examples", ge=0, lt=2**31)
 
@@ -265,7 +261,7 @@ class EvaluationConfig(Section):
     batch_size: int = key(1000, "number of examples per evaluation batch", ge=1, lt=2**31)
     slices: tuple[str, ...] = key((), "features to slice metrics by, in addition to the label")
     baseline: Literal["auto", "none"] = key(
-        "auto", "baseline models evaluated on the same examples; auto: the ones that suit the task"
+        "auto", "baseline models to evaluate on the same examples; auto: those that suit the task"
     )
 
 
@@ -311,7 +307,7 @@ class RegistryConfig(Section):
     """Requirements for an exported model to become the champion."""
 
     max_megabytes: float = key(
-        0, "maximum total size of the model, in megabytes; 0: no limit", ge=0
+        0, "maximum total size of the model's files, in megabytes; 0: no limit", ge=0
     )
     max_milliseconds: float = key(
         0,
@@ -319,7 +315,11 @@ class RegistryConfig(Section):
         "limit",
         ge=0,
     )
-    hub: str = key("", "address of a Kubeflow Model Registry to report promotions to; empty: none")
+    hub: str = key(
+        "",
+        "URL of a Kubeflow Model Registry that receives the promotions; empty: the URL in the "
+        "environment variable FLOTILLA_MODEL_REGISTRY, if it is set",
+    )
 
     @field_validator("hub")
     @classmethod
@@ -333,7 +333,7 @@ class StorageConfig(Section):
     """The root of published directories."""
 
     root: str = key(
-        "", "URI below which a run publishes; empty: the workdir, or on KFP the pipeline root"
+        "", "URI below which a run publishes; empty: the workdir or, on KFP, the pipeline root"
     )
 
     @field_validator("root")
@@ -365,7 +365,7 @@ class Config(Section):
     export: ExportConfig = Field(ExportConfig())
     registry: RegistryConfig = Field(RegistryConfig())
     storage: StorageConfig = Field(StorageConfig())
-    code: str = key("", "URI of the bundle of your modules that `--code DIR` published")
+    code: str = key("", "URI of the bundle of your modules, as published by `--code DIR`")
 
     @field_validator("code")
     @classmethod

@@ -29,7 +29,7 @@ _SHORT = {
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 
-# With several outputs, the name of an output precedes the metric. It may contain any character.
+# With several outputs, the output's name, which may contain any character, precedes the metric.
 _METRIC = re.compile(r"(?:.*_)?[^\W\d]\w*", re.DOTALL)
 
 
@@ -67,16 +67,16 @@ class ChampionRule(Section):
     metric: str = key("", "metric to compare; empty: the main metric of the task")
     margin: float | str = key(
         "5%",
-        "non-inferiority margin: the largest decline that still counts as equal, in units of the "
-        "metric or as a share of the champion's gain over a constant; below 0: a required gain",
+        "non-inferiority margin: the largest accepted decline, in units of the metric or as a "
+        "share of the champion's gain over a constant prediction; below 0: a required improvement",
     )
     confidence: float = key(
         0.995, "confidence level of the test that the decline is within the margin", ge=0.5, lt=1
     )
     class_margin: float | str = key(
         "50%",
-        "largest drop in the recall of a class, as a number or as a share of the champion's "
-        "recall; 100%: no limit",
+        "largest accepted drop in the recall of a class, as a number or as a share of the "
+        "champion's recall; 100%: no limit",
     )
     better: Literal["", "higher", "lower"] = key(
         "",
@@ -97,7 +97,7 @@ class ChampionRule(Section):
         raise ValueError("write a number such as 0.02, or a share such as 2%")
 
     def comparison_key(self) -> str:
-        """Return the parameters that affect evaluations. An absolute margin affects only gates."""
+        """Return the parameters that affect evaluations, which an absolute margin does not."""
         return f"{self.metric} {self.better} {self.confidence!r} {self.share!r} {self.class_margin}"
 
     @property
@@ -130,12 +130,12 @@ class GateConfig(Section):
     (`accuracy@label`), or to one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = key({}, "minimum value by metric, such as {accuracy: 0.9}")
-    max: dict[str, float] = key({}, "maximum value by metric, such as {loss: 0.5}")
+    min: dict[str, float] = key({}, "minimum value of each metric, such as {accuracy: 0.9}")
+    max: dict[str, float] = key({}, "maximum value of each metric, such as {loss: 0.5}")
     constant: Literal["required", "reported"] = key(
         "required",
-        "whether a model that is not better than the best constant prediction is refused or only "
-        "reported",
+        "required: refuse a model that is not better than the best constant prediction; reported: "
+        "only report it",
     )
     champion: ChampionRule = Field(ChampionRule())
 

@@ -44,7 +44,7 @@ _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
 
 def choose_rows(rows: int, size: int, largest: int) -> int:
-    """Return the number of rows per block.
+    """Return the number of rows per block of a dataset with `rows` rows.
 
     `size` is the total size of the rows and `largest` is the size of the largest row, in bytes. All
     blocks of a dataset have this number of rows, except the last block of each shard.
@@ -70,9 +70,9 @@ def encode_blocks(
 
 
 def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Parse blocks (strings of shape (n,)) to tensors of shape (rows, ...), by feature.
+    """Parse blocks (strings of shape (n,)) to a tensor of shape (rows, ...) for each feature.
 
-    Images are still encoded and sequences are ragged. `complete` converts them to a batch.
+    Images remain encoded and sequences are ragged. `complete` decodes and pads them.
     """
     of_lengths = {length_name(name) for name, each in features.items() if _is_sequence(each)}
     wire = {_key(name): _wire(feature) for name, feature in features.items()}
@@ -93,7 +93,7 @@ def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict
 def complete(
     features: Mapping[str, FeatureSpec], rows: Mapping[str, tf.Tensor]
 ) -> dict[str, tf.Tensor]:
-    """Return a batch from rows of `parse_blocks`, with images decoded and sequences padded."""
+    """Convert the result of `parse_blocks` to a batch: decode images, and pad sequences."""
     return {name: _complete(features[name], values) for name, values in rows.items()}
 
 
@@ -222,7 +222,7 @@ def _wire(feature: FeatureSpec) -> Any:
 
 
 def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
-    """Return the rows of a column. `count` is their number or, for sequences, their lengths."""
+    """Return a column's rows. `count` is the row count, or the row lengths of a sequence column."""
     if not _is_one_value(feature):
         values = column.values
         if feature.stored in _SCALARS:

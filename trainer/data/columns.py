@@ -70,7 +70,7 @@ def make_texts(values: Iterable[Any]) -> pa.Array:
 def count_lengths(
     features: Mapping[str, FeatureSpec], columns: Mapping[str, Column]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the lengths of the sequences in each column, by the name of its length feature."""
+    """Return the sequence lengths of each column, keyed by the name of its length feature."""
     return {
         length_name(name): _lengths(columns[name]) // math.prod(feature.sizes[1:])
         for name, feature in features.items()
@@ -79,13 +79,13 @@ def count_lengths(
 
 
 def make_table(features: Mapping[str, FeatureSpec], columns: Columns) -> pa.RecordBatch:
-    """Convert columns to a table of their stored forms."""
+    """Convert columns to a table that has each column in its stored form."""
     names = list(features)
     return pa.record_batch([_store(features[name], columns[name]) for name in names], names)
 
 
 def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
-    """Return the chosen rows of the columns."""
+    """Return the rows of the columns for which `chosen` is true."""
     if chosen.all():
         return columns
     mask = pa.array(chosen)
@@ -96,7 +96,7 @@ def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
 
 
 def make_rows(feature: FeatureSpec, column: Any) -> Any:
-    """Convert a column for a user's code. Strings become bytes, and sequences become arrays."""
+    """Convert a column to NumPy for user code. Strings become bytes, sequences become arrays."""
     if not isinstance(column, pa.Array):
         return column
     if not pa.types.is_large_list(column.type):

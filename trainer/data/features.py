@@ -75,7 +75,7 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
 def choose(
     config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
 ) -> Selection:
-    """Select features from the `leaves` of any dataset. `keys` are supervised keys from TFDS."""
+    """Select from `leaves`, the features of a dataset by name. `keys` are its supervised keys."""
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = make_length_features(name, leaves, varies)
     roles = _roles(config, name, keys, leaves, of_lengths)
@@ -154,7 +154,7 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return configured or default roles. A length is an input only if `data.inputs` names it."""
+    """Return the roles of features. A length feature is an input only if `data.inputs` names it."""
     by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
     weight, group = (
@@ -173,7 +173,7 @@ def _roles(
             f"one or more of its features ({format_names(leaves)})"
         )
     if not inputs:
-        # Keep a label that the dataset also names as an input, so that `_check` reports it.
+        # If the supervised keys name a label as an input, keep it, so that `_check` reports it.
         taken = {weight, group, *(targets if config.label else ())}
         usual = [each for each in by_keys.inputs if each not in taken]
         others = (each for each in leaves if each not in {*targets, weight, group})

@@ -26,7 +26,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-# Modes that TensorFlow decodes to the same pixels as Pillow does, by format and channels.
+# Pillow modes that TensorFlow decodes to the same pixels, by file format and channel count.
 _GREY, _COLOURS = ("L", "LA", "I;16"), ("RGB", "RGBA")
 _ALIKE: dict[str, dict[int, tuple[str, ...]]] = {
     "JPEG": dict.fromkeys((1, 3), ("L", "RGB")),
@@ -43,7 +43,7 @@ class UndecodableError(ValueError):
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
-    """Open an encoded image. Any failure in the block becomes an `UndecodableError`."""
+    """Open an encoded image. Any exception in the `with` block becomes an `UndecodableError`."""
     if not data:
         raise UndecodableError("it is empty")
     try:
@@ -64,7 +64,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def stored_image(data: bytes, channels: int) -> bytes:
-    """Return an encoded image in its stored form. Raises `UndecodableError`."""
+    """Return an image as it is stored, encoded again if needed. Raises `UndecodableError`."""
     with open_image(data) as image:
         modes = _ALIKE.get(image.format or "", {}).get(channels, ())
         if image.mode not in modes or image.getexif().get(ORIENTATION) not in _UPRIGHT:
@@ -95,7 +95,7 @@ def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
 
 def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
     """Resize images. Axes before the height are unchanged."""
-    # With `antialias`, every pixel contributes when an image shrinks.
+    # Without `antialias`, most pixels would be ignored when an image shrinks.
     blended = tf.image.resize(pixels, (height, width), antialias=True)
     if pixels.dtype.is_integer:
         blended = tf.clip_by_value(tf.round(blended), pixels.dtype.min, pixels.dtype.max)
@@ -109,7 +109,7 @@ def normalize_image(image: Image.Image, channels: int) -> Image.Image:
     """
     turned: Any = ImageOps.exif_transpose(image)
     if turned.mode.startswith("I"):
-        # Convert these modes here, because Pillow would clip values above 255.
+        # Convert 16-bit and 32-bit pixels here, because Pillow would clip values above 255.
         wide = np.asarray(turned).astype(np.int64)
         turned = Image.fromarray((np.clip(wide, 0, 0xFFFF) >> 8).astype(np.uint8))
     if turned.mode == "F":

@@ -41,7 +41,7 @@ SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
 _PROGRESS = 100_000
-# Average file size in bytes below which files are much slower to read than fewer, larger ones.
+# With a smaller average file size, in bytes, reading is much slower than from larger files.
 _SMALL = 16 << 10
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class SourceFile:
     """A file of a source. Its size is in bytes.
 
     Attributes:
-        root: URI of the folder below which it was found. `path` is the path below it.
+        root: URI of the listed folder. `path` is the path of the file below it.
         tag: a value that changes with the content.
         span: span of the file, such as 17 or 2026-11-23, or empty if it has none.
         split: split whose pattern in `data.splits` matches, or empty if none does.
@@ -72,7 +72,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a source, by span and path, and the number of hidden files by suffix."""
+    """The files of a source, sorted by span and path, and counts of its hidden files by suffix."""
 
     root: str
     files: tuple[SourceFile, ...]
@@ -163,7 +163,7 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
     """Return the files that `data.spans` selects, and all files without a span.
 
     `seen` has the digests of the spans that the champion and its predecessors were trained on. Any
-    other span is new, even if it is an old one that arrived late or was rewritten.
+    other span counts as new, even an old span whose files arrived late or were rewritten.
     """
     there = list(listing.spans)
     if not there and spans != NEWEST:
@@ -194,7 +194,7 @@ def require_listed(file: Any, size: int, tag: str) -> None:
 
 
 def publish(listing: Listing, root: str) -> None:
-    """Store a listing below `root` under its digest. Raises `UserError`."""
+    """Store a listing below `root`, in a folder named by its digest. Raises `UserError`."""
     with tempfile.TemporaryDirectory(prefix="listing-") as folder:
         Path(folder, _FILE).write_bytes(listing.to_json())
         uri = _place(root, listing.digest)
@@ -202,7 +202,7 @@ def publish(listing: Listing, root: str) -> None:
         with suppress(storage.NotPublished):
             if storage.read_manifest(uri).fields == fields:
                 return
-            # Replace the listing: the same files are now at another location.
+            # The stored listing has the same files at another location, so replace it.
             storage.delete(uri)
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 

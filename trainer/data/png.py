@@ -21,7 +21,7 @@ _BITS = 8
 
 
 def quicken(connectors: Iterable[Any]) -> None:
-    """Make TFDS image features encode uint8 arrays with `encode`. TFDS encodes other values."""
+    """Make TFDS image features call `encode` for uint8 arrays. TFDS still encodes other values."""
     for connector in connectors:
         if _is_png(connector):
             connector.encode_example = _quick(connector, connector.encode_example)

@@ -78,7 +78,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         TransientError: a host or the store cannot be reached.
         UserError: a file or the store cannot be read or written.
     """
-    # Look up a given version without the builder, because only a newer builder may be installed.
+    # Look up a given version without the builder, because the installed builder may be newer.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
@@ -102,7 +102,7 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
     if ":" in config.dataset and user_code.is_users(builder):
         section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
-    # Use only the last name of a path, because the whole path may exceed the limit for names.
+    # Use only the last component of a path, because the whole path may exceed the limit for names.
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -132,7 +132,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     finished = storage.join(root, "preparing", storage.name_of(uri))
     with report_errors(f"prepare {source.name}"):
         written = _write(config, source, finished, shards)
-    # Delete a corrupted dataset only now, and only if no other process has repaired it.
+    # Delete a corrupted dataset after the new shards are written, unless it has been repaired.
     if storage.is_published(uri) and not _whole(uri):
         _require_same(uri, written)
         storage.delete(uri)
@@ -146,8 +146,8 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
     """Return the source of a configuration's dataset. The source downloads files to `folder`.
 
-    `root` is `storage.root`, where the listing of `data.version` is stored. It may be empty. Raises
-    `ConfigError` if the dataset does not exist, and `UserError` if the files cannot be listed.
+    `root` is `storage.root`, where the listing of `data.version` is stored. If it is empty, the
+    current files are listed. Raises `ConfigError` or `UserError`.
     """
     if not config.map:
         return _make_source(config, root, folder)
@@ -173,7 +173,7 @@ def newest_version(config: DataConfig, scratch: Path) -> str:
 
 
 def select_features(config: DataConfig, scratch: Path) -> Selection:
-    """Return the features of a dataset. Only files and `data.map` need a download."""
+    """Return the selected features. Data is downloaded only for files and `data.map`."""
     with _folder(scratch) as folder:
         return open_source(config, "", folder).select()
 

@@ -22,7 +22,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Minimum number of consecutive examples per read, if the split is not held in memory.
 RUN = 8
-# Number of runs per block. Shorter runs parse more blocks per batch. Longer runs shuffle less.
+# Runs per block. With shorter runs, a batch parses more blocks. With longer runs, rows mix less.
 _RUNS = 8
 _AT_ONCE = 4
 

@@ -40,7 +40,7 @@ def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int 
     """Fetch and verify the shards `index`, `index + of`, ... of a split, and return their paths.
 
     Other shards in `directory` are deleted, because a reader may read every file there. Raises
-    `UserError` if the split does not exist, or there are more readers than shards.
+    `UserError` if the split does not exist, or has fewer shards than `of`, the number of readers.
     """
     names = DatasetSpec.from_manifest(storage.read_manifest(uri)).files(split)
     if of > len(names):
@@ -129,7 +129,7 @@ def evaluation_batches(
 def read_columns(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
-    """Yield batches of some columns of all examples, in the order of the files."""
+    """Yield batches with the given columns of all examples, in the order of the files."""
     rows = read_rows(spec, files, columns)
     make = partial(complete_features, spec, columns)
     yield from _batch(spec, rows, make, batch_size).prefetch(2).as_numpy_iterator()
@@ -156,7 +156,7 @@ def labelled_columns(
 
 
 def read_rows(spec: DatasetSpec, files: Files, names: Sequence[str]) -> tf.data.Dataset:
-    """Return windows of some features of all examples, in the order of the files."""
+    """Return all examples as windows of the features `names`, in the order of the files."""
     return _parse(spec, names, _paths(files).flat_map(tf.data.TFRecordDataset))
 
 
@@ -167,7 +167,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Return whether the training split has fixed lengths and at most `held` rows (or 256 MiB)."""
+    """Return whether `train` has fixed lengths and at most `held` rows or, without it, 256 MiB."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 
@@ -205,7 +205,7 @@ def _batch_from_memory(
 
 
 def read_whole_split(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
-    """Return the training split as one element, in the order of the files."""
+    """Return a dataset with one element, the whole training split in the order of the files."""
     return _make_whole(spec, read_rows(spec, files, spec.roles))
 
 
@@ -280,7 +280,7 @@ def _batch(  # noqa: PLR0913
     of: int = 1,
     drop_remainder: bool = False,
 ) -> tf.data.Dataset:
-    """Return batches of rows that `make` completes, or every `of`-th batch if `of` is above 1."""
+    """Return batches completed by `make`: all, or batches `part`, `part + of`, ... if `of` > 1."""
     # If no feature has to be completed per batch, applying `make` to whole windows is cheaper.
     late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
     batches = windows if late else windows.map(make)
@@ -295,7 +295,7 @@ def _batch(  # noqa: PLR0913
 def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
     """Return a Keras batch: inputs, labels, and weights if there are any.
 
-    Inputs or labels are a mapping by feature name if there are several. Weights are float32.
+    If there are several inputs or labels, they are a dict by feature name. Weights are float32.
     """
     values = complete_features(spec, spec.roles, rows)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
@@ -307,7 +307,7 @@ def to_keras_batch(spec: DatasetSpec, rows: blocks.Rows) -> tuple[Any, ...]:
 def complete_features(
     spec: DatasetSpec, names: Sequence[str], rows: blocks.Rows
 ) -> dict[str, tf.Tensor]:
-    """Return features of a batch of rows. Targets in `swapped` have their two classes swapped."""
+    """Return the features `names` of a batch. Swap the two classes of targets in `spec.swapped`."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 

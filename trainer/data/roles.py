@@ -32,7 +32,7 @@ def format_names(names: Iterable[str], most: int = MOST_NAMED) -> str:
 def find(
     key: str, wanted: Sequence[str], names: Iterable[str], where: str, what: str = "feature"
 ) -> tuple[str, ...]:
-    """Return the features that `data.KEY` names. An outer name selects all features below it."""
+    """Return the features named by `data.KEY`. `a` selects `a/b` and `a/c` if there is no `a`."""
     known = list(names)
     found: dict[str, None] = {}
     for each in wanted:
@@ -66,7 +66,7 @@ def require_apart(name: str, roles: Roles) -> None:
 
 
 def below(key: str, leaves: list[str]) -> list[str]:
-    """Return the feature named `key` if it exists, else all features below it, such as `a/b`."""
+    """Return the feature `key` if it exists, otherwise all features below it, as `a/b` for `a`."""
     return [key] if key in leaves else [leaf for leaf in leaves if leaf.startswith(f"{key}/")]
 
 
@@ -113,7 +113,7 @@ def assign(
         taken = {*targets, *one.values(), *by.values()}
         inputs = tuple(name for name in left if name not in taken)
     used = [*inputs, *targets, *one.values(), *by.values()]
-    # Do not group by an id that is an input, because all ids in the test split would be unknown.
+    # Do not split by a group that is an input, because its values in test would all be unknown.
     if not any(by.values()) and one["group"] not in inputs:
         by["split_group"] = one["group"]
     kept = tuple(name for name in names if name in left or name in used)

@@ -100,9 +100,9 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return how to fit features whose shape varies or must change. Raises `ConfigError`.
+    """Return a `Fit` for each feature whose shape varies or must change. Raises `ConfigError`.
 
-    `shapes` is `data.shapes`, and the features in `needed` must have a fixed shape.
+    `shapes` is `data.shapes`. Each feature in `needed` must have a fixed shape or get a `Fit`.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)

@@ -22,7 +22,7 @@ from flotilla.trainer.data.features import Selection
 class Part:
     """A range of a split of a source. A single process reads it.
 
-    `origin` is the split, or empty, and `where` is the range as JSON values of the source.
+    `origin` is the source's split, or empty. `where` is the range, as JSON that the source defines.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Source(ABC):
         """
 
     def fetch(self) -> None:  # noqa: B027
-        """Download what has to be complete before any part is read. Raises `UserError`."""
+        """Download the files that must be complete before any part is read. Raises `UserError`."""
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
@@ -73,7 +73,7 @@ class Source(ABC):
 
     @property
     def total(self) -> int:
-        """The number of examples of all parts if it is known after `parts`, otherwise 0."""
+        """The total number of examples, or 0 if it is unknown. Valid after a call of `parts`."""
         return 0
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Source(ABC):
         """Yield the examples of a part. Raises `UserError` if it has an invalid row."""
 
     def place(self, part: Part, number: int) -> str:
-        """Return the position of an example of a part, counted from 0, for messages."""
+        """Return the position of a part's example for messages. `number` is counted from 0."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:

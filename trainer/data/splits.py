@@ -100,7 +100,7 @@ _ALIASES = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test",
 }  # fmt: skip
-# Names of folders, such as train, seg_test or Training_Set2.
+# Folder names that indicate a split, such as train, seg_test or Training_Set2.
 _FOLDER = re.compile(
     rf"(?:.*[ _-])?({'|'.join(_ALIASES)})(?:[ _-]?(?:set|data|images))?[ _-]?\d*", re.DOTALL
 )
@@ -136,7 +136,7 @@ def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[
 
 
 def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
-    """Return the shares to draw for validation and test: 0 for a split with its own files."""
+    """Return the shares of examples to draw for validation and test, or 0 for splits in `named`."""
     validation = config.validation
     if validation >= 1:
         validation = min(1.0, validation / max(1, examples))
@@ -153,7 +153,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
 def find_bounds(
     times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
-    """Return the timestamps at which validation and test begin. Equal ones stay together.
+    """Return the timestamps at which validation and test begin. Equal ones are not separated.
 
     `times` are distinct and ascending. `counts` has the number of examples at each timestamp.
     """
@@ -162,7 +162,7 @@ def find_bounds(
     ends = [*times, np.inf]
 
     def bound(share: float) -> float:
-        # Find the first time such that at most this share of the examples is at or after it.
+        # Find the first timestamp with at most this share of the examples at or after it.
         return ends[int(np.argmax(left <= share * total + 0.5))] if share else float(np.inf)
 
     return bound(validation + test), bound(test)

@@ -34,7 +34,7 @@ class Target:
         self._multi_hot = spec.dtype == "bool" and spec.shape == (spec.num_classes,)
 
     def refuse(self, dataset: str, split: str, given: Column) -> None:
-        """Raise `UserError` if an example has no class, or a number is not finite."""
+        """Raise `UserError` if an example lacks a class, or a numeric label is not finite."""
         values = _flatten(given)
         if values.dtype.kind in "fV":  # bfloat16 has the kind V.
             _refuse_infinite("label", self.name, dataset, split, values)
@@ -46,7 +46,7 @@ class Target:
             )
 
     def add(self, split: str, given: Column) -> None:
-        """Add the values of examples of a split."""
+        """Count the classes in the labels `given` of a split. Numeric labels are not counted."""
         if not self._of_classes:
             return
         values = _flatten(given)
@@ -67,7 +67,7 @@ class Target:
         self._counts[split] = _pad(found, length) + _pad(before, length)
 
     def merge(self, other: Target) -> None:
-        """Add the statistics of other examples."""
+        """Add the counts of another `Target`."""
         self._of_classes = self._of_classes and other._of_classes
         for split, found in other._counts.items():
             self._count(split, found)

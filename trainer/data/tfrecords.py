@@ -49,7 +49,7 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def places(file: Any) -> list[int]:
-    """Return the offset of each record and the end of the last record, without verification."""
+    """Return the offset of each record, then the end of the last. Checksums are not verified."""
     found = [0]
     while head := file.read(_HEAD.size):
         found.append(found[-1] + _HEAD.size + _HEAD.unpack(head)[0] + _FOOT.size)

@@ -44,7 +44,7 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of each sample. Values that one sample may not have counted are merged."""
+    """Yield each sample's counts by value. Values that a sample may not have counted are merged."""
     # Some features have counts of only the most frequent values, which differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)

@@ -68,8 +68,8 @@ def _expected(question: Question, split: str) -> float | None:
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # Scale the champion's share only in `train`, because some values may occur in only a few
-        # splits.
+        # Do not scale the champion's share in other splits, because some values may occur in only
+        # a few splits.
         return None
     known = _get_champion_share(question, split)
     if known is None or question.champion is None:
@@ -171,7 +171,7 @@ def find_copies(
     significance: float,
     limit: float = 0.0,
 ) -> Copies | None:
-    """Return the examples that two splits share, or None if chance explains their number.
+    """Count the examples that two splits share. Return None if chance explains their number.
 
     Args:
         dataset: the dataset of the split `asked`.
@@ -197,7 +197,7 @@ def find_copies(
 def find_new_copies(
     dataset: DatasetProfile, known: SplitProfile, significance: float
 ) -> Copies | None:
-    """Return the test examples of a dataset that are in `known` but not in its training split.
+    """Count the test examples of a dataset that are in `known` but not in its training split.
 
     Copies by chance are equally frequent in both splits. Return None if the difference is not
     significant.

@@ -78,7 +78,7 @@ class Question:
 
     @property
     def significance(self) -> float:
-        """The significance level of a rule on one dataset."""
+        """The configured significance level of a rule's tests on one dataset."""
         return self.limit("significance")
 
     def limit(self, name: str) -> float:

@@ -44,7 +44,7 @@ def classes(question: Question) -> Iterator[Finding]:
 
 
 def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the class counts of the champion's dataset, by the class names of this dataset."""
+    """Return the class counts of the champion's dataset, keyed by this dataset's class names."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)

@@ -33,7 +33,7 @@ _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
 _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
 # Share of the examples that frequent classes must cover.
 _MOST_OF_ALL = 0.9
-# Maximum number of intervals per class, on average.
+# Maximum number of intervals between thresholds, per class on average.
 _INTERVALS = 2
 # A threshold cuts a distribution in two if examples are dense around it: 10 examples there span at
 # most 2.5 times the lower quartile of the spans of 10 examples on one side. A side with up to 30
@@ -126,7 +126,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the relative error of predicting each example from others with the same value."""
+    """Return the relative error of predicting `y` as the mean of the others with the same `x`."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -161,7 +161,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return a divisor for which the remainder of a row number determines the class, or 0."""
+    """Return a divisor modulo which a row number determines the class, or 0 if there is none."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0

@@ -24,8 +24,7 @@ MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
-# All other values get a bar if their share is above this threshold. A smaller share is a rounding
-# error.
+# Minimum share of all other values together to get a bar. A smaller share is a rounding error.
 _LEAST_REST = 1e-9
 # Draw only values between these quantiles, because outliers would squeeze the rest into one bar.
 _DRAWN = (0.005, 0.995)

@@ -92,7 +92,7 @@ class DatasetProfile:
     spans: tuple[str, ...] = ()
 
     def grows_by_design(self, name: str) -> bool:
-        """Return whether later spans always have new values, as for timestamps and row numbers."""
+        """Return whether a feature is a timestamp or a row number, which is new in each span."""
         return name in self.times or self.features("train")[name].is_serial
 
     @property

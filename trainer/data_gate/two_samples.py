@@ -78,7 +78,7 @@ def fisher_test(part: int, of: int, known: int, whole: int) -> float:
 
 
 def absence_test(count: int, of: int, whole: int) -> float:
-    """Return the probability that all `count` examples are in the sample of size `of` by chance."""
+    """Return the probability that the first of two samples has all `count` examples by chance."""
     return float(stats.hypergeom.sf(count - 1, of + whole, count, of))
 
 

@@ -87,7 +87,7 @@ class Validation:
 
     @property
     def digest(self) -> str:
-        """A string that is equal for equal validations."""
+        """The facts as a canonical string. Equal validations have equal strings."""
         return json.dumps(self.facts, sort_keys=True)
 
 

@@ -145,7 +145,7 @@ class Lookups:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # Drop the rest of the forward pass and its checks. It runs later, with the actual rows.
+        # Drop the rest of the forward pass, which runs later with the actual rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 
@@ -192,7 +192,7 @@ def find_plain_tables(model: keras.Model) -> list[Table]:
 
 
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model, if any. Call this after other code has replaced `call`."""
+    """Intercept and return a model's lookups, if any. Other code must not replace `call` later."""
     tables = find_tables(model)
     return Lookups(tables) if tables else None
 
@@ -211,8 +211,8 @@ def _make_table(layer: Any) -> Table | None:
             return None
         shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer with these attributes looks up rows as described for `Table`, but a subclass with
-        # another `call` may not.
+        # A layer with these attributes looks up rows as described for `Table`, unless a subclass
+        # overrides `call`.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):

@@ -30,8 +30,8 @@ class CountMinSketch:
 
         Args:
             seen: the cells, uint8 [blocks, CELLS].
-            window: int64 [2], the number of ids counted since the last halving, and the number
-                counted in the largest lookup, which is halved with the cells.
+            window: int64 [2], the number of ids counted since the last halving, and the largest
+                number counted in one lookup. Halving the cells also halves this maximum.
             min_count: the number of times that an id must occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count
@@ -39,7 +39,7 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids. Return which ones are frequent enough, and the change in the ids held."""
+        """Count ids. Return which ids are frequent enough, and the change in the ids stored."""
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
         block, own = hash_keys(keys + 1, blocks), _select_cells(keys)
@@ -59,8 +59,8 @@ class CountMinSketch:
             # Sum in uint8, with one byte per block, because the cells may take gigabytes.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # Lookups of this size may occur again, so halve the size, like the counts, and do not
-            # reset it.
+            # Lookups of the largest size may occur again, so halve this size, like the counts,
+            # instead of resetting it.
             begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
             with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
                 return left - sieved

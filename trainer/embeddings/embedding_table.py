@@ -50,7 +50,7 @@ _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
 SEED = "seed_generator_state"
 # Strategies that keep a copy of all variables in each replica.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-# Functions that draw new rows, by the initializer without its seed, and the length of a row.
+# Functions that draw new rows, keyed by the initializer without its seed and the row length.
 _DRAWS: dict[object, Any] = {}
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EmbeddingTable(keras.layers.Layer):
 
     #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
-    #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
+    #: Strategies call `connect` and `rebuild`, and keep each group of `list_groups` on one server.
     grows = True
 
     def __init__(  # noqa: PLR0913
@@ -175,7 +175,7 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Split the unique ids by shard. Return their indices, each id's index, and the lookups.
+        """Return indices of unique ids by shard, each id's index among them, and the lookups.
 
         Each id is sent once, even if the batch contains it several times. This also matters because
         most Keras optimizers square a gradient before they sum the duplicates of a row.
@@ -374,7 +374,7 @@ def shrink(model: keras.Model) -> None:
 
 
 def _recount(shard: Shard) -> None:
-    """Correct the count of rows: a checkpoint may have read the rows later than their count."""
+    """Correct the count of rows, because a checkpoint may read the rows after the count."""
     with tf.device(shard.device):
         tally = shard.noted.tally.value
         given, evicted = (
@@ -423,7 +423,7 @@ def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     first = seed if isinstance(seed, int) else 0
     make = partial(_build_draw, initializer, dimension, has_seed=seed is not None)
     # Share only Keras's own initializers, because a user's initializer may depend on more than its
-    # `get_config`. If that contains an array, JSON raises a TypeError, and nothing is shared.
+    # `get_config`. If the configuration contains an array, JSON raises TypeError: do not share.
     with suppress(TypeError):
         if type(initializer).__module__.startswith("keras."):
             text = json.dumps({**initializer.get_config(), "seed": seed is not None})

@@ -316,7 +316,7 @@ def _subtract(handle: tf.Tensor, ids: tf.Tensor, values: tf.Tensor) -> None:
 
 
 def _precision(variable: tf.Variable) -> tf.DType:
-    """Return the dtype for scalars: powers of betas near 1 need at least single precision."""
+    """Return the dtype for scalars, at least float32, because powers of betas near 1 need it."""
     return tf.float64 if variable.dtype == tf.float64 else tf.float32
 
 

@@ -69,8 +69,8 @@ class SharedBranch:
             else_branch=traced.passed,
         )
         if tf.DeviceSpec.from_string(device).device_type != "CPU":
-            # A hash table is on the CPU, but a variable may be on a GPU, so no device fits the
-            # whole operation.
+            # Inline the branches: a hash table is on the CPU, but a variable may be on a GPU, so no
+            # device fits the whole operation.
             found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
         found.set_shape(given[0].shape)
         return found

@@ -28,7 +28,7 @@ from flotilla.trainer.embeddings.shared_branch import SharedBranch
 # ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# A full shard evicts one in this many rows at a time, if they are old enough. Evicting fewer would
+# A full shard evicts 1/16 of its rows at a time, if they are old enough. Evicting fewer rows would
 # be slower, because each eviction searches all slots.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
@@ -46,7 +46,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The unique ids of a lookup: keys [n], checks for ids with equal keys, and counts [n]."""
+    """The unique ids of a lookup: keys, checks that tell ids with equal keys apart, and counts."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -71,7 +71,7 @@ class Noted:
 
 
 class Shard:
-    """A shard with slots [capacity + 1]. All ids without a row share the last slot."""
+    """A shard with `capacity + 1` slots. All ids without a row share the last slot."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -104,15 +104,15 @@ class Shard:
         #: None stands for a copy of the row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # Create the values on the device, so that they need not be sent there.
+            # Pass functions, so that the device creates the values and nothing is sent there.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
             # The number of steps of earlier runs. Ages are measured by this number plus the global
             # step.
             self.earlier = made(0)
-            # The number of ids that the sketch has counted since it was last halved, and the number
-            # that it counted in the largest lookup, which is halved with the sketch.
+            # The number of ids that the sketch has counted since it was last halved, and the
+            # largest number counted in one lookup. The second number is halved with the sketch.
             self.window = made(lambda: tf.zeros([2], tf.int64))
             # Use random names, because servers outlive this process, and a sequential name might
             # belong to another table.
@@ -181,7 +181,7 @@ class Shard:
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._check_keys(found, asked.checks)
-        # Mark the rows of this batch as used before an eviction, so that they are kept.
+        # Before an eviction, mark the rows of this batch as used, so that they are kept.
         used, places = self.noted.used.value, self._none_to_last(slots)
         # Keep the maximum, because another worker may already have used the row at a later step.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
@@ -312,14 +312,14 @@ class Shard:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             new.append((slot, tf.cast(first, slot.dtype)))
-        # A worker may die at any point. Therefore, first remove the slots from the free ones, then
+        # A worker may die at any point. Therefore, first remove the slots from the free list, then
         # write their new values, and only then let the ids refer to them.
         with tf.control_dependencies([places]):
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
-        # A rebuilt map includes each used slot, so mark a slot as used only when its values are
-        # complete.
+        # `rebuild` adds each slot that is marked as used to the map, so mark a slot only when its
+        # values are complete.
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
@@ -338,7 +338,7 @@ class Shard:
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
-            # If a dead worker left two slots for an id, the one that was used later wins.
+            # If a dead worker left two slots for an id, keep the one that was used later.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)

@@ -99,7 +99,7 @@ def require(config: Config, model: keras.Model) -> None:
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Yield each optimizer slot of a variable, and its initial value (None: the variable's)."""
+    """Yield a variable's optimizer slots and initial values. None means the variable's value."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:

@@ -26,7 +26,7 @@ _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """The first `count` examples. `outputs`, if set, replaces the outputs of the model."""
+    """The first `count` of the examples. If `outputs` is set, it replaces the model's outputs."""
 
     examples: Examples
     count: int

@@ -36,7 +36,7 @@ KIND = "model"
 class Champion:
     """A champion: its prediction function, or the reason why it cannot be compared.
 
-    `thresholds` are its decision thresholds by output.
+    `thresholds` are its decision thresholds, keyed by output name.
     """
 
     uri: str
@@ -81,7 +81,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
 
 
 def _negate(outputs: Any, names: Collection[str]) -> Any:
-    """Negate the logits of outputs whose positive class is the champion's negative class."""
+    """Negate the logits of the outputs in `names`, because the champion swaps their classes."""
     if isinstance(outputs, Mapping):
         return {n: _negate(each, {""} if n in names else ()) for n, each in outputs.items()}
     return np.concatenate([-outputs[:, :1], outputs[:, 1:]], axis=1) if names else outputs
@@ -106,7 +106,7 @@ def compare_champion(
     rule: ChampionRule,
     judges: Judges | None = None,
 ) -> dict[str, Any]:
-    """Return the champion's metrics, and the paired comparison with it.
+    """Return the champion's metrics, and its paired comparison with the new model.
 
     `judges`, if given, check whether the champion was trained on the test examples.
     """

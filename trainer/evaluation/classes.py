@@ -35,8 +35,8 @@ _FEW = 1e-9
 class _Answers(NamedTuple):
     """One entry per label: class, example, whether each model recognizes the class, and weight.
 
-    `guessed` is the weight with which the champion predicts each class, and `total` is the total
-    weight.
+    `guessed` is, for each class, the weight of the examples or positions for which the champion
+    predicts it. `total` is the weight of all examples or positions.
     """
 
     classes: Array
@@ -66,7 +66,7 @@ class Recalls(NamedTuple):
 
 
 def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return the entries of an evaluation that compare the recall of classes.
+    """Compare the recall of each class. Return the results as entries of an evaluation.
 
     `classes` has at most `MOST_ROWS` rows, lost classes first, each with `label`, `examples`, the
     recalls `own` and `champion`, the `margin` and `bound` of their difference, `judged` (whether
@@ -108,7 +108,7 @@ def _divide(part: Floats, whole: Floats) -> Floats:
 
 
 def _squares(answers: _Answers, count: int) -> Floats:
-    """Return the sums of the squared weights of the examples in each class.
+    """For each class, return the sum of the squared weights of its examples.
 
     The positions of an example are dependent, so together they count as one example.
     """
@@ -155,7 +155,7 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
-    """Return which classes can be judged and which are lost, at a level divided among `classes`."""
+    """Return the verdict on each class. The significance level is divided by `classes`."""
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
@@ -189,7 +189,7 @@ def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, A
 
 
 def _equal_model_bounds(each: Recalls, confidence: float, classes: int) -> Floats:
-    """Return the bounds that a model as good as the champion gets in an unlucky case.
+    """Return a bound for each class that a model as good as the champion rarely falls below.
 
     Both models are assumed to make half of their errors independently.
     """

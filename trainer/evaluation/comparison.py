@@ -22,7 +22,7 @@ _KEY = "gate.champion"
 class Opponents:
     """Predictions of two models for the same examples, in the same order and parts.
 
-    `theirs` is the other model's objective if its thresholds differ.
+    `theirs` is the objective of the other model, if its decision thresholds differ.
     """
 
     objective: Objective

@@ -125,7 +125,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
 
 
 def _mean(own: Examples) -> Constant:
-    """Return the mean output, which for a convex loss is no worse than outputs in random order."""
+    """Return the mean output. For a convex loss, it is no worse than outputs in random order."""
 
     def output(part: Part, place: int) -> Array:
         found: Array = tf.nest.flatten(part.outputs)[place]
@@ -138,7 +138,7 @@ def _mean(own: Examples) -> Constant:
 
 
 def _condense(objective: Objective, own: Examples) -> Examples:
-    """Merge examples with equal labels into one with their total weight, if no metric changes.
+    """Merge examples with equal labels, and add their weights, if this changes no metric.
 
     A constant has the same outputs for all examples, so only labels and weights matter.
     """
@@ -161,7 +161,7 @@ def _condense(objective: Objective, own: Examples) -> Examples:
         ):
             totals[label] = totals.get(label, 0.0) + total
     weights = np.array([*totals.values()])
-    # The loss is divided by the number of examples, not by their total weight.
+    # The loss is divided by the number of examples, not by their weight, so scale the weights.
     scaled = weights * (len(weights) / own.count)
     labels = np.array([*totals], some.labels.dtype)
     return Whole(Part(labels, select_rows(some.outputs, np.zeros(len(labels), int)), scaled, {}))
@@ -193,7 +193,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Compare with a constant by permutation, or return {} if that is not possible."""
+    """Compare a model with a constant by a permutation test. Return {} if this is impossible."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
@@ -213,7 +213,7 @@ def compare_shuffled(
         more = {"constant": float(values.mean()), "answer": answer}
     # A random order may beat the constant, for example in average precision if positives are rare.
     gain = mine - max(constant, float(values.mean()))
-    # Scale the chance differences of the sample down to the size of the whole split.
+    # Chance differences are smaller in the whole split than in the sample. Scale them down.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
     # Use the test only for a whole split. The statistic of a sample is not sufficient evidence.
     if count == own.count:

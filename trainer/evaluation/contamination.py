@@ -152,7 +152,7 @@ def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
 
 
 def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:
-    """Merge the hashes of several splits, limited to the range that all of them cover."""
+    """Merge the hashes of several splits. Keep only those in the range that all splits cover."""
     found = list(splits)
     if len(found) <= 1:
         return found[0] if found else None

@@ -63,7 +63,7 @@ class Metric:
         place = self.objective.states.index(self.state)
         each = [self.objective.example_states(place, part) for part in self.examples.parts()]
         totals, weights = np.concatenate(each).T
-        # Use 0 as the value of an example with weight 0.
+        # The value of an example with weight 0 has no effect. Use 0 to avoid a division by zero.
         return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
     @cached_property
@@ -117,7 +117,7 @@ class Metric:
         return Estimate(value, scale * added, len(without))
 
     def _sums_of_groups(self, state: State) -> Floats:
-        """Return the states of random groups [groups, size]. Both models have the same groups."""
+        """Return the state of each random group [groups, size]. All models use the same groups."""
         generator, count = np.random.default_rng(0), self.examples.count
         groups, begun, block = min(_GROUPS, count), 0, 0
         found = np.zeros((groups, state.end - state.begin))
@@ -137,7 +137,7 @@ class Metric:
         return found
 
     def _jackknife_details(self) -> tuple[float, list[float], float]:
-        """Return a metric, its values without each group of a sample, and a scale factor."""
+        """Return the metric, its values without each group of a sample, and a scale factor."""
         some = sample_examples(self.examples, _MOST_EXAMPLES)
         count = _count_examples(some)
         order = np.random.default_rng(0).permutation(count)

@@ -137,8 +137,8 @@ def _read_training_columns(
 def describe_request(config: Config, champion: str) -> dict[str, str]:
     """Return the inputs of an evaluation, except the examples and the model.
 
-    The inputs include the rule of the champion, because it sets the direction of a user's metric.
-    The comparison with the constant needs this direction too.
+    The inputs include the champion rule even without a champion, because the rule sets the
+    direction of a user's metric, which the comparison with the constant needs.
     """
     return {
         "slices": ",".join(config.evaluation.slices),
@@ -253,7 +253,7 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
         found = restore_model(checkpoint, model, scratch)
         require_positive(objective.task, spec, found)
         return TrainedModel(model=model, global_step=found.global_step)
-    # Remove the files of another checkpoint, which would become part of this model.
+    # Remove the files of another checkpoint. They would otherwise become part of this model.
     shutil.rmtree(scratch / PROGRAM, ignore_errors=True)
     found = fetch(checkpoint, scratch / PROGRAM)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)

@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
 
 
 def mean(values: Floats, weights: Floats | None = None) -> Estimate:
-    """Return the weighted mean of values [n]. Weights may be 0."""
+    """Return the weighted mean of values [n], with the influence of each. Weights may be 0."""
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
     shares = weights / max(weights.sum(), _TINY)
     value = float(shares @ values)
@@ -73,7 +73,7 @@ def mean(values: Floats, weights: Floats | None = None) -> Estimate:
 
 
 def correct_bias(count: int) -> float:
-    """Return the small-sample correction of a standard error."""
+    """Return the factor that corrects a standard error for a small sample of `count` units."""
     return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 

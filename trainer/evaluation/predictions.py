@@ -53,7 +53,7 @@ class Worst:
         self._seen = 0
 
     def look(self, inputs: Mapping[str, Any], part: Part) -> None:
-        """Add a batch: inputs by feature name, and a part with their labels and outputs."""
+        """Add a batch: inputs keyed by feature name, and a part with their labels and outputs."""
         each = self._task.example_losses(part.labels, part.outputs)
         for place in np.argsort(-each, kind="stable")[:MOST_WORST]:
             index = int(place)
@@ -100,8 +100,8 @@ class Worst:
 
 
 def _is_image(feature: FeatureSpec) -> bool:
-    # An image has at least two rows and two columns of pixels. Without an axis for 1, 3 or 4
-    # channels, only uint8 values are an image, because other types may be a table.
+    # An image has at least two rows and two columns of pixels. Without a channel axis of size 1, 3
+    # or 4, treat only uint8 arrays as images, because arrays of other types may be tables.
     match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
@@ -238,7 +238,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Outputs of the models for all examples. `unsound` counts those with non-finite outputs."""
+    """Outputs of the models. `unsound` is the number of examples with non-finite outputs."""
 
     own: Stored
     champion: Stored | None
@@ -258,7 +258,7 @@ class Writer:
     def add(
         self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
     ) -> None:
-        """Append a batch to the columns called `name`. Those in `all_texts` store all strings."""
+        """Append a batch to the columns called `name`. Columns in `all_texts` store all strings."""
         if name not in self._columns:
             self._columns[name] = self._open_columns(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
@@ -282,7 +282,7 @@ class Writer:
                 column.end()
 
     def get(self, outputs: str) -> Stored | None:
-        """Return the examples with the outputs of this name, or None if there are none."""
+        """Return the examples with the outputs stored under this name, or None without outputs."""
         if outputs not in self._columns:
             return None
         self.close()
@@ -348,7 +348,7 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # Store all strings of the task's columns: metrics by user need every user, unlike slices.
+        # Store all strings of the task's columns, because metrics by user need all user ids.
         writer.add_batch(part, objective.task.columns)
         # Non-finite outputs have no loss. The caller raises an error once all of them are counted.
         if not bad:

@@ -42,13 +42,13 @@ def list_labels(task: Task) -> dict[str, list[str]]:
 
 
 def find_positive(task: Task) -> Any:
-    """Return the name of the positive class, or a mapping by name for several outputs."""
+    """Return the name of the positive class or, for several outputs, a mapping by output name."""
     found = {name: part.labels[1] for name, part in task.parts.items() if part.positive_by}
     return found.get("", found)
 
 
 def map_outputs(said: Any) -> Mapping[str, Any]:
-    """Return a manifest's value as a mapping by output. A single output has an empty name."""
+    """Return a manifest's value, keyed by output name. A single output has an empty name."""
     return said if isinstance(said, Mapping) else {"": said}
 
 
@@ -71,7 +71,7 @@ def list_links(task: Task) -> dict[str, Any]:
 
 
 def list_kinds(task: Task) -> dict[str, str]:
-    """Return the kind of task of each output by name. An unknown kind is empty."""
+    """Return the kind of task of each output, keyed by output name. An unknown kind is empty."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

@@ -18,7 +18,7 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 # Maximum number of distinct values of a column that has a slice for each value. If there are more,
 # numbers are divided into quartiles, and only the most frequent strings have a slice.
 MOST_VALUES = 20
-# Maximum number of distinct values to count. Values that first occur later get no slice.
+# Maximum number of distinct values to count. Once it is reached, new values get no slice.
 _MOST_COUNTED = 1 << 16
 # Condense the tallies after this many examples or output values, to limit their memory.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
@@ -49,7 +49,7 @@ def slice_metrics(
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
-                # Skip examples of weight 0. A slice with no other examples has no metrics.
+                # Skip examples of weight 0. A slice that contains only these has no metrics.
                 places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
                 tallies[column][place].add(select_rows(part, places == place))

@@ -103,7 +103,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
     Args:
         positive: whether each example is positive.
-        sure: the probability of each example, in the precision that decisions use.
+        sure: the probability that each example is positive, in the precision of decisions.
         weights: the weight of each example.
     """
     counts = np.isfinite(sure) & (weights > 0)

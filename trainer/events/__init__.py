@@ -37,7 +37,7 @@ MARK = '{"event": '
 # The file size up to which progress is appended. At one line per second, that takes most of an
 # hour.
 PROGRESS_BYTES = 1 << 20
-# Maximum size of a line in bytes. A longer line is split into pieces, which are not events.
+# Maximum size of a line in bytes. Readers split a longer line into pieces, which are invalid.
 _LONGEST = 1 << 20
 _NAME = MARK.encode() + b'"'
 log = logging.getLogger(__name__)
@@ -400,7 +400,7 @@ def listen(listener: Callable[[Event], None]) -> Iterator[None]:
 def append(path: Path, event: Event) -> None:
     """Append an event to a file. If the file is full, store progress in a separate file."""
     with open(path, "ab", buffering=0) as file:
-        # A pipe always has room, because its size is 0.
+        # Always write to a pipe, because its reported size is 0.
         has_room = os.fstat(file.fileno()).st_size < PROGRESS_BYTES
         if has_room or not isinstance(event, _PROGRESS):
             file.write(_line(event))
@@ -413,14 +413,14 @@ def append(path: Path, event: Event) -> None:
 
 
 def begin_again(path: Path, run_id: str) -> int:
-    """Append the start of a run. Return the position at which the earlier events end."""
+    """Append a `RunBegin` event. Return the position in the file at which earlier events end."""
     if path.exists() and not path.is_file():
         # Reject a pipe, because opening it would block until a reader opens it too.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
         for progress in newest_progress(path):
-            # Keep the progress of the earlier start with its events.
+            # Append the newest progress of the earlier start to the events of that start.
             file.write(_line(progress))
         for kind in _PROGRESS:
             _place_of_progress(path, kind).unlink(missing_ok=True)
@@ -483,7 +483,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # Skip a line that a full disk has damaged.
+            # Skip an invalid line, which may be truncated because the disk was full.
             if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event
@@ -495,7 +495,7 @@ class Follower:
 
 
 def newest_progress(path: Path) -> list[Progress | WorkProgress]:
-    """Return, for each kind, the newest progress that did not fit into the file of events."""
+    """Return the newest progress event of each kind from the separate progress files."""
     found = []
     for kind in _PROGRESS:
         place = _place_of_progress(path, kind)

@@ -15,7 +15,7 @@ from flotilla.trainer.events.progress.work import LOG_SECONDS
 
 # Minimum time between two progress lines, in seconds.
 LINE_SECONDS = 5.0
-# Averaging time of the speed in seconds, and the minimum weight of a new interval.
+# Time constant of the smoothed speed in seconds, and the minimum weight of a new interval.
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 
@@ -99,7 +99,7 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
 
 
 def format_event(event: Event) -> str:
-    """Return the line of an event, or an empty string if it has none, such as progress."""
+    """Return the line of an event, or "" for an event without a line, such as progress."""
     return _LINES.get(type(event), lambda _event: "")(event)
 
 
@@ -126,7 +126,7 @@ def format_epoch(progress: Progress) -> str:
 
 
 def drop_time_left(progress: Progress) -> Progress:
-    """Remove the remaining time from the first progress, because its speed includes tracing."""
+    """Remove the remaining time from the first progress event, whose speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
 
@@ -147,7 +147,7 @@ def convert_to_work(progress: Progress) -> WorkProgress:
 
 
 class LogLines:
-    """The lines of a log, with progress lines at a limited rate."""
+    """Formats events as lines of a log, and limits the rate of progress lines."""
 
     def __init__(self) -> None:
         """Start without an earlier line, so that the first progress is shown."""

@@ -118,8 +118,8 @@ class RunState:
     def progress_since(self, began: float) -> dict[str, Any]:
         """Return the progress of the step that started at `began`, and of its current work.
 
-        The work adds the text `progress`. If it reports a share and training reports no progress,
-        it also adds `share` and `seconds_left`.
+        The current work adds the text `progress`. It also adds `share` and `seconds_left` if it
+        reports a share and training reports no progress.
         """
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)

@@ -39,7 +39,7 @@ def convert_to_tflite(
     Args:
         serve: maps tensors to a dictionary of tensors.
         takes: a named spec for each tensor.
-        calibration: real examples by name. Weights and activations are quantized to 8 bits, within
+        calibration: real examples, by argument. Weights and activations are quantized to 8 bits, in
             the ranges that occur for these examples. If None, the model keeps its floats.
     """
     # The calibrator cannot read variables, so they are first converted to constants.
@@ -48,7 +48,7 @@ def convert_to_tflite(
     names = sorted(original.structured_outputs)
 
     def constant(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        # Restore the names of the outputs. Freezing sorts by these names, but drops them.
+        # Freezing sorts the outputs by name, but drops the names. Restore them.
         return dict(zip(names, frozen(*values), strict=True))
 
     holder = tf.Module()
@@ -72,7 +72,7 @@ def convert_to_tflite(
 
 
 def reader(path: Path) -> Callable[[Arrays], dict[str, Any]]:
-    """Return a function that calls the TFLite file at `path` with arrays by name.
+    """Return a function that calls the TFLite file at `path` with arrays keyed by argument.
 
     If the file accepts only one example at a time, it is called once per example.
     """
@@ -108,11 +108,11 @@ class Subject:
     spec: DatasetSpec
 
     def answers(self, inputs: Inputs) -> Answers:
-        """Return the expected predictions for inputs by feature. All formats must return them."""
+        """Return the predictions that all formats must return for inputs keyed by feature."""
         return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
-        """Convert inputs by feature to arguments of the signature."""
+        """Convert inputs keyed by feature to the arguments of the serving signature."""
         names = argument_names(self.spec.inputs)
         return {names[feature]: np.asarray(values) for feature, values in inputs.items()}
 
@@ -124,7 +124,7 @@ class Format:
     Attributes:
         path: the path of the file, relative to the model's folder, or empty for the SavedModel,
             whose path `format_path` returns.
-        write: writes a model to a path. The last argument has calibration examples by feature.
+        write: writes a model to a path. The last argument has calibration data, keyed by feature.
         read: returns a predictor for each way to call the model. All must predict the same.
         tolerance: the largest allowed relative difference of a prediction from the original's.
         calibrated: whether the format is quantized by calibration. If so, `tolerance` is how much
@@ -148,13 +148,13 @@ def format_path(form: str, name: str, version: int) -> str:
 
 
 def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
-    """Return the outputs of a model for inputs by feature."""
+    """Call a model with inputs that are keyed by feature, and return its outputs."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
     return task.outputs(cast_outputs(model(given, training=False)))
 
 
 def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
-    """Return the predictions of a model for inputs by feature, as arrays."""
+    """Return the predictions of a model, as arrays, for inputs that are keyed by feature."""
     return {
         name: each.numpy() for name, each in task.answers(call_model(model, task, inputs)).items()
     }

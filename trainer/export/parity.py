@@ -52,7 +52,7 @@ _LITE = {"tflite", "tflite_int8"}
 # The converter's message for an operation that TensorFlow Lite does not support.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
-# A pair: inputs by feature, and (inputs, labels, weights) as the model and task accept them.
+# Inputs keyed by feature, and (inputs, labels, weights) as the model and the task accept them.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
 
@@ -123,7 +123,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 
 
 def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
-    """Compare the main metric, or the loss if that metric is undefined, with the original's."""
+    """Compare a format's main metric, or its loss if that is undefined, with the original's."""
     objective, metric = subject.objective, subject.objective.main_metric
     own, original, count = [], [], 0
     for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
@@ -138,7 +138,7 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     value, expected = rounded[metric], whole[metric]
     lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
-    # Always allow one wrong prediction. With few examples, it may exceed the tolerance.
+    # Always allow one wrong prediction. With few examples, one may exceed the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: in the format {name}, the model has {metric} {value:g} on "

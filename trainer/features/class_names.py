@@ -104,7 +104,7 @@ class Spellings:
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of each class with more than one, ignoring the case of booleans."""
+        """Return the spellings of each class that has several. The case of booleans is ignored."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:

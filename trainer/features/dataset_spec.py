@@ -56,7 +56,7 @@ class DatasetSpec:
     def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
         """Return the spec with new names for the two classes of a target.
 
-        `labels` are in the order after reading. If `swap` is set, readers exchange the two classes.
+        `labels` are in the order that readers return. If `swap` is set, readers swap both classes.
         """
         named = replace(self.features[target], labels=labels, num_classes=len(labels))
         found = replace(self, features={**self.features, target: named})

@@ -32,7 +32,7 @@ def layer_name(name: str) -> str:
 
 
 def argument_names(features: Sequence[str]) -> dict[str, str]:
-    """Return a signature's argument names by feature, in the same order.
+    """Return the argument name of each feature in a signature, in the order of `features`.
 
     TensorFlow accepts names of letters, digits and `_` that begin with a letter, are not Python
     keywords, and differ in more than case.

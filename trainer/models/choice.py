@@ -71,7 +71,7 @@ def with_model(config: Config, dataset: DatasetSpec) -> Config:
 
 
 def named(config: ModelConfig, dataset: DatasetSpec) -> ModelConfig:
-    """Return the section with the chosen name in place of `auto`."""
+    """Return the `model` section, with `auto` replaced by the name of the chosen model."""
     if config.name != AUTO:
         return config
     return config.model_copy(update={"name": of_dataset(dataset).name})
@@ -108,7 +108,7 @@ def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """Format the number of inputs of each kind."""
+    """Format the counts of inputs by kind as text, such as `2 numbers and 1 text`."""
     plurals = {CATEGORY: "categories", TENSOR: "lists of numbers"}
     said = [
         f"{count:,} {kind if count == 1 else plurals.get(kind, f'{kind}s')}"

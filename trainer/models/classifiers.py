@@ -151,7 +151,7 @@ class Augmentation(keras.layers.Layer):
         super().build(shape)
 
     def call(self, images: Any, training: bool = False) -> Any:
-        """Return images [n, height, width, channels], which are changed only in training."""
+        """Return the images [n, height, width, channels], changed at random only in training."""
         for step in self.steps if training else ():
             images = step(images, training=True)
         return images

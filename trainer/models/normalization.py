@@ -25,7 +25,7 @@ class Normalization(keras.layers.Layer):
     def __init__(
         self, mean: float | Sequence[float], std: float | Sequence[float], **kwargs: Any
     ) -> None:
-        """Store `mean` and `std`, each a number, or a number for each element of a vector."""
+        """Store `mean` and `std`: each is one number, or a list of one number per element."""
         super().__init__(**{"autocast": False, **kwargs})
         self.mean, self.std = np.array(mean, np.float64), np.array(std, np.float64)
         #: Whether the layer was called with float64 or uint64 inputs.
@@ -58,7 +58,7 @@ class Normalization(keras.layers.Layer):
         return (keras.ops.cast(near, "float32") - rest) / self.std.astype("f4")
 
     def compute_output_spec(self, x: Any) -> keras.KerasTensor:
-        """Return the type and the shape of the numbers."""
+        """Return the type and the shape of the normalized numbers."""
         self.is_double = x.dtype in ("float64", "uint64")
         return keras.KerasTensor(x.shape, self.compute_dtype)
 

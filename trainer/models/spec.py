@@ -30,35 +30,35 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list of integers of at least 1 as a tuple. Raises `ConfigError`."""
+    """Require a list of integers of at least 1, and return a tuple. Raises `ConfigError`."""
     if isinstance(value, list | tuple) and all(_is_whole(item) and item >= 1 for item in value):
         return tuple(value)
     raise _refused(name, value, "a list of whole numbers of at least 1")
 
 
 def size(name: str, value: Any) -> int:
-    """Return an integer of at least 1. Raises `ConfigError`."""
+    """Require an integer of at least 1, and return it. Raises `ConfigError`."""
     if _is_whole(value) and value >= 1:
         return int(value)
     raise _refused(name, value, "a whole number of at least 1")
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number of at least 0 and less than 1. Raises `ConfigError`."""
+    """Require a number of at least 0 and less than 1, and return it. Raises `ConfigError`."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
     raise _refused(name, value, "a number of at least 0 and below 1")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return a bool. Raises `ConfigError`."""
+    """Require a bool, and return it. Raises `ConfigError`."""
     if isinstance(value, bool):
         return value
     raise _refused(name, value, "true or false")
 
 
 def initializer(name: str, value: Any) -> keras.Initializer:
-    """Return the Keras initializer with this name, or for `{class_name: ..., config: {...}}`."""
+    """Return the Keras initializer for a name, or for `{class_name: ..., config: {...}}`."""
     known = isinstance(value, str) or (
         isinstance(value, Mapping) and set(value) <= {"class_name", "config"}
     )
@@ -100,8 +100,8 @@ class InputSpec:
     mapping of tensors.
 
     `names` are the input features, and `targets` the features to predict. `in_units` are the
-    targets whose outputs are in the units of the label. `classes` has the number of classes of
-    inputs with classes. The methods `statistics`, `vocabulary`, `words` and `normalization` use the
+    targets whose outputs are in the units of the label. `classes` has the number of classes of each
+    categorical input. The methods `statistics`, `vocabulary`, `words` and `normalization` use the
     statistics of a feature in the training split, which are exported as constants of the model.
 
     Names may have any characters. `layer_name` converts them to layer names. With several inputs,
@@ -238,7 +238,7 @@ class InputSpec:
         return found
 
     def symbols(self) -> Any:
-        """Return the symbolic Keras input, or a mapping of symbolic inputs by feature."""
+        """Return the symbolic Keras input or, for several inputs, a mapping keyed by feature."""
         if isinstance(self.shape, Mapping):
             assert isinstance(self.dtype, Mapping)
             return {

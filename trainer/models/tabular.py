@@ -31,7 +31,7 @@ _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 # Number of units for each number, and the maximum number of units for all numbers together.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# A function of the inputs, the name and the tensor of a sequence, which returns arrays [n, units].
+# Encodes a sequence as arrays [n, units], given all inputs, the sequence's name and its tensor.
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
@@ -102,7 +102,7 @@ def network(  # noqa: PLR0913
 
 
 def _in_units(spec: InputSpec, found: Any) -> Any:
-    """Convert an output in the label's units so that training starts at the label's mean."""
+    """Scale outputs that are in the label's units, so that training starts near the mean."""
     if isinstance(found, Mapping):
         return {name: _scaled(spec, name, each) for name, each in found.items()}
     return _scaled(spec, spec.targets[0], found) if spec.targets else found
@@ -119,7 +119,7 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class KnownPlaces(keras.layers.Layer):
-    """A mask [n, length, 1] of 0 and 1 for the valid positions of padded sequences.
+    """Computes a mask [n, length, 1] that is 1 at the valid positions of padded sequences.
 
     If no length is given, a sequence ends at its last number that is not 0.
     """
@@ -160,7 +160,7 @@ class Places:
         words: int,
         of_sequence: OfSequence | None,
     ) -> None:
-        """Store the inputs of a model by name."""
+        """Store the inputs of a model, keyed by name."""
         self.spec = spec
         self.given = given
         self._dimension = dimension

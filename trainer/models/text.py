@@ -66,7 +66,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
 
 
 def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]]:
-    """Return the term numbers at which the weight changes, and the weights."""
+    """Return the term numbers at which the weight changes, and the weights between them."""
     steps, values = [], [0.0]
     for counts, offset in ((known.words, 0), (known.pairs, size)):
         count = np.array([each for each in counts.values() if each >= _LEAST], np.float64)

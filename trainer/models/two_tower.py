@@ -63,10 +63,10 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids as inputs, and one or two logits as output.
-        rows: by input feature, the number of rows in its table, which must exceed its largest id.
+        rows: for each input, the number of rows in its table, which must exceed its largest id.
             If neither `rows` nor `tables` is given, the sizes of the tables are derived from the
             training split, ids may be strings, and unknown ids share one row.
-        tables: by feature with a growing table, arguments for `EmbeddingTable`: `capacity`, and
+        tables: for each feature with a growing table, `EmbeddingTable` arguments: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Ids in growing
             tables may be any integers or strings.
         dimension: the size of a row, and of a tower's vector.
@@ -158,7 +158,7 @@ def _tables(
     rows: Mapping[str, int] | None,
     tables: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, int | Mapping[str, Any] | None]:
-    """Return, by feature, a number of rows, the arguments of a growing table, or None."""
+    """For each input feature, return the number of rows, its growing table's arguments, or None."""
     if spec.num_classes not in {1, CLASSES}:
         of_rating = "".join(
             f"; set data.types: {{{name}: float}} if it is a rating" for name in spec.targets
@@ -231,7 +231,7 @@ _NEVER = -1e9
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class FoundAndRanked(keras.layers.Layer):
-    """Joins the outputs of the task `recommendation`, and computes the loss of their vectors."""
+    """Joins the outputs of the task `recommendation`, and computes the retrieval loss."""
 
     def __init__(self, retrieval: float, item: str, popularity: str = "", **kwargs: Any) -> None:
         """Store the weight of the retrieval loss, and the names of the features that it uses."""
@@ -316,7 +316,7 @@ def two_tower_ranker(  # noqa: PLR0913
 
     Args:
         spec: inputs that are ids and attributes of users and items, integers or strings.
-        tables: by id or attribute feature, arguments for `EmbeddingTable`: `capacity`, and
+        tables: for each id or attribute feature, `EmbeddingTable` arguments: `capacity`, and
             optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature with the id of the user.
         item: the feature with the id of the item.

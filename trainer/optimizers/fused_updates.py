@@ -119,14 +119,14 @@ def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
 
 
 class _Rates:
-    """Scalars for an update, which are sent to each server only once."""
+    """The scalars of an update, which are sent to each device only once."""
 
     def __init__(self, home: str, values: list[tf.Tensor]) -> None:
         self._home = home
         self._by_device = {home: values}
 
     def send(self, device: str) -> list[tf.Tensor]:
-        """Return the scalars on a device."""
+        """Return the scalars on a device. The first call sends them there."""
         if device not in self._by_device:
             with tf.device(self._home):
                 packed = tf.stack(self._by_device[self._home])

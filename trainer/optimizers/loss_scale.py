@@ -36,7 +36,7 @@ class _Value(NamedTuple):
 
 
 class LossScale:
-    """The loss scale, the number of gradients, and this number at the scale's last change.
+    """The loss scale, the number of gradients so far, and that number at the last scale change.
 
     The number of gradients is incremented, so that it is exact even if several workers write at the
     same time. The other two variables are assigned.
@@ -54,7 +54,7 @@ class LossScale:
     @property
     def variables(self) -> list[_Value]:
         """The variables, in the order that `wrap` expects at the end of a model's state."""
-        # If the scale is too large for one tower, all towers must use a lower one.
+        # Take the lowest scale: if a scale is too large for one tower, all towers must lower it.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [
             _Value(variable, path, join)

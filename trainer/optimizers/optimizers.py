@@ -148,7 +148,7 @@ def each_row_once(gradient: Any) -> Any:
 
 
 def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make the optimizer treat a sparse gradient like an equal dense one.
+    """Make the optimizer treat a sparse gradient like the equivalent dense gradient.
 
     If a row was looked up twice, it has two gradients, which Keras would clip and square
     separately. Keras would also convert a gradient to a dense one to clip it by norm. This is not
@@ -219,7 +219,7 @@ def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
             rate, args.decay_steps, args.decay_rate, staircase=args.staircase
         )
     if isinstance(args, PiecewiseArgs):
-        # Keras changes the value after a boundary. Here it must change at the boundary.
+        # Keras changes the rate one step after a boundary. Here it must change at the boundary.
         boundaries = [boundary - 1 for boundary in args.boundaries]
         return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
     return rate

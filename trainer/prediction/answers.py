@@ -131,7 +131,7 @@ def _make_probabilities(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
 
 
 def _nest(values: NDArray[Any]) -> pa.Array:
-    """Return an array as nested lists, one per example."""
+    """Convert an array to an Arrow array with one nested list per example."""
     if values.dtype == object:
         return pa.array([_text(each) for each in values.tolist()])
     found = pa.array(values.reshape(-1))

@@ -136,7 +136,7 @@ def _parse_list(row: Any, spec: FeatureSpec) -> Any:
 
 
 def _cast(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
-    """Convert a row as in training. Raises `TypeError` or `OverflowError`."""
+    """Convert the values of a row as in training. Raises `TypeError` or `OverflowError`."""
     is_float = "float" in spec.dtype
     if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
         values = values.astype(np.float64)

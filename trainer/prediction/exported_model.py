@@ -62,7 +62,7 @@ class ExportedModel:
         )
 
     def ask(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the predictions for a batch of inputs by feature. Raises `UserError`."""
+        """Return the predictions for a batch, with inputs keyed by feature. Raises `UserError`."""
         given = {
             self.names[each.feature]: tf.constant(inputs[each.feature], each.spec.dtype)
             for each in self.inputs

@@ -48,7 +48,7 @@ class Batch:
     """A batch of examples.
 
     Attributes:
-        inputs: arrays by feature.
+        inputs: arrays, keyed by feature.
         copied: columns of the data to copy to the output.
         lengths: lengths of the examples if an input is padded, else None.
         size: size of the examples in the file, in bytes, or 0 if unknown.
@@ -270,7 +270,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the requested batch size. By default, limit the usual one to 64 MiB of inputs."""
+    """Return `asked` or, if it is 0, the usual batch size, limited to 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)

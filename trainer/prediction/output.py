@@ -73,7 +73,7 @@ class CsvWriter(Writer):
 
 
 class ParquetWriter(Writer):
-    """Writes Parquet files with many batches per row group."""
+    """Writes a Parquet file. Each row group contains many batches."""
 
     def __init__(self, file: IO[bytes]) -> None:
         """Store an open file."""
@@ -160,7 +160,7 @@ def write_rows(path: Path, form: str) -> Iterator[Writer]:
 
 def _remove_orphans(path: Path) -> None:
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        # A locked file is still being written.
+        # If another process is still writing the file, `flock` fails, and the file is kept.
         with suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()
@@ -178,7 +178,7 @@ def _text(value: Any) -> str:
 
 
 def _shortest(array: pa.Array) -> pa.Array:
-    """Return 32-bit floats as the 64-bit floats with the same shortest decimal form."""
+    """Convert 32-bit floats to the 64-bit floats that have the same shortest decimal form."""
     kind = array.type
     if pa.types.is_float32(kind):
         return pc.cast(pc.cast(array, pa.string()), pa.float64())

@@ -117,7 +117,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 
 
 def remark_on_path(data: DataConfig) -> str:
-    """Return a message if the source is a local path, which remote steps cannot read, else ""."""
+    """Return a message if the source is a local path that remote steps cannot read, or else ""."""
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (

@@ -46,7 +46,7 @@ class FewFiles:
 
 
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
-    """Return some files of a source, evenly spaced.
+    """Return a sample of the files of a source, evenly spaced in the listing.
 
     For large local CSV files, only the start is copied to `scratch` and used.
 
@@ -88,7 +88,7 @@ def _spread(files: Sequence[Any]) -> list[Any]:
 
 
 def _sample_folders(files: Sequence[Any]) -> list[Any]:
-    """Return the same number of images from each class folder, at least one."""
+    """Return equally many images, at least one, from each of the first `_FOLDERS` class folders."""
     folders: dict[str, list[Any]] = {}
     for file in files:
         folders.setdefault(file.path.rpartition("/")[0], []).append(file)

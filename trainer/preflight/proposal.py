@@ -29,13 +29,13 @@ from flotilla.trainer.storage import patterns
 
 # Maximum number of rows of a table to examine.
 ROWS = 10_000
-# If the files are smaller than this number of bytes, a single process trains.
+# Total size of the files, in bytes, below which a single process trains.
 SMALL = 64 << 20
 # With fewer than `_FEW` rows, a tenth of them is too small for a split. With fewer than
 # `_VERY_FEW`, some shards would be empty.
 _FEW, _VERY_FEW = 10_000, 100
 _SHARE, _LARGER_SHARE, _SHARDS = 0.1, 0.15, 2
-# Minimum number of rows. With fewer, values may be distinct by coincidence.
+# Minimum number of rows to detect a column of ids. Fewer values may be unique by coincidence.
 _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
@@ -80,7 +80,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of the first rows by column, and whether they are all rows of the source."""
+    """Statistics of each column over the first rows, and whether the source has more rows."""
 
     count: int
     columns: Mapping[str, Any]
@@ -243,7 +243,7 @@ def _scan(
 
 
 def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterator[Any]:
-    """Yield records of a file until there are more than `most`."""
+    """Yield blocks of a file's rows until they have more than `most` rows in total."""
     from flotilla.trainer.data.files.formats.raw_rows import Piece  # noqa: PLC0415
 
     reader = pieces.reader
@@ -355,7 +355,7 @@ def _size(rows: Rows | None) -> str:
 
 
 def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
-    """Describe the task for the label. Raises `ConfigError` if the label is constant."""
+    """Return a description of the task. Raises `ConfigError` if the label is constant."""
     by_label = "by the label"
     if rows and rows.form:
         return "by the folders"

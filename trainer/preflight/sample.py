@@ -160,7 +160,7 @@ class _FirstRows(FileSource):
             raise _DoubtfulError(str(error)) from error
 
     def parts(self) -> Sequence[Part]:
-        """Return one part per origin, because several parts would start processes."""
+        """Return one part per origin, because several parts would start more processes."""
         found: dict[str, list[list[int]]] = {}
         for origin, pieces in self._files.groups():
             found.setdefault(origin, []).extend(pieces)
@@ -223,7 +223,7 @@ class _FirstOf(Reader):
         return self._reader.index(path)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return the whole file, because some formats must be read to the end to be split."""
+        """Return the whole file as one piece, because some formats must be read to be split."""
         del size
         return [(0, -1)] if path else []
 

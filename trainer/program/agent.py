@@ -110,7 +110,7 @@ class Agent:
         grace: float = GRACE_SECONDS,
         is_local: bool = False,
     ) -> None:
-        """Store the run and the task. `on_signal` handles the guard's signals instead of `stop`."""
+        """Store the run and the task. `on_signal` replaces `stop` as the signal handler."""
         self._job, self._cluster, self._task = job, cluster, task
         self._program = job.config.program
         self._folders = TaskFolders(folder=job.workdir.absolute())
@@ -295,7 +295,7 @@ class Agent:
         return 1
 
     def _go_on(self) -> None:
-        """Follow a program that was started by an earlier agent of this task."""
+        """Take over a running program that an earlier agent of this task started."""
         if self._publisher:
             self._publisher.resume()
         self._make_metrics()
@@ -425,12 +425,12 @@ class Agent:
 
     def _step_at(self, when: float, number: int) -> int:
         assert self._metrics
-        # The program may have reported and saved a step after the last lines were read.
+        # Read new lines first, because the program may just have reported the saved step.
         self._read_lines(self._metrics)
         return self._metrics.step_at(when, number)
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
-        """Publish the last checkpoint. Raise an error of `train` unless training is complete."""
+        """Publish the last checkpoint. If training is incomplete, raise one of `train`'s errors."""
         if self._metrics:
             self._read_lines(self._metrics)
             self._metrics.flush()
@@ -445,7 +445,7 @@ class Agent:
             self._complete(held)
             return
         if self._publisher:
-            # If publishing fails too, report the error of the program.
+            # If publishing fails too, only log that error, and raise the error of the program.
             try:
                 self._publish(with_model=False)
             except UserError as error:

@@ -43,7 +43,7 @@ class Ticket:
 
 
 class Attempts:
-    """The attempts of a run, as seen by the task `this`."""
+    """Starts, joins and checks the attempts of a run on behalf of one task."""
 
     def __init__(self, job: Job, this: Task, others: Sequence[Task]) -> None:
         """Store the run and `others`, the workers other than the leader."""
@@ -69,7 +69,7 @@ class Attempts:
         return self.current
 
     def join(self, wait: Callable[[float], None]) -> Attempt:
-        """Wait for an attempt that has this worker's ticket. Raises `UserError`."""
+        """Write a new ticket, and wait for an attempt that lists it. Raises `UserError`."""
         own = Ticket(ticket=secrets.token_hex(8))
         self._write(f"{self._this}.json", own)
         while True:
@@ -80,7 +80,7 @@ class Attempts:
             wait(self.seconds)
 
     def check(self) -> None:
-        """Raise `ClusterLostError` if a new attempt has replaced the attempt of this task."""
+        """Raise `ClusterLostError` if a new attempt began or, for a leader, a worker restarted."""
         if self._this in self.current.tickets:
             found = self._read()
             if found and found.number != self.current.number:

@@ -80,7 +80,7 @@ def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]
 
 
 def describe_features(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
-    """Return the entries of `features.json`, by the name of each feature in a record."""
+    """Return the entries of `features.json`, keyed by the name that a feature has in a record."""
     # Names are escaped as in `data/blocks.py`. Features with a dimension of size 0 are left out.
     return {
         f"\0{name}" if name.startswith("\0") else name: _describe(spec, name, feature)

@@ -38,7 +38,7 @@ import time
 from typing import Any, Callable, Dict, List  # noqa: UP035
 
 SOCKET, LOCK = "guard.sock", "guard.lock"
-#: Environment variable of all processes of a program, with the identity of its guard's folder.
+#: Environment variable of all processes of a program. Its value identifies the guard's folder.
 MARK = "FLOTILLA_GUARD"
 BEGIN_AGAIN, NOT_EXECUTABLE, NOT_FOUND = 138, 126, 127
 # The kernel limits the path of a socket to 108 bytes.
@@ -96,7 +96,7 @@ def is_child(pid: int) -> bool:
 
 
 def kill_all(group: int) -> None:
-    """Kill a process group and all children of this process, until none is left."""
+    """Kill a process group and all children of this process. Give up after `DRAIN_SECONDS`."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
     _kill(is_child)
@@ -109,7 +109,7 @@ def kill_marked(folder: str) -> None:
 
 
 def mark_of(folder: str) -> str:
-    """Return the device, inode and path of a folder. Containers may use the same path."""
+    """Return an identifier of a folder: device, inode and path. Containers may share the path."""
     there = os.stat(folder)
     return f"{there.st_dev}:{there.st_ino}:{folder}"
 
@@ -159,7 +159,7 @@ class Output:
             try:
                 data = data[os.write(1, data) :]
             except OSError:
-                # A full disk or a closed reader must not end the program.
+                # A full disk or a closed pipe must not end the program.
                 return
 
     def _end_line(self, line: bytes) -> str:
@@ -221,7 +221,7 @@ class Program:
         """Kill the program and all processes that it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # Wait first, because this process adopts the program's children only after its exit.
+        # Wait first, because this process adopts the program's children when the program exits.
         self.process.wait()
         kill_all(self.process.pid)
 
@@ -242,7 +242,7 @@ class Guard:
         self._asked_to_end = 0
         self._code: int | None = None
         self._was_connected = False
-        # How the last program ended, for an agent that was not connected at that time.
+        # The message about the end of the last program, for an agent that connects later.
         self._ended: Message | None = None
 
     def run(self) -> int:
@@ -446,7 +446,7 @@ def _failure(message: Message, error: OSError) -> Message:
 
 
 def hold_lock(path: str) -> Any:
-    """Wait until an earlier guard of this task has exited. Hold the lock until this one exits."""
+    """Wait until an earlier guard of this task has exited. Lock the file until this guard exits."""
     file = open(path, "wb")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file

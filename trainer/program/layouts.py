@@ -42,11 +42,11 @@ class Stored:
     """A complete checkpoint or model.
 
     Attributes:
-        files: its files, relative to the folder.
+        files: the paths of its files, relative to the folder.
         number: the step in its name, or -1 if there is none.
         modified: Unix timestamp of its last change.
         signature: a string that changes if one of its files changes. `times` parses it.
-        state: the state file that names it, relative to the folder, or empty.
+        state: the path of the state file that names it, relative to the folder, or empty.
         prefix: its name in the state file.
     """
 
@@ -65,7 +65,7 @@ class Stored:
 
 
 def times(signature: str) -> dict[str, int]:
-    """Return the modification time of each file in a signature, in nanoseconds."""
+    """Return the modification times in a signature, in nanoseconds, keyed by the file's path."""
     _, _, parts = json.loads(signature)
     return {name: when for name, _, when in parts}
 
@@ -157,7 +157,7 @@ def _below(here: Path, top: Path) -> list[Path]:
 def _stored(  # noqa: PLR0913, PLR0917
     folder: Path, layout: str, paths: list[Path], name: Path, state: str = "", prefix: str = ""
 ) -> Iterator[Stored]:
-    """Yield the checkpoint with its sizes and times, or nothing if a file has vanished."""
+    """Yield the checkpoint with the sizes and times of its files, or nothing if a file is gone."""
     parts, modified = [], 0.0
     for path in sorted(paths):
         try:
@@ -215,7 +215,7 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def _list_bundles(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of each TensorFlow checkpoint that has its index and all data files."""
+    """Return the files of each complete TensorFlow checkpoint, keyed by its prefix."""
     files, of = defaultdict[str, list[str]](list), defaultdict[str, list[int]](list)
     for name in names:
         if found := _OF_BUNDLE.fullmatch(name):
@@ -249,8 +249,8 @@ def _ends_at(head: bytes) -> int:
     if version not in at:
         return -1
     size, first = head[at[version][0]], at[version][1]
-    # The first three addresses of the superblock are the base, free space or an extension, and the
-    # end of the file.
+    # The superblock has the base address, the address of free space or of an extension, and the
+    # end-of-file address, in this order.
     return int.from_bytes(head[first + 2 * size : first + 3 * size], "little")
 
 

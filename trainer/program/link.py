@@ -53,7 +53,7 @@ class Link:
         """Copy the guard program into the folder, then listen. Raises `UserError`."""
         self._place = folder / guard.SOCKET
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # For each of these lines, the queue of messages has a placeholder.
+        # Lines that wait for the agent. The queue of messages has a placeholder for each line.
         self._lines: deque[Message] = deque()
         self._counting = threading.Lock()
         self._dropped = 0
@@ -78,7 +78,7 @@ class Link:
         threading.Thread(target=self._accept, name="guard", daemon=True).start()
 
     def start_guard(self, environment: dict[str, str], folder: str) -> subprocess.Popen[bytes]:
-        """Start a guard as a child of this process. Both write to the same output."""
+        """Start a guard as a child of this process. It writes to the output of this process."""
         words = [sys.executable, "-IS", str(self._place.with_name(GUARD_FILE))]
         options = ["--socket", str(self._place), "--parent", str(os.getpid())]
         return subprocess.Popen(

@@ -23,7 +23,7 @@ from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.runtime.json_records import is_number, parse_mapping
 
 MAX_ROWS = 2000
-# The largest step. Larger integers are not exact in JSON.
+# The largest step that is accepted. JSON parsers may round larger integers.
 _MOST_STEPS = 2**53
 _MOST_NAMES, _LONGEST_NAME = 200, 100
 _PROGRESS_SECONDS = 0.5
@@ -122,9 +122,9 @@ class Metrics:
         return name in self._names
 
     def step_at(self, when: float, number: int) -> int:
-        """Return the newest step that was reported by the time `when`, or -1.
+        """Return the newest step that was reported at or before the Unix time `when`, or -1.
 
-        If the step `number` in a checkpoint's name was reported and is not lower, return `number`.
+        If `number`, the step in a checkpoint's name, was reported and is not lower, return it.
         """
         steps = [step for at, step in self._said if at <= when]
         found = steps[-1] if steps else -1

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 def find_published(uri: str, damaged: Collection[str] = ()) -> tuple[str, int]:
-    """Return the URI and step of the newest valid checkpoint of a program, or "" and 0."""
+    """Return the URI and step of the newest valid checkpoint below `uri`, or "" and 0 if none."""
     for at, step in reversed(list_checkpoints(uri)):
         try:
             manifest = read_checkpoint(at)
@@ -116,7 +116,7 @@ def _count_of(name: str) -> int:
 
 
 class Publisher:
-    """A publisher of the checkpoints and the model of the leading task's program."""
+    """Publishes the checkpoints and the model of the leading task's program."""
 
     def __init__(self, job: Job, folders: TaskFolders, lease: NoLease) -> None:
         """Store the arguments. Publishing requires `lease`."""
@@ -136,7 +136,7 @@ class Publisher:
         self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
 
     def begin(self, earlier: Metrics) -> str:
-        """Publish the last attempt's checkpoint, restore the newest one, and return its URI."""
+        """Publish a checkpoint left unpublished, restore the newest one, and return its URI."""
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         self.last, self.step = find_published(self._job.checkpoints)
         if found and self._digest(found) != self._known:
@@ -162,8 +162,8 @@ class Publisher:
     def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
         """Queue the newest checkpoint for publication if it is complete and new.
 
-        If its layout does not tell whether it is complete, it must not have changed since the last
-        call. The program may have started another checkpoint since then.
+        If the layout does not tell whether a checkpoint is complete, the newest checkpoint of the
+        last call is queued, unless one of its files has changed since.
         """
         self._lease.require()
         newest = layouts.find_newest(self._folders.checkpoints, self._marker)
@@ -179,7 +179,7 @@ class Publisher:
             self._uploads.put("logs", self._logs.upload)
 
     def finish(self, step_at: StepAt, metrics: Mapping[str, Any], *, with_model: bool) -> str:
-        """Publish the remaining checkpoint after the program has ended, and return the newest URI.
+        """Publish the last checkpoint of a program that has ended, and return the newest URI.
 
         Nothing is published if that checkpoint is already published, unless there is a model to
         publish and `with_model` is set. Raises `UserError`.
@@ -191,7 +191,7 @@ class Publisher:
             layouts.require_readable(folder)
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         said = step_at(found.modified, found.number) if found else step_at(float("inf"), -1)
-        # The program may have reported the checkpoint's step only after its publication.
+        # Publish again if the program reported a higher step for the checkpoint after publication.
         is_new = found and (self._digest(found) != self._read_known() or said > self.step)
         model = self._folders.model if with_model else None
         if model and layouts.is_empty(model):
@@ -205,7 +205,7 @@ class Publisher:
         return self.last
 
     def _count(self, found: Stored | None, said: int) -> int:
-        """Return the reported step of a checkpoint, or the step in its name, or a new step."""
+        """Return the reported step of a checkpoint, else the step in its name, else a new step."""
         if said >= 0:
             return said
         if found and found.number >= 0:
@@ -255,7 +255,7 @@ class Publisher:
         ]
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
-        """Return a new URI, so that an earlier checkpoint is kept until this one is published."""
+        """Return a new URI, so that earlier checkpoints of this step are kept until publication."""
         counts = [_count_of(storage.name_of(each)) for each in earlier]
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 

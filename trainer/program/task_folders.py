@@ -14,7 +14,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.errors import report_errors
 
-# Variables that only Flotilla's own processes use.
+# Variables that only Flotilla's own processes use. A guard does not inherit them.
 _OWN = ("PYTHONSAFEPATH",)
 _PREFIX = "FLOTILLA_"
 
@@ -90,7 +90,7 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
 
 
 def _count_gpus(config: Config, role: str) -> int:
-    """Return the number of GPUs of a task, from its pod's limits or the configuration, or 1."""
+    """Return the number of GPUs of a task, at least 1, by its pod's limits or the configuration."""
     cluster = config.cluster
     pod = cluster.kubernetes.of(role).resources.limits if cluster.launcher != "local" else {}
     return max(1, int(pod.get(cluster.kubernetes.gpu_resource, cluster.gpus_per_worker)))

@@ -24,7 +24,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.json_records import parse_mapping
 
-# Limits of the random pauses in seconds. They let one of two processes that outbid each other win.
+# Limits of the random pauses, in seconds. The pauses let one of two competing processes win.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
 _NOTE = re.compile(r"(\d+)-([0-9a-f]+)-(promised|accepted)")
 

@@ -100,7 +100,7 @@ class Decision:
 
     @property
     def in_words(self) -> dict[str, Any]:
-        """The fields for users, as JSON."""
+        """The fields of the decision that are shown to users, as plain data."""
         return {
             "decision": self.word,
             "headline": self.headline,
@@ -201,7 +201,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a name suffix and the metrics, for all examples or for each part of a slice."""
+    """Yield a suffix of metric names and the metrics: of all examples or each part of a slice."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -224,7 +224,7 @@ def _parts(
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rule that requires the model to be significantly better than the best constant."""
-    # Evaluations of earlier versions, and of a metric without a constant, do not have this value.
+    # Evaluations of earlier versions, and of a metric without a constant, do not have this entry.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return

@@ -36,7 +36,7 @@ KIND = "registration"
 PROMOTED = "promoted"
 REFUSED = "refused"
 _MEGABYTE = 1 << 20
-# Fields of the lineage that trackers receive, in addition to its metrics.
+# Fields of the lineage that trackers receive in addition to the metrics.
 _TRACKED = ("run_id", "dataset", "commit", "image")
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
-            # Always allow one different prediction. With few examples, it may exceed the tolerance.
+            # Always allow one different prediction. For few examples, one may exceed the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _make_limit(f"difference of {form}", value, limit, "its tolerance")

@@ -75,7 +75,7 @@ class Version:
 class Promotion:
     """A promotion by a run or a person.
 
-    `restores` is the number of the promotion that it repeats, or 0.
+    `restores` is the number of the earlier promotion that a rollback repeats, or 0.
     """
 
     number: int
@@ -152,7 +152,7 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return each record below `above` by number, in order, or the error if it is unreadable."""
+    """Return the records below `above` in order, keyed by number, or the error for a bad record."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
         uri = _number_uri(above, number)
@@ -161,7 +161,7 @@ def _records(
         except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema) as error:
             return error
         found = parse_record(fields, dict(manifest.fields))
-        # A copy of a folder under another number is not valid.
+        # A folder that was copied to another number is not valid.
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
         return storage.Corrupt(
@@ -443,7 +443,7 @@ def champion_checkpoint(root: str, name: str) -> str:
 
 
 def champion_positive(root: str, name: str) -> dict[str, str]:
-    """Return the positive class of each binary output of the champion, by the name of the output.
+    """Return the positive class of each binary output of the champion, keyed by output name.
 
     A single output has an empty name. Raises `UserError`.
     """
@@ -455,7 +455,7 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
 
 
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
-    """Return the positive class of each binary output of a model, by the name of the output.
+    """Return the positive class of each binary output of a model, keyed by output name.
 
     Models of earlier versions do not record this class. For them, it is the second class.
     """

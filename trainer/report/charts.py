@@ -58,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series, as points in percent from the top left corner."""
+    """One series. Its points are in percent of the chart area, from the top left corner."""
 
     label: str
     points: tuple[Point, ...]
@@ -193,7 +193,7 @@ def _points(table: Sequence[Facts], across: str, name: str) -> list[Point]:
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    """Keep only the lowest and highest point of each section, so that peaks stay visible."""
+    """Thin a long line to the lowest and highest point per section, so that peaks stay visible."""
     if len(points) <= MOST_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -237,7 +237,7 @@ def _multiples(low: float, high: float, count: int) -> list[float]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Return log-scale ticks: 1, 2 and 5 times powers of ten, or only the powers if too many."""
+    """Return log-scale ticks: 1, 2 and 5 times powers of ten or, if too many, only powers."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(math.ceil((last - first) / _MOST_TICKS), 1)
     fine = [float(f"{n}e{power}") for power in range(first, last + 1) for n in (1, 2, 5)]

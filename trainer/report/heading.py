@@ -170,7 +170,7 @@ def use(facts: Facts) -> dict[str, Any]:
 
 
 def href(uri: object) -> str:
-    """Return the URI if it is a local file, else "": untrusted data must not link elsewhere."""
+    """Return the URI of a local file. For any other URI, which may be malicious, return ""."""
     text = str(uri)
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
 
@@ -227,7 +227,7 @@ def _examples_of_a_step(history: Sequence[Facts]) -> float:
     """Return the number of examples per global step, from the workers' counts, or 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # Skip pairs in which a count or a step falls, because each attempt counts from 0 again.
+    # Skip pairs in which a count or a step decreases, because each attempt counts from 0.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)

@@ -44,7 +44,7 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Mask each part separately: a run named `authorization` would otherwise mask the whole text.
+    # Mask each part separately. Otherwise, a run named `authorization` would mask the whole text.
     parts = filter(None, map(one_line, [found, _describe_end(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
@@ -75,7 +75,7 @@ def describe_metric(evaluation: Facts) -> dict[str, Any]:
 
 
 def opponents(evaluation: Facts) -> dict[str, Facts]:
-    """Return the known metrics of the champion, the constant and the baselines, by name."""
+    """Return the known metrics of the champion, constant and baselines, keyed by opponent."""
     known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
     known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
     return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
@@ -109,7 +109,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Format the values of the model and the constant, if known, so that they can be compared."""
+    """Format the known values of the model and the constant with digits that tell them apart."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 
@@ -199,7 +199,7 @@ def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
-    """Return the weaker end of the interval or, without one, a bound weaker than the value."""
+    """Suggest a bound: the weaker end of the interval or, without one, weaker than the value."""
     ends, constant = found.get("interval"), number(found.get("constant"))
     bound = number(ends[is_lower]) if isinstance(ends, list | tuple) and len(ends) > 1 else None
     if bound is None:

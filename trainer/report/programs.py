@@ -57,7 +57,7 @@ def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer(link: Any, name: str) -> str:
-    """Return the Python expression that applies the link function or the unit of an output."""
+    """Return a Python expression that converts an output to probabilities or label units."""
     output = f"outputs[{_text(name)}]" if name else "outputs"
     if isinstance(link, list):
         mean, std = map(float, link)

@@ -274,7 +274,7 @@ def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dic
 
 
 def earlier(step: Facts) -> str:
-    """Return the duration of a step's earlier tries, to follow the duration of the last one."""
+    """Return ` + TIME in N earlier tries`, to be appended to the duration of the last try."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""

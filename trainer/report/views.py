@@ -60,7 +60,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind` at the same place. `text` describes the first event."""
+    """Events of one `kind` at one place on the timeline. `text` describes the first event."""
 
     left: float
     kind: str
@@ -159,7 +159,7 @@ def calibration(evaluation: Facts) -> Chart | None:
 
 
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return the parts of one slice that have the main metric, worst first."""
+    """Return the parts of one slice with the worst main metric, worst first."""
     main = MainMetric.of(evaluation)
     found = [
         {
@@ -297,7 +297,7 @@ def _number_tries(tries: Sequence[Facts]) -> list[str]:
 
 
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
-    """Return the name of each incident with its position in global steps.
+    """Return the position of each incident, as a global step, and the incident's name.
 
     An unknown position is interpolated from the time of the incident.
     """

@@ -66,7 +66,7 @@ def like(value: float) -> tuple[float, float]:
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
-    """Format both ends of an interval with its precision, or an empty string if there is none."""
+    """Format both ends of an interval with its precision. Without an interval, return ""."""
     ends = _ends(interval)
     return between.join(round_value(end, interval) for end in ends) if ends else ""
 
@@ -146,7 +146,7 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places that show two digits of half the interval. May be negative."""
+    """Return how many decimal places give half of the interval two digits. May be negative."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None

@@ -16,7 +16,7 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Store the arguments. `failing` begins the log line about the first of repeated errors."""
+        """Store the arguments. The first of repeated errors is logged with the prefix `failing`."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

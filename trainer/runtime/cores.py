@@ -1,4 +1,4 @@
-"""The number of processors that this process may use, by its CPU affinity and container limits.
+"""The number of processors that CPU affinity and container limits allow this process to use.
 
 Libraries start one thread for each processor of the machine. In a container that is limited to one
 CPU, these threads quickly use up the quota and are throttled. See "CFS Bandwidth Control" in the
@@ -47,7 +47,7 @@ def limit_threads() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for child processes, without the limits that were set here."""
+    """Return the environment for child processes, without the limits that `limit_threads` set."""
     return {name: value for name, value in os.environ.items() if _LIMITED.get(name) != value}
 
 
@@ -66,7 +66,7 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folder of this process and its parents. A container may have only `/`."""
+    """Yield the cgroup folder of this process and its parents, some of which may not exist."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]

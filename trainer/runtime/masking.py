@@ -84,7 +84,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def find_credentials(text: str) -> str:
-    """Describe the credentials in a text's URIs as a clause, or return an empty string."""
+    """Return a clause that describes credentials in the URIs of a text, or an empty string."""
     if "://" not in text:
         return ""
     if _IN_AUTHORITY.search(text):
@@ -133,7 +133,7 @@ def is_sent_openly(url: str) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    # Keep an `@` (or `%40`). In the URI of a bucket, there may be only a colon.
+    # Keep the final `@` (or `%40`), which may be missing in the URI of a bucket.
     return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
 
 

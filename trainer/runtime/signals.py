@@ -31,7 +31,7 @@ from types import FrameType
 PARENT_VARIABLE = "FLOTILLA_PARENT"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # See prctl(2).
-# How often the main thread is woken after a signal, and the interval in seconds.
+# Number of times to wake the main thread after a signal, and the interval in seconds.
 _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 

@@ -36,8 +36,8 @@ _LIBRARIES = (
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
-# Files with code that TensorFlow generates from the user's functions, or with the source of a KFP
-# component, do not count as the user's. The stack of a graph node starts in such files.
+# These files do not count as the user's. They contain code that TensorFlow generates from the
+# user's functions, where the stack of a graph node starts, or the source of a KFP component.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 # Keras and TensorFlow put text before the error's message, and sometimes after it.
@@ -107,7 +107,7 @@ def _remedy(name: str, error: BaseException) -> str:
 
 
 def hidden(name: str) -> str:
-    """Explain why a user's module is not found under this name, or return an empty string."""
+    """Explain why a user's module cannot have this name, or return an empty string if it can."""
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         return ""

@@ -202,7 +202,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         )
     try:
         config.set_hashing_config(_hashing()).verify(folder, signature)
-    # An invalid bundle may raise any exception.
+    # Verifying an invalid bundle may raise any exception.
     except Exception as error:
         why = (
             " ".join(str(error).split())

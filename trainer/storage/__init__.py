@@ -1,4 +1,4 @@
-"""Published directories, which are either complete or absent, even if a writer dies.
+"""Storage of published directories. A directory is complete or absent, even if its writer dies.
 
 The manifest is written last, as the atomic commit, and lists each file with its size and crc32c.
 Directories and files are named by URIs that begin with `file://`, `gs://`, `s3://` or `minio://`.

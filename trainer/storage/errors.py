@@ -21,11 +21,11 @@ _REMEDIES = {
     errno.EISDIR: "there is a folder where a file is expected; move it away",
     errno.ENAMETOOLONG: "use shorter names",
 }
-# Errors of a network file system while its server or the network is down.
+# Error numbers from a network file system while its server or the network is down.
 PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
-# These names do not end in `Error`, because callers write them with the package: `storage.Corrupt`.
+# These class names do not end in `Error`, because callers qualify them: `storage.Corrupt`.
 
 
 class Missing(UserError):  # noqa: N818
@@ -53,7 +53,7 @@ class Unavailable(TransientError):  # noqa: N818
 
 
 class StoreError(OSError):
-    """A request to an object store failed. `trouble` is the name of a `store.Trouble`, or empty."""
+    """A request to an object store failed. `trouble` names a `store.Trouble`, or is empty."""
 
     trouble = ""
 
@@ -64,7 +64,7 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 @contextmanager
 def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Convert an `OSError` to an error of class `kind`, but `StoreUnavailable` to `Unavailable`."""
+    """Convert `StoreUnavailable` to `Unavailable`, and any other `OSError` to the class `kind`."""
     try:
         yield
     except StoreUnavailable as error:

@@ -75,7 +75,7 @@ class GcsBucket:
     )
 
     def __init__(self, name: str, retry: Retrying) -> None:
-        """Use the application default credentials, or none if STORAGE_EMULATOR_HOST is set."""
+        """Use the application default credentials, or no credentials with STORAGE_EMULATOR_HOST."""
         self._name = name
         self._retry = retry
 
@@ -181,7 +181,7 @@ class GcsBucket:
         self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
     def abort_upload(self, mark: str) -> None:
-        """Do nothing, because the store deletes unfinished uploads and does not bill them."""
+        """Do nothing, because the store deletes unfinished uploads and does not bill for them."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -189,7 +189,7 @@ class GcsBucket:
             return Trouble.TRANSIENT if error.retryable else Trouble.NO_CREDENTIALS
         if isinstance(error, requests.exceptions.SSLError):
             return tls_trouble(error)
-        # The store rejects content that was damaged in transit, because its checksum is wrong.
+        # The store reports a checksum mismatch if content was damaged in transit. Try again.
         damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
         if damaged or isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
@@ -223,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share the client, but a forked child cannot. Do not add the bucket's metadata
-    # to traces, because reading it needs an additional permission.
+    # A forked child cannot share the client of its parent, but all threads of a process can.
+    # Omit the bucket's metadata from traces, because reading it needs an additional permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
@@ -235,7 +235,7 @@ def _client(_process: int, _emulator: str) -> storage.Client:
 
 
 def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
-    """Raise an error for a success response that no store sends, such as an empty one."""
+    """Raise an error for a successful response that is not from the store, such as an empty one."""
     url, method = urllib3.util.parse_url(answer.url), answer.request.method
     query = url.query or ""
     if answer.status_code not in SUCCESS or method == "DELETE":

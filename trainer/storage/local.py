@@ -98,7 +98,7 @@ class FileStore:
         return tag_of(before, path.stat())
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return the content and tag of one file. A file that is too large is not read."""
+        """Return the content and tag of one file. Raises `TooLargeError` beyond `most` bytes."""
         path = _path(uri)
         before = path.stat()
         if before.st_size > most:
@@ -107,7 +107,7 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files to a staging folder, verify and flush them, and rename the folder."""
+        """Copy, verify and flush the files in a staging folder, and rename the folder to `uri`."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -131,7 +131,7 @@ class FileStore:
             yield uri_of(stage)
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Rename the file, or copy it between file systems, and flush it to disk."""
+        """Move the file into the draft, even across file systems, and flush it to disk."""
         target = _path(draft) / name
         try:
             os.rename(path, target)
@@ -218,7 +218,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file, or a tag that no listing has if the file changed meanwhile."""
+    """Return the tag of a file. If `after` shows a change, the tag matches no listing."""
     # Include the ctime, because it cannot be set back, unlike the mtime.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
@@ -308,7 +308,7 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # Delete orphans only now, so that the inherited folder is kept.
+    # Delete orphans only after `_inherit`, whose lock keeps the inherited folder.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -376,8 +376,8 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
         stage.mkdir()
-        # Between its creation and the lock, the folder looks like an orphan, which another writer
-        # may lock and delete.
+        # Until this process locks it, the new folder looks like an orphan. Another writer may
+        # therefore lock and delete it.
         with suppress(FileNotFoundError):
             descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
             if _lock(descriptor) is not False and stage.exists():
@@ -413,7 +413,7 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder. Return False if another process holds the lock, None if locking fails."""
+    """Lock a folder. Return False if another process holds the lock, None if unsupported."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -84,7 +84,7 @@ class FileEntry:
         return self.at or self.path
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the manifest's entry for the file."""
+        """Return the entry of the file in the manifest, as a JSON object."""
         tree = {"path": self.path, "bytes": self.bytes, "crc32c": self.crc32c}
         return {**tree, "at": self.at} if self.at else tree
 
@@ -114,7 +114,7 @@ class Manifest:
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is listed twice")
         object.__setattr__(self, "files", ordered)
-        # Convert tuples to lists, because a manifest must equal the manifest that is read back.
+        # Convert tuples to lists, so that a manifest still equals itself after a write and a read.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property

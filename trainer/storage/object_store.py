@@ -51,9 +51,9 @@ from flotilla.trainer.storage.store import (
 )
 from flotilla.trainer.storage.uri import join, locate
 
-# Age after which the writer of an object counts as dead, in seconds.
+# Age of an object, in seconds, after which its writer is assumed to be dead.
 ORPHAN_SECONDS = 24 * 3600.0
-# Number of other paths to try for a file. More collisions would not be a coincidence.
+# Number of other paths to try if the path of a file has an object with other content.
 _ATTEMPTS = 3
 # Suffixes of the empty objects that tools create to mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
@@ -78,7 +78,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that has ended since may have published first, so read the manifests again.
+    # Read the manifests again, because a writer may have published just before it ended.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -125,7 +125,7 @@ class ObjectStore:
     def __init__(
         self, home: str, opened: Callable[[Retrying], Bucket], count: Count = count_nothing
     ) -> None:
-        """Use the bucket of the URI `home`, without sending a request."""
+        """Open the bucket of the URI `home`, without sending a request."""
         self.count = count
         self._home = home
         self._retry = Retry()
@@ -163,7 +163,7 @@ class ObjectStore:
             return self._read_object(uri, _Counted(file, self._counted))
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return the content and tag of one object."""
+        """Return the content and tag of one object. Raises `TooLargeError` beyond `most` bytes."""
         file = io.BytesIO()
         tag = self._read_object(uri, _Counted(file, self._counted, most))
         return file.getvalue(), tag
@@ -375,7 +375,7 @@ class ObjectStore:
         except Exception as error:
             trouble = self._bucket.judge(error)
             if writes and trouble is Trouble.ABSENT:
-                # A write does not need an existing object, so the bucket must be missing.
+                # A write never fails because the object is missing, so the bucket must be missing.
                 trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
@@ -414,7 +414,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the bytes written to it, with a limit of `most` bytes (0: no limit)."""
+    """A file that counts the bytes written to it, and rejects more than `most` (0: no limit)."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most
@@ -434,7 +434,7 @@ class _Counted:
 
 
 class _Meter:
-    """A file that keeps only a checksum of the data written to it."""
+    """A file that discards the data written to it, and keeps only their size and crc32c."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0

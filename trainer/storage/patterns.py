@@ -67,7 +67,7 @@ def is_local(source: str) -> bool:
 
 
 def below(source: str, path: str, split: str) -> Pattern:
-    """Return the pattern of a split's files. `path` is relative to the source, or a full source."""
+    """Return the pattern of a split's files. `path` is relative to `source`, or absolute."""
     key = f"data.splits.{split}"
     if "://" in path or path.startswith(("/", "~")):
         return parse(key, path)

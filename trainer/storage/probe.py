@@ -27,7 +27,7 @@ class Unfit(UserError):  # noqa: N818
     Attributes:
         trouble: a name in `store.Trouble`, or `SILENT` (no response in time), `FILES` (a file
             system error) or `ALTERED` (the content read differs from the content written).
-        actions: the actions that failed: write, read, list, delete.
+        actions: the actions that failed with this trouble: write, read, list, delete.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
@@ -55,7 +55,7 @@ class Probe:
         self._writing = False
 
     def examine(self) -> None:
-        """Write, read, list and delete the file. Raises `Unfit` with all failed actions."""
+        """Write, read, list and delete the file. Raises `Unfit` for the first trouble found."""
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
         with shorter_retry(SECONDS):
@@ -65,7 +65,7 @@ class Probe:
                 self._do("write", lambda: store.write(self.uri, data))
                 self._writing = False
                 if self._failed:
-                    # The write may still create the file, or a file system may have created its
+                    # The failed write may still create the file, or may have created only its
                     # folders.
                     self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
@@ -93,7 +93,7 @@ class Probe:
         self.is_left = self._writing
 
     def stop(self) -> None:
-        """Skip the rest of `examine`, except the removal."""
+        """Make `examine` skip its remaining actions, except the deletion of the file."""
         self._stopped.set()
 
     def _do(self, action: str, act: Callable[[], Result]) -> Result | None:

@@ -345,8 +345,8 @@ def append_line(uri: str, line: bytes) -> None:
 def create_bytes(uri: str, data: bytes) -> bool:
     """Create the file at `uri` if it does not exist. Return whether it was created.
 
-    Some stores do not guarantee this for concurrent writers. To find out whose content was stored,
-    read the file again.
+    In some stores, each of several concurrent writers may be told that it created the file. To find
+    out whose content was stored, read the file again.
     """
     with report_errors(f"create {uri}"):
         return choose_store(uri).create(uri, data)

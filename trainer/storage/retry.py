@@ -23,7 +23,7 @@ VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# Minimum time that a request has for its response, even after the deadline, in seconds.
+# Minimum timeout of a request, in seconds, even if less time remains until the deadline.
 LEAST_SECONDS = 5.0
 PROGRESS_BYTES = 1 << 20
 # At 30 ms per request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads and 0.6 s on 16.
@@ -146,7 +146,7 @@ def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Raise outside the handler. Inside it, each error would be recorded as the cause of the other.
+    # Raise outside the handler, because inside it, each error would become the cause of the other.
     assert last is not None
     raise last
 

@@ -78,7 +78,7 @@ _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     "NoSuchBucket": Trouble.NO_BUCKET,
     "NoSuchKey": Trouble.ABSENT,
-    # The upload was completed, but its response was lost.
+    # An earlier request completed the upload, but its response was lost.
     "NoSuchUpload": Trouble.EXISTS,
     "404": Trouble.ABSENT,
     "PreconditionFailed": Trouble.EXISTS,
@@ -198,7 +198,7 @@ class S3Bucket:
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Return whether the ETag is the MD5 of the file or of its parts (never with SSE-KMS)."""
+        """Return whether the ETag is the MD5 of the file or of its parts. False with SSE-KMS."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -285,7 +285,7 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _create_absent(self, request: Callable[..., None]) -> None:
-        """Create an object if it is absent. If the store rejects conditions, always create it."""
+        """Create an object if it is absent. If the store rejects conditions, allow an overwrite."""
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:
@@ -393,7 +393,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
         config=Config(
             connect_timeout=TIMEOUTS[0],
             read_timeout=TIMEOUTS[1],
-            # Disable boto's retries, because Flotilla retries requests to all stores in one way.
+            # Disable boto's retries, because Flotilla itself retries the requests to all stores.
             retries={"mode": "standard", "total_max_attempts": 1},
             # Uploads send an MD5, because some stores do not support the newer checksums.
             request_checksum_calculation="when_required",
@@ -408,7 +408,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Raise an error for a success response that no store sends, such as an empty one."""
+    """Raise an error for a successful response that is not from the store, such as an empty one."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the response to {model.name} is not from an object store")

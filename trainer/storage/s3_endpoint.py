@@ -13,7 +13,7 @@ from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_addres
 
 # The object store of a KFP instance in the namespace `kubeflow`.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
-# The secret with the credentials of KFP's object store, and its keys.
+# The Kubernetes secret for KFP's object store, and the names of the keys in the secret.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

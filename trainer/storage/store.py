@@ -80,7 +80,7 @@ class Store(Protocol):
         """Move a local file into a draft and verify it there. Any process may call this."""
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Publish the files of the draft of `uri` that `manifest` lists. See `place`."""
+        """Publish, at `uri`, the files in its draft that `manifest` lists. See `place`."""
 
     def children(self, uri: str) -> list[str]:
         """Return the decoded names directly below a URI, sorted, without hidden ones."""
@@ -104,7 +104,7 @@ class Store(Protocol):
 Result = TypeVar("Result")
 # A larger object is sent in parts of this size in bytes, so that it is never entirely in memory.
 PART_BYTES = 8 << 20
-# The largest number of entries that all stores return on a page.
+# The largest page size, in entries, that all stores support.
 PAGE = 1000
 # Timeouts for a connection, and for the next bytes of a response, in seconds.
 TIMEOUTS = (5.0, 60.0)
@@ -118,7 +118,7 @@ _EMPTY_PAGES = 1000
 
 
 class Trouble(enum.Enum):
-    """The class of a client's error."""
+    """The kind of an error that a store's client raised."""
 
     TRANSIENT = "try again"
     ABSENT = "no such object, or no such bucket"
@@ -139,7 +139,7 @@ class Stored:
     Attributes:
         digest: the store's checksum of the content, or empty if there is none.
         created: Unix time of creation.
-        writer: the metadata `WRITER`, or None if the request returns no metadata.
+        writer: the value of the metadata key `WRITER`, or None if the request omits metadata.
     """
 
     key: str
@@ -170,7 +170,7 @@ class Retrying(Protocol):
 
 
 class Bucket(Protocol):
-    """One bucket. Requests go through a `Retrying` and raise the client's errors. See `judge`."""
+    """One bucket. Requests go through a `Retrying`. Their errors are classified by `judge`."""
 
     remedies: Mapping[Trouble, str]
 
@@ -257,7 +257,7 @@ def list_pages(
 
 
 def tls_trouble(error: BaseException) -> Trouble:
-    """Return the class of a client's TLS error, determined from its causes."""
+    """Classify a client's TLS error by its causes."""
     cause: BaseException | None = error
     while cause:
         # This reason means that the endpoint uses plain HTTP.

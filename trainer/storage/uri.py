@@ -55,7 +55,7 @@ class Location:
         return next((found[name] for name in names if found.get(name)), "")
 
     def is_on(self, *names: str) -> bool:
-        """Return whether the first of these options that is set is true."""
+        """Return the truth value of the first of these options that is set, or False."""
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
@@ -125,7 +125,7 @@ def parent_of(uri: str) -> str:
 
 
 def name_of(uri: str) -> str:
-    """Return the last name of a URI, as it was given to `join`."""
+    """Return the last name in the path of a URI, as it was given to `join`."""
     path = local_path(uri)
     return path.name if path else locate(uri).key.rpartition("/")[2]
 
@@ -151,7 +151,7 @@ def check_path(uri: str) -> None:
     if local_path(uri) is None:
         bare = _strip_query(uri)
         _check_key(bare, bare.partition("://")[2].partition("/")[2])
-        # Pass the URI without its query, because an invalid option may be a secret.
+        # Omit the query from the URI in messages, because an invalid option may be a secret.
         _options(find_scheme(uri), bare, uri.partition("?")[2])
 
 
@@ -166,7 +166,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path. Raises `ConfigError` if the current folder is gone."""
+    """Return the `file://` URI of a path. Raises `ConfigError` if the working folder is gone."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:

@@ -35,5 +35,5 @@ def wait_until(
 
 
 def is_recent(at: object, seconds: float) -> bool:
-    """Return whether a mark with this Unix time is still valid."""
+    """Return whether a mark's Unix time is less than `seconds` before or after the current time."""
     return isinstance(at, int | float) and abs(time.time() - at) < seconds

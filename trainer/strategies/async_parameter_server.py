@@ -53,7 +53,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between reads of the workers' reports, and between checks for running closures.
+# Seconds between reads of the workers' reports, and between checks whether closures still run.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
 # How many seconds of work the chief schedules in advance. If the chief dies, the workers continue
 # for about this time.
@@ -99,7 +99,7 @@ class AsyncParameterServer(Served):
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates on whichever workers are free."""
+        """Apply `steps` updates on any free workers, and wait until all are applied."""
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
@@ -162,7 +162,7 @@ class AsyncParameterServer(Served):
             self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
-        # Count a dead worker's closure too, because it runs once this or another worker is free.
+        # Count a dead worker's closure too: it runs again as soon as any worker is free.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
             arguments = self._iterator, tf.constant(self._closure, tf.int64)
             self.coordinator.schedule(self._closures[unit], args=arguments)
@@ -191,8 +191,8 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after it pushes, so all updates by other workers happen between its
-        # pulls and pushes, and count as staleness.
+        # A worker pulls right after each push, so every update by another worker falls between one
+        # of its pulls and the following push, and counts toward its staleness.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
@@ -226,7 +226,7 @@ class AsyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _portions(self, steps: int) -> Report:
-        """Apply `steps` updates in portions. Each portion has its own range of examples."""
+        """Apply `steps` updates in portions, each on its own range of examples."""
         unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
@@ -243,7 +243,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # A newer run of the closure stopped this one early. Repeat the rest.
+                # A newer run of the closure stopped this one early. Repeat the missing updates.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again
@@ -263,7 +263,7 @@ class AsyncParameterServer(Served):
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a closure that runs a number of turns on leased examples."""
+        """Return a closure that runs turns of `turn` updates on leased examples."""
         applied, turns = self.applied, self._turns
 
         @tf.function(autograph=False)
@@ -275,8 +275,8 @@ class AsyncParameterServer(Served):
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # The updates do not wait for this check, so a replaced run takes at most one more
-                # turn after its current one.
+                # The updates do not wait for this check, so a run may take one more turn after a
+                # newer run has replaced it.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)

@@ -57,7 +57,7 @@ class Messages:
         return values
 
     def push(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Send each value to the device of its variable, and return the tensors on the devices."""
+        """Send each value to its variable's device, and return the tensors on those devices."""
         arrived: list[tf.Tensor] = [None] * len(self._variables)
         for (device, dtype), indices in self._together.items():
             packed = _pack([tf.cast(values[i], dtype) for i in indices])
@@ -84,7 +84,7 @@ def _pack(values: list[tf.Tensor]) -> tf.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """The values of a model's trainable variables and of its other state at one moment."""
+    """The values of a model's trainable variables and other state, as read by one pull."""
 
     weights: Tensors
     state: Tensors
@@ -103,7 +103,7 @@ def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] =
 
 
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
-    """Send each gradient to the server of its variable, and return the tensors on the servers."""
+    """Send each gradient to its variable's server, and return the tensors on the servers."""
     return Messages([variable.value for variable in model.trainable_variables]).push(gradient)
 
 
@@ -120,8 +120,8 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Write changed state back to its variables.
 
-    For an integer (seed, count), the function adds the change, which keeps other workers'
-    increments. It assigns other values: adding all changes of a moving average would overshoot.
+    Integers, such as seeds, are incremented by the change, which keeps other workers' increments.
+    Other values are assigned: a moving average would overshoot if all workers added to it.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -188,7 +188,7 @@ class PureGradient:
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
-        """Run the model and loss with zeros for all variables except tables. Return the zeros."""
+        """Run the model and loss with zeros for all variables but the tables. Return the zeros."""
         variables = [*self.dense, *self._not_trained]
         mapping = [(each, tf.zeros(each.shape, each.value.dtype)) for each in variables]
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True):
@@ -196,7 +196,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def merge_moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches. Reuse unchanged tensors of `before`."""
+        """Return the full state after some batches: changed tensors, and others from `before`."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -340,7 +340,7 @@ Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], T
 
 
 def accumulate(compute: Compute, parts: int) -> Compute:
-    """Return a function from a stack of batches to the mean loss and gradients, and the state."""
+    """Return a function from `parts` batches to the mean loss and gradients, and the last state."""
 
     def accumulate_all(
         weights: Tensors, state: Tensors, batches: Batch
@@ -353,7 +353,7 @@ def accumulate(compute: Compute, parts: int) -> Compute:
 
         total, sums, state = compute(weights, state, _part(batches, 0))
         if any(isinstance(each, tf.IndexedSlices) for each in sums):
-            # Unroll: a loop variable needs a fixed shape, but each batch adds rows to the gradient.
+            # Unroll the loop: its variables have fixed shapes, but a sparse sum grows each time.
             for part in range(1, parts):
                 # Wait for the previous batch, so that only one is in memory at a time.
                 with tf.control_dependencies([total]):

@@ -24,7 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# A range: start and length. In a plan, (n, p): the example n places ahead is at position p.
+# A range of positions, as its start and length. In a plan, a pair as returned by `Position.plan`.
 Range = tuple[int, int]
 # Number of recent staleness values to keep, enough for a 95th percentile.
 STALENESS_WINDOW = 400
@@ -38,7 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, p): the example n places ahead is at position p. Later ones follow."""
+        """Return pairs (n, p): upcoming examples from index n on are at positions p, p + 1, ..."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
@@ -46,7 +46,7 @@ class Position:
         return [*pairs, (begin, self.visited)]
 
     def advance(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visiting ranges of `plan`. Skipped indices become gaps."""
+        """Return the position after visiting ranges of plan indices. Skipped ones become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -87,7 +87,7 @@ class Stream:
         seed: the seed for the order of every epoch.
         held: builds a dataset with a single element, which each worker keeps in memory.
         read: a function from that element and a vector of example numbers to a batch.
-        run: the number of examples that stay adjacent in every order.
+        run: the length of each run of examples that stay adjacent in every order.
         position: the input position at which the attempt starts.
     """
 
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position, or this stream if the saved order differs."""
+        """Return the stream at the `saved` position, or unchanged if `saved` has another order."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -120,7 +120,7 @@ class Stream:
         return {**own, **asdict(position)}
 
     def epoch(self, position: Position) -> float:
-        """Return the number of visited epochs, as a decimal fraction."""
+        """Return the number of epochs visited so far, with a fraction for the current one."""
         return round(position.examples / self.examples, 4)
 
     def numbers(self, positions: tf.Tensor) -> tf.Tensor:
@@ -190,7 +190,7 @@ def encode_plan(position: Position) -> tf.Tensor:
 
 
 class Tally:
-    """Counts of each worker's local steps, and recent staleness, in one attempt of the chief."""
+    """The local steps of each worker and the recent staleness, in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
         """Start the counts at zero. A local step has `batch_size` examples."""

@@ -66,7 +66,7 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # Each replica can have its own loss scale, because it does not change the gradient.
+            # Each replica can have its own loss scale, because the gradient does not depend on it.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -90,7 +90,7 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # Separate the seeds only now, because restoring a checkpoint makes them equal again.
+            # Separate the seeds only now, because a restored checkpoint makes them equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
@@ -226,7 +226,7 @@ class Single(Replicated):
     capabilities = find_topology("single").capabilities
 
     def replicate(self) -> tf.distribute.Strategy:
-        """Return a strategy over all GPUs, or TensorFlow's default strategy of one device."""
+        """Return a strategy over all GPUs, or the default strategy if there are fewer than two."""
         gpus = tf.config.list_logical_devices("GPU")
         return tf.distribute.MirroredStrategy() if len(gpus) > 1 else tf.distribute.get_strategy()
 
@@ -256,7 +256,7 @@ class MultiWorkerMirrored(Replicated):
         )
         on_sigterm = signal.getsignal(signal.SIGTERM)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(self.resolver(GPU=gpus), options)
-        # Restore the handler, because TensorFlow replaced it.
+        # Restore the SIGTERM handler, because TensorFlow replaced it.
         signal.signal(signal.SIGTERM, on_sigterm)
         return strategy
 
@@ -274,7 +274,7 @@ class MultiWorkerMirrored(Replicated):
         return replace(report, metrics=self._tally.metrics())
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums over all workers, each of which evaluates one part on its own copy."""
+        """Return the sums over all workers. Each worker evaluates one part with its own copy."""
         workers = self.cluster.count("worker")
         mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
         sums: Sums = tf.reduce_sum(self._gather(tf.constant(mine)), axis=0).numpy()

@@ -52,7 +52,7 @@ def worker_number() -> tf.Tensor:
 
 
 def looks_up(model: keras.Model) -> bool:
-    """Return whether a layer reads or changes only parts of its variables on the servers."""
+    """Return whether any layer reads or updates only parts of its variables on the servers."""
     kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
     return any(
         isinstance(layer, kinds) or getattr(layer, "looks_up", False)
@@ -79,7 +79,7 @@ class Served(KerasStrategy):
             return
         except MisfitError:
             pass
-        # If no server was lost, remove the state: the next attempt would fail in the same way.
+        # If no server was lost, remove the state, or the next attempt would fail in the same way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -117,7 +117,7 @@ class Served(KerasStrategy):
         try:
             return tf.distribute.ParameterServerStrategy(self.resolver())
         except ValueError:
-            # Raise an error that names the workers with different numbers of GPUs.
+            # If workers have different numbers of GPUs, raise an error that names the workers.
             list_towers([each.name for each in tf.config.list_logical_devices()])
             raise
 
@@ -164,7 +164,7 @@ class Served(KerasStrategy):
         self._kept.give_others(variables.values())
 
     def settle(self, *, is_whole: bool) -> None:
-        """Record whether the next attempt may continue from the values of the variables."""
+        """Record whether the values on the servers are complete, so that they can be reused."""
         if self.state:
             self.state.settle(is_whole=is_whole)
 
@@ -222,11 +222,11 @@ class Served(KerasStrategy):
         return build_rows_gradient(self.model, problem.loss, self.lookups, otherwise=otherwise)
 
     def pulls_whole(self) -> bool:
-        """Return whether a worker pulls all variables as a whole before it computes."""
+        """Return whether a worker pulls all rows of every variable before it computes."""
         return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
-        """Return an iterator over each worker's batches or, with a stream, the stored examples."""
+        """Return per-worker iterators over batches or, with a stream, over the stored examples."""
         if self.stream:
             held = self.stream.held
             made = self.coordinator.create_per_worker_dataset(
@@ -244,7 +244,7 @@ class Served(KerasStrategy):
         return encode_plan(self.position), tf.constant(first, tf.int64)
 
     def lend(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
-        """Return an iterator over `batches` batches. `lease` returned `plan` and `first`."""
+        """Return an iterator over `batches` leased batches. `plan` and `first` are from `lease`."""
         if not self.stream:
             raise AssertionError("lend needs a stream of examples")
         size = self.config.training.batch_size
@@ -253,7 +253,7 @@ class Served(KerasStrategy):
             return iter(self.stack(found).prefetch(2))
 
     def dispatch(self, calls: Sequence[Call]) -> list[Any]:
-        """Run each call on a free worker, and again if that worker dies. Return the results."""
+        """Run each call on a free worker, repeat it if the worker dies, and return all results."""
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
@@ -288,7 +288,7 @@ def _server_lost() -> Iterator[None]:
 
 
 class LoopWatch:
-    """A thread that waits for an error in the workers' loops, and then ends the chief's wait."""
+    """A thread that ends the chief's wait if a loop on a worker fails."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
 from flotilla.trainer.optimizers.fused_updates import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
-# Variables of at least this size, in bytes, get no values if nothing will read them.
+# Variables of at least this size, in bytes, are not initialized if nothing reads the values.
 LARGE_BYTES = 16 << 20
 
 
@@ -107,7 +107,7 @@ class KeptValues:
 
     @contextmanager
     def skip_values(self, server: Callable[[], int]) -> Iterator[None]:
-        """Skip initialization in the block. `server` returns the next variable's server."""
+        """Skip initial values of large variables. `server` returns the next variable's server."""
         initialize = Variable._initialize_with_initializer
 
         def initialize_small(variable: Any, initializer: Any) -> None:
@@ -118,7 +118,7 @@ class KeptValues:
                 return
             variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
             self._made.append((variable, initializer))
-            # Mark both variables, because `variable.value` may be a copy with another dtype.
+            # Mark both objects, because `variable.value` may return a cast of `variable._value`.
             for each in (variable, variable._value):
                 setattr(each, BEGINS, initializer)
 
@@ -198,7 +198,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the step counter. From another machine, this would take two messages.
+        # A schedule reads the step counter. On another machine, each read would take two messages.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -299,7 +299,7 @@ def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
 
 
 def _initialize_sketch(variable: Any, initializer: Any) -> None:
-    """Initialize a Keras variable of a sketch, without tracing its initializer."""
+    """Initialize a Keras variable of a model built only for placement, without tracing."""
     shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
     if math.prod(shape) * dtype.size < LARGE_BYTES:
         variable._initialize(initializer(shape, dtype=variable._dtype))
@@ -308,9 +308,9 @@ def _initialize_sketch(variable: Any, initializer: Any) -> None:
 
 
 def _sketch_value(kwargs: dict[str, Any]) -> Any:
-    """Return an initial value for a variable. For a large variable, this value takes no memory.
+    """Return an initial value for a variable of a model that is built only for placement.
 
-    The values of a sketch are never read, and a table may be larger than this machine's memory.
+    A large value is never read and might not fit on this machine, so it takes no memory.
     """
     initial = kwargs.get("initial_value")
     if not callable(initial):

@@ -56,13 +56,13 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def choose_unroll(steps: int, *, whole: bool) -> int:
-    """Return the number of updates to unroll. It is 1 in a short run and with row lookups."""
+    """Return the number of updates to unroll: `TURN` in a long run without row lookups, else 1."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
 def choose_unit(steps: int, workers: int, turn: int) -> int:
     """Return the number of updates per turn: `turn`, or 1 if only a few steps are left."""
-    # With fewer turns, most of the time would be spent waiting for the last turns to end.
+    # With fewer than four turns per worker, workers would mostly wait for the last turns to end.
     return turn if steps >= 4 * turn * workers else 1
 
 
@@ -98,7 +98,7 @@ def run_on_workers(workers: int, work: Callable[[], None], seconds: float) -> No
 
 
 def run_exclusively(work: Callable[[], None]) -> None:
-    """Run `work` in a worker's graph under a mutex: a worker serves one chief at a time."""
+    """Run `work` in a worker's graph under a mutex, so that a worker serves one chief at a time."""
     with tf.device("/device:CPU:0"):
         mutex = tf.raw_ops.MutexV2(shared_name="flotilla-turns")
         lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -171,7 +171,7 @@ class Turns:
     def take(self, own: tf.Tensor) -> tf.Tensor:
         """Take a turn for the run `own`, in a worker's graph, and return whether one was left.
 
-        A turn number that the run may not use is given back, so that no turn is lost.
+        If the run may not take the turn, the counter is decremented, so that no turn is lost.
         """
         with tf.device(self._device):
             number = tf.raw_ops.ResourceCountUpTo(
@@ -183,7 +183,7 @@ class Turns:
                 tf.cast(each, tf.int64) for each in (tf.logical_not(found), may_take & ~is_left)
             )
             self._next.assign_sub(back, read_value=False)
-            # A run that was replaced does not count, because the chief counts each closure once.
+            # Do not count a run that was replaced, because the chief counts each closure once.
             self._refused.assign_add(refused, read_value=False)
             return found
 
@@ -217,7 +217,7 @@ class Turns:
         self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:
-        """Set the number of turns since `deal`. 0 stops every worker after its current turn."""
+        """Set the total turns since `deal`. With 0, each worker stops after its current turn."""
         self._extend(tf.constant(turns, tf.int64))
 
     def list_variables(self) -> dict[str, tf.Variable]:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 # variables of its own version, because the servers may run another version of Flotilla.
 FORM = 6
 ANSWER_SECONDS = 10.0
-# Number of servers that store the global step, in case the server with the counter is lost.
+# Number of servers that store the global step. If the counter's server is lost, the others have it.
 NOTED_ON = 3
 # The path of the step counter, which must be the first variable.
 STEP = "global_step"
@@ -173,7 +173,7 @@ class ServerState:
     def take(
         self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any, saved: Any
     ) -> None:
-        """Name the variables. Variables on the selected servers get the values that exist there.
+        """Name the variables. On the selected servers, they reuse the values that exist there.
 
         Call this method before tracing anything that uses the variables.
 
@@ -248,7 +248,7 @@ class ServerState:
         return {n: each.back_to for n, each in self._said.items() if each.back_to >= 0}
 
     def settle(self, *, is_whole: bool) -> None:
-        """Record whether training may continue from the values of the variables.
+        """Record whether the values on the servers are complete, so that they can be reused.
 
         Raises:
             OpError: TensorFlow's error if a server is gone or another chief has taken over.
@@ -266,7 +266,7 @@ class ServerState:
             # A checkpoint at a later step than the reset has the later values: forget the reset.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # If the only server is lost, nothing can be reused, so do not record its global step.
+        # A single server has nothing to reuse once it is lost, so do not record its global step.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 
@@ -287,7 +287,7 @@ class ServerState:
                 if 0 in self.found and self.found[0].writer == self._writer:
                     self._free(self.found)
 
-        # Limit the wait: when a job is stopped, its servers may disappear without disconnecting.
+        # Limit the wait, because servers of a stopped job may disappear without disconnecting.
         thread = threading.Thread(target=free, name="forget", daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
@@ -379,7 +379,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The types must match those of the shard, or the handle refers to another resource.
+            # The types must be those of the shard, or else the handle refers to another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids

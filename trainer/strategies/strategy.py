@@ -56,7 +56,7 @@ class Problem:
         totals: returns a vector of sums over a part of the validation examples. Every worker has
             all of these examples. It is traced like `batches`.
         stream: the examples by position. `data.partition: dynamic` uses it instead of `batches`.
-        weighed: adds all weights to a batch, for a model with its own `train_step`.
+        weighed: adds the training weights to a batch, for a model with its own `train_step`.
     """
 
     build_model: Callable[[], keras.Model]
@@ -78,7 +78,7 @@ class Report:
         loss: the mean loss over the updates.
         metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
             maps a worker to its local steps and examples.
-        global_step: the global step of the report if workers continue, or None if they are idle.
+        global_step: the global step of the report, or None if the workers are now idle.
     """
 
     loss: float
@@ -133,7 +133,7 @@ class Strategy(ABC):
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return one task's batches, from `problem` or as every `of`-th batch of the stream."""
+        """Return every `of`-th batch of the stream or, without one, the batches of `problem`."""
         if not self.stream:
             return self.stack(problem.batches())
         return self.stack(self.stream.endless(self.config.training.batch_size, index, of))
@@ -196,7 +196,7 @@ class Strategy(ABC):
         return None
 
     def settle(self, *, is_whole: bool) -> None:  # noqa: B027
-        """Record whether training may continue from the values of the variables."""
+        """Record whether the values on the servers are complete, so that they can be reused."""
 
     def close(self) -> None:  # noqa: B027
         """Disconnect from the cluster."""
@@ -335,7 +335,7 @@ def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
 def checkpoint_variables(
     model: keras.Model, optimizer: keras.optimizers.Optimizer
 ) -> dict[str, tf.Variable]:
-    """Return the variables of a run by path, without the learning rate."""
+    """Return the variables of a checkpoint, keyed by path, without the learning rate."""
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     averages = find_averages(optimizer)
     named |= {f"{AVERAGE}{path}": each.value for path, each in averages.items()}
@@ -350,7 +350,7 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return `path`, with a number if it is taken. Adafactor calls all row factors `kernel`."""
+    """Return `path`, plus a number if taken, because Adafactor names all row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 

@@ -77,7 +77,7 @@ class SyncParameterServer(Served):
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
-            # The chief does not wait for the loops: a late worker notices that its loop has ended.
+            # The chief does not wait for the loops, because a late worker ends its loop by itself.
             self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
@@ -136,7 +136,7 @@ class SyncParameterServer(Served):
                 # open step, or may take the one put below. So do not wait for a token here.
                 step = self._open.read_value()
                 tokens.put(step)
-            # Do not place these loops on `HUB`, because a loop's device evaluates its condition.
+            # Do not place these loops on `HUB`: a loop's condition is evaluated on its device.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
@@ -150,9 +150,9 @@ class SyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
-        """Return a function that computes the loss, the loss to announce, and the gradient."""
+        """Return a function that returns the loss, a copy of it to announce, and the gradient."""
         whole = self.pulls_whole()
-        # Spell the device `HUB` as the variables do, because devices are compared by their names.
+        # Use the full device name of a variable on `HUB`, because devices are compared by name.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
         def compute_announced(
@@ -162,7 +162,7 @@ class SyncParameterServer(Served):
                 # Wait for the previous step, so that only one batch of a turn is in memory.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
-                # `number` exists only once its step is open, so the variables must wait for it.
+                # `number` exists only once its step is open, so read the variables after it.
                 if whole:
                     # With `number` as an argument, only the reads on the servers wait for it.
                     return gradient(batch, [number])
@@ -263,7 +263,7 @@ class SyncParameterServer(Served):
         return step
 
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return a step's mean loss and gradients, the counts by worker, and the numbers used."""
+        """Take a step's first gradients. Return the means, used and dropped counts, and numbers."""
         taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
@@ -343,7 +343,7 @@ class NamedQueue:
 
 
 class Staging:
-    """Gradients that wait on the servers until an update uses or drops them, in a `tf.function`.
+    """A staging area for use in a `tf.function`: gradients wait on servers until they are taken.
 
     TensorFlow's keyed staging area holds the gradient of each variable on that variable's server.
     All parts of one gradient share a number. Gradients are added up only in an update, so an
@@ -355,7 +355,7 @@ class Staging:
     ) -> None:
         """Create the staging area. Its name must be unique across attempts of the chief.
 
-        Staging a gradient waits for the updates of `state` in the worker's graph.
+        In a worker's graph, a gradient is staged only after the updates of `state`.
         """
         self._variables = variables
         self._name = name

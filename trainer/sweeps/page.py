@@ -52,7 +52,7 @@ def render(sweep: Sweep, headline: str = "", report: str = "") -> bytes:
 
 
 def _shade(trials: Sequence[Trial], objective: Objective) -> dict[int, int]:
-    """Return the shade of each trial by number, from 0 for the worst value to 100 for the best."""
+    """Return the shade for each trial number, from 0 for the worst value to 100 for the best."""
     ranks = {each.number: objective.rank(each.last.value) for each in trials if each.last}
     known = {number: rank for number, rank in ranks.items() if math.isfinite(rank)}
     best, worst = min(known.values(), default=0.0), max(known.values(), default=0.0)
@@ -94,7 +94,7 @@ def _draw(
 
 
 def _find_axis(distribution: str, names: Sequence[str]) -> Axis | list[str]:
-    """Return the numeric axis for a key, or its values if they are not all numbers."""
+    """Return a numeric axis for a key's values, or the values if some are not numbers."""
     numbers = [number for name in names if (number := _parse_number(name)) is not None]
     if len(numbers) < len(names) or not numbers:
         return list(dict.fromkeys(names)) or [""]

@@ -38,7 +38,7 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^\s*({_NUMBER})\.\.({_NUMBER})(:log)?\s*$")
 _WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
-# Sections in which all trials must be equal, and the reasons.
+# Sections that must be the same in all trials, and the reasons.
 _SAME = {
     "name": "the registry compares models that have the same name",
     "data": "trials are compared on the same validation examples",
@@ -144,7 +144,7 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _choose_value(value: Any, usual: Any) -> Any:
-    """Return the value, or `usual` if the value is derived from the number of examples."""
+    """Return `value`, or `usual` if `value` is automatic, that is, derived from the examples."""
     return usual if value == AUTOMATIC else value
 
 
@@ -191,7 +191,7 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return a trial for each value or range end, with the first values of the other keys."""
+    """Return a trial for each value or range end of each key. Other keys have their first value."""
     ends = {
         key: [format_setting(values, each) for each in _ends(values)]
         for key, values in space.keys.items()
@@ -228,7 +228,7 @@ def _ends(values: BaseDistribution) -> Sequence[Any]:
 
 
 def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
-    """Return the first `count` valid trials with different configurations."""
+    """Return the first `count` trials with different configurations. Raises `ConfigError`."""
     found: dict[str, Settings] = {}
     for settings in every:
         found.setdefault(check_trial(base, settings).model_dump_json(), settings)
@@ -255,7 +255,7 @@ def _require_searchable(key: str, assignment: str) -> None:
 
 
 def _require_disjoint(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Refuse a searched key if it or a part of it is also set, because the order would matter."""
+    """Refuse a searched key if it or a part of it is set again, because the order would matter."""
     names = [each.partition("=")[0].strip() for each in fixed]
     for key in keys:
         for other in (*names, *keys):

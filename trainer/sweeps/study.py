@@ -87,7 +87,7 @@ class Study:
         return _read_sweep(self._study, self._plan, self.folder)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, waiting or new, or None if there is none."""
+        """Return the next trial to train, or None. A waiting trial comes before a new one."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
@@ -108,12 +108,12 @@ class Study:
             self._asked[trial.number].set_user_attr(_TRIAL, tree_of(trial))
 
     def _sign(self, result: Result) -> float:
-        """Return the value for Optuna, negated if its direction differs from the study's."""
+        """Return the result's value for Optuna, negated if the study's direction is opposite."""
         is_higher = self._study.direction == StudyDirection.MAXIMIZE
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
     def report(self, trial: Trial, result: Result) -> bool:
-        """Report a result on a rung, and return whether the trial continues. Otherwise, end it."""
+        """Report a result on a rung. Return true if the trial continues. Otherwise, end it."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values

@@ -109,7 +109,7 @@ class Sweep:
         config: the configuration that all trials share, as JSON data.
         source: the file of that configuration, for `command`, or empty.
         fixed: `section.key=value` assignments for all trials, for `command`.
-        rungs: the global steps of each rung, or a single 0 if there is no halving.
+        rungs: the global step at which each rung ends, or a single 0 if there is no halving.
         best: the number of the trial that the gate judges, or 0 until it is chosen.
         verdict: the status of the best trial's run, such as `blessed` or `refused`, or empty until
             the run ends.
@@ -144,11 +144,11 @@ class Sweep:
 
     @property
     def compared_by(self) -> Objective:
-        """The objective, or the trials' objective if no metric is set. Raises `ConfigError`."""
+        """The objective if it has a metric, else that of the results. Raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
-        """Return the finished fraction of all training, given the fractions of running trials.
+        """Return the finished share of the sweep. `running` maps numbers of trials to their shares.
 
         On each rung, one in `REDUCTION` trials continues on the next rung.
         """
@@ -253,7 +253,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or the trials' objective if it has no metric. Raises `ConfigError`."""
+    """Return `objective` if it has a metric, else that of the results. Raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -266,7 +266,7 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
-    """Return the value of the objective. Raises `ConfigError` if it was not measured."""
+    """Return the value of the objective's metric. Raises `ConfigError` if it was not measured."""
     # If the evaluator skipped the selected checkpoint, use the best validation of the run.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
@@ -282,7 +282,7 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
 def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung, or a single 0 if each trial sets its own steps."""
+    """Return the global step at which each rung ends, or a single 0 without halving."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
@@ -339,7 +339,7 @@ def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 
 
 def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the trial table, with the best and highest rungs first."""
+    """Return the header and rows of the trial table, by rung (highest first), then best first."""
     objective = sweep.compared_by
 
     def order(trial: Trial) -> tuple[int, float, int]:

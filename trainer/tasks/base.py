@@ -40,10 +40,10 @@ class Target:
         name: the name of the feature.
         shape: the shape of one example's value: () for a scalar, with -1 for a variable axis.
         dtype: the name of the NumPy type.
-        num_classes: the number of classes, or 0 for a quantity or if the number is not known yet.
+        num_classes: the number of classes. It is 0 for a quantity, and until the number is known.
         labels: the names of the classes, if they are known.
-        counts: the number of examples of each class, by split. It is empty if there are no classes
-            or the dataset is not prepared yet.
+        counts: for each split, the number of examples of each class. The mapping is empty if there
+            are no classes or the dataset is not prepared yet.
         moments: mean, std, min and max of the values in the training split. The mapping is empty if
             the values are not numbers or the dataset is not prepared yet.
     """
@@ -66,7 +66,7 @@ class Target:
 class Part(NamedTuple):
     """Some examples in dataset order. The first axis of every array indexes the examples.
 
-    With several targets, `labels` and `outputs` are mappings by name. `weights` is None if the
+    With several targets, `labels` and `outputs` are keyed by target name. `weights` is None if the
     examples are not weighted. `columns` contains the features that slices and the task need.
     """
 
@@ -87,15 +87,15 @@ class Examples(Protocol):
         """Yield all examples in parts that fit into memory. Each call starts from the beginning."""
 
 
-#: Computes a metric and the test statistic for a permutation of the labels.
+#: A function from a permutation of the labels to the metric and the test statistic.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
     """A prediction that needs no model.
 
-    `answer` describes the prediction, and `outputs` are its outputs, the same for every example. If
-    `make` is set, it computes the outputs of a part instead, such as each item's popularity.
+    `answer` describes the prediction. Without `make`, every example has the same `outputs`. If
+    `make` is set, it computes the outputs of a part, for example from each item's popularity.
     """
 
     answer: str
@@ -131,7 +131,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class LazyExamples:
-    """Examples that are recomputed part by part on each pass."""
+    """Examples whose parts `make` computes again on each pass."""
 
     examples: Examples
     make: Callable[[Part], Part]
@@ -142,7 +142,7 @@ class LazyExamples:
         return self.examples.count
 
     def parts(self) -> Iterator[Part]:
-        """Yield the computed parts."""
+        """Yield the parts that `make` returns."""
         return map(self.make, self.examples.parts())
 
 
@@ -153,7 +153,7 @@ def example_weights(part: Part) -> Floats:
 
 
 def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats:
-    """Return the weighted mean of values [n, ...] over all examples."""
+    """Apply `values` to each part, and return the weighted mean of the results [n, ...]."""
     total: Any = 0.0
     weight = 0.0
     for part in examples.parts():
@@ -173,7 +173,7 @@ class Tally:
         """Reduce memory use if many examples have been added."""
 
     def result(self) -> dict[str, Any]:
-        """Return `metrics` and `intervals` by name, and possibly other keys of `Task.details`."""
+        """Return `metrics`, `intervals` and, for some tasks, other entries of `Task.details`."""
         return {}
 
 
@@ -208,7 +208,7 @@ class SplitError(UserError):
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
-    """Raise `SplitError` if a label is wrong. The message quotes the first wrong label."""
+    """Raise `SplitError` if the mask `wrong` selects a label. The message quotes the first one."""
     found = np.asarray(labels)[wrong]
     if len(found):
         raise SplitError(f"the label {found[0]}, {why}; correct the dataset builder")
@@ -221,18 +221,18 @@ class Task(ABC):
     name: ClassVar[str]
     #: For each metric of the task, whether higher or lower is better, or None if neither is.
     directions: ClassVar[Mapping[str, Direction | None]]
-    #: The function that converts outputs to probabilities, or empty if the task predicts none.
+    #: The function that converts outputs to probabilities. Empty if there are no probabilities.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model returns probabilities, which `outputs` converts to logits.
     from_probabilities = False
-    #: Whether outputs are in the label's units. If so, a model can start at the label's mean.
+    #: Whether outputs are in the label's units. If so, training can start at the label's mean.
     in_units = False
     #: How to choose which of two classes is positive if the configuration does not: `rarity`
     #: chooses the rarer class, and `order` the second one. Empty if the task has no positive class.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Store the target. A subclass may check it, and take `task.args` as keyword arguments."""
+        """Store the target. A subclass may check it, and accept `task.args` as keywords."""
         self.target = target
 
     @property
@@ -250,7 +250,7 @@ class Task(ABC):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The class names, one per column of the probabilities, or () without classes."""
+        """The class names, one per column of the probabilities. Empty if there are no classes."""
         return ()
 
     @property
@@ -265,7 +265,7 @@ class Task(ABC):
 
     @property
     def unit(self) -> str:
-        """The feature that groups dependent examples, such as a ranking's queries, or ""."""
+        """The feature that groups dependent examples, such as a query id, or "" if none does."""
         return ""
 
     @abstractmethod
@@ -294,16 +294,16 @@ class Task(ABC):
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The task of each output, by name. A single output has an empty name."""
+        """The task of each output, keyed by output name. A single output has an empty name."""
         return {"": self}
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """The weight of each output in the total loss, or 1 for outputs that are not listed."""
+        """The weight of each output in the total loss, by output name. The default weight is 1."""
         return {}
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with these decision thresholds, by output name."""
+        """Return this task with the given decision thresholds, which are keyed by output name."""
         if "" not in thresholds:
             return self
         found = copy.copy(self)
@@ -338,13 +338,13 @@ class Task(ABC):
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
         """Return the true labels and the scores [n, columns] for the AUC metrics.
 
-        The labels are bools [n, columns], or the number of the true column [n].
+        The labels are bools [n, columns], or integers [n]: the index of each example's true column.
         """
         raise NotImplementedError(f"{self.name} has no AUC metrics")
 
     @abstractmethod
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the columns that an exported model returns, by name."""
+        """Return the columns that an exported model returns, keyed by column name."""
 
     @abstractmethod
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
@@ -356,7 +356,7 @@ class Task(ABC):
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells of an example in the report: `label`, `predicted`, and any others."""
+        """Return the cells of an example's row in the report: `label`, `predicted`, and others."""
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return further results of an evaluation, as plain data.
@@ -390,23 +390,23 @@ class Task(ABC):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a function for the permutation test of a metric against a constant.
 
-        The test calls the function hundreds of times. If the result is None, the metric is compared
-        example by example instead.
+        The test calls the function hundreds of times. If this method returns None, the caller
+        compares the metric example by example instead.
         """
         del metric, part
         return None
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return values [n] whose mean is the metric, or None if there are none.
+        """Return one value per example [n], whose mean is the metric, or None if not supported.
 
-        If the result is None, the metric's state is computed for each example. This takes about a
-        hundred times as long.
+        If the result is None, the caller computes the metric's state for each example. This takes
+        about a hundred times as long.
         """
         del metric, part
         return None
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return one value per query, whose mean is the metric, or None if there are none."""
+        """Return one value per query, whose mean is the metric, or None if not supported."""
         del metric, examples
         return None
 
@@ -423,7 +423,7 @@ class Task(ABC):
         """Raise `SplitError` if the task cannot evaluate a label."""
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Check that a model's symbolic output and its last layer fit the task."""
+        """Raise `ConfigError` if a model's symbolic output or its last layer does not fit."""
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"the output must be one tensor, not a {type(output).__name__}")
         wanted = (None, *(None if size < 0 else size for size in self.output_shape))
@@ -440,7 +440,7 @@ class Task(ABC):
         self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
-        """Check that the last layer returns logits or probabilities, as the loss expects."""
+        """Require that the last layer returns what the loss expects: logits or probabilities."""
         if not self.link:
             return
         if self.from_probabilities and activation in {"linear", "dense"}:

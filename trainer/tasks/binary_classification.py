@@ -57,7 +57,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return a target's class names, or default names if it may have two classes, else ()."""
+    """Return a target's class names. Without names, return defaults for two classes, else ()."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -158,7 +158,7 @@ class BinaryClassification(Sigmoid):
         return BinaryTally(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return each class as a constant, and the fraction of positives as a probability."""
+        """Return three constants: always one class, always the other, and the positive fraction."""
         share = weighted_mean(examples, lambda part: part.labels)
         more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
         sure = SURE if share > 1 / 2 else -SURE
@@ -171,8 +171,8 @@ class BinaryClassification(Sigmoid):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a permutation test of `auc` or `average_precision`.
 
-        For `average_precision`, the test statistic is the mean log rank of the positive examples. A
-        single positive example at rank 1 would dominate the metric itself.
+        For `average_precision`, the test statistic is the mean log rank of the positive examples.
+        The metric itself is unsuitable, because one positive example at rank 1 can dominate it.
         """
         if metric not in Areas._fields:
             return None

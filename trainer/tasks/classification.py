@@ -49,7 +49,7 @@ class Classification(Softmax):
             raise ConfigError(f"the label must be one class number per example, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # Leave out the top-k accuracy: with so few classes, it would always be 1.
+            # Leave out the top-k accuracy, which is always 1 for at most k classes.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
@@ -89,7 +89,7 @@ class Classification(Softmax):
         return (self.num_classes,)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the metrics of a validation. An evaluation has more."""
+        """Return the metrics that a validation computes. An evaluation computes more."""
         return [
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
             metrics.MacroF1(self.num_classes),
@@ -105,7 +105,7 @@ class Classification(Softmax):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix, with a row per true class, and the curves."""
+        """Return the confusion matrix (one row per true class) and the curves."""
         cells = np.zeros((1, 1))
         for part in examples.parts():
             labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)

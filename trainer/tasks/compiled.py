@@ -35,7 +35,7 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 class Term(NamedTuple):
     """One term of the loss, for the output at `path`, with an optional weight.
 
-    `part` is the task of this output, if known. The task converts the labels.
+    `part` is the task of this output, if known. It converts labels to the units of the output.
     """
 
     path: tuple[Any, ...]
@@ -92,14 +92,14 @@ class State:
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of the metric by name. A value is None if it is undefined."""
+        """Return the values of the metric, keyed by name. An undefined value is None."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
         return _name_results(self.measured, _result(self.measured.metric, self._variables(state)))
 
     def function(self, name: str) -> Callable[[Sums], float]:
-        """Return a function that quickly computes the metric called `name` from a state."""
+        """Return a function that computes the metric `name` from a state, faster than `values`."""
         measured = self.measured
         if measured is None:
             return lambda state: float(state[1] / state[0])
@@ -125,7 +125,7 @@ class State:
 class Compiled:
     """The arguments of `model.compile`.
 
-    `jit_compile` is true only if the user requested XLA and Keras would not have chosen it.
+    `jit_compile` is true only if the user set it and Keras would not choose XLA by default.
     """
 
     optimizer: keras.optimizers.Optimizer | None
@@ -143,7 +143,7 @@ class Compiled:
             ConfigError: a loss does not fit the shapes, or its name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # Keras creates unused metrics for the losses of several outputs. Skip their variables.
+        # For several outputs, Keras creates an unused metric per loss. Do not initialize these.
         with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
@@ -228,7 +228,7 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a metric with this state. A plain mean has double precision."""
+    """Compute a metric from its state, in double precision if the metric is a plain mean."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0
@@ -242,7 +242,7 @@ def _compute(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
 
 
 def _name_results(measured: Measured, result: Any) -> dict[str, float | None]:
-    """Return the values of a metric by name, with None instead of NaN."""
+    """Return the values of a metric, keyed by name, with None instead of NaN."""
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
     return {name: None if np.isnan(value) else value for name, value in found.items()}

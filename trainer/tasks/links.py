@@ -17,8 +17,8 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# If the rarest class is less frequent than this fraction of 1 / classes, accuracy hardly reflects
-# it.
+# If the frequency of the rarest class is below this fraction of 1 / classes, accuracy is not a
+# suitable main metric.
 _RARE = 0.2
 #: Logit that represents a probability of 1. Its negative represents 0.
 SURE = 20.0
@@ -130,7 +130,7 @@ class Sigmoid(Task):
 
 
 def compute_logit(share: Floats) -> Floats:
-    """Return the logits of probabilities, clipped to the range from -`SURE` to `SURE`."""
+    """Convert probabilities to logits, and clip the logits to the range from -`SURE` to `SURE`."""
     with np.errstate(divide="ignore"):
         found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)
     return found

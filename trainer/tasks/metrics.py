@@ -239,7 +239,7 @@ class Areas(keras.Metric):
         true, false = map(tf.convert_to_tensor, (self.true, self.false))
         hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
         all_true, all_false = hits[:, 0], misses[:, 0]
-        # Scores in a bin are tied, so half of its true labels count as ranked above.
+        # Scores in a bin are tied, so half of the bin's true labels count as ranked above.
         above = tf.reduce_sum(false * (hits - true / 2), axis=1)
         precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
         both = (all_true > 0) & (all_false > 0)
@@ -265,8 +265,8 @@ def _scores() -> Any:
 def log_softmax(logits: Floats) -> Floats:
     """Return the log-probabilities of logits [n, classes] in float64.
 
-    Probabilities near 1 have precise logarithms, and the result does not depend on the order of the
-    classes.
+    The logarithms of probabilities near 1 are precise, and the result does not depend on the order
+    of the classes.
     """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     powers = np.exp(shifted)
@@ -298,7 +298,7 @@ def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
 
 
 def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) -> Counts:
-    """Return the confusion matrix [classes, classes]: labels by predictions."""
+    """Return the confusion matrix, with a row per label and a column per prediction."""
     return np.bincount(labels * classes + guess, weights, classes**2).reshape(classes, classes)
 
 
@@ -352,7 +352,7 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
 
 
 def roc(labels: Labels, logits: Floats) -> list[list[float]]:
-    """Return one ROC curve: points of false positive rate, true positive rate and threshold.
+    """Return a ROC curve: per point, the false positive rate, true positive rate and threshold.
 
     For two classes, this is the curve of the second class. For more classes, it is micro-averaged:
     each pair of an example and a class is a binary decision. The result is empty if all examples
@@ -372,7 +372,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
 
 def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return the points of a curve, or up to `CURVE_POINTS` evenly spaced ones if it is longer."""
+    """Return up to `CURVE_POINTS` points of a curve, evenly spaced if the curve has more."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])

@@ -55,7 +55,7 @@ class MultiOutput(Task):
     output_shape: Any = None
 
     def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
-        """Store the task and the loss weight of each target, by name."""
+        """Store the tasks and the loss weights of the targets, keyed by target name."""
         super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
         self.parts, self.loss_weights = parts, weights
         self.columns = tuple(dict.fromkeys(each for p in parts.values() for each in p.columns))
@@ -81,7 +81,7 @@ class MultiOutput(Task):
         return []
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with these thresholds, by output."""
+        """Return this task with the given thresholds, which are keyed by output name."""
         parts = {
             name: part.set_thresholds({"": thresholds[name]} if name in thresholds else {})
             for name, part in self.parts.items()
@@ -122,7 +122,7 @@ class MultiOutput(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Join `label` and `predicted` of all tasks. Prefix other cells with the output's name."""
+        """Join the `label` and `predicted` cells of all tasks. Prefix others with output names."""
         cells = {
             name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
@@ -138,7 +138,7 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details of each output. Prefix metrics, tables and charts with its name."""
+        """Return the details of all outputs. Prefix metrics, tables and charts with their names."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():
@@ -151,7 +151,7 @@ class MultiOutput(Task):
         return {**found, "outputs": by_output}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return all combinations of the outputs' constants, or only some if there are many."""
+        """Return all combinations of the outputs' constants, or a subset if there are too many."""
         each = [
             part.constants(LazyExamples(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()
@@ -232,7 +232,7 @@ class _OutputTally(Tally):
 
 
 def group_by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the columns of each output, without the prefix.
+    """Group columns by the output name that they start with, and remove this prefix.
 
     If a column matches the names of two outputs, it belongs to the one with the longer name.
     """

@@ -110,7 +110,7 @@ class MultilabelClassification(Sigmoid):
         """Return the class frequencies, and three sets of classes that may be the best constant."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
-        # The j most frequent classes have a micro F1 of 2 hits / (all + j). Choose the best j.
+        # Predicting the j most frequent classes gives a micro F1 of 2 hits / (all + j). Choose j.
         best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
         rows, counts = np.unique(sample_examples(examples).labels, axis=0, return_counts=True)
         frequent = np.where(shares >= ordered[best], SURE, -SURE)

@@ -47,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Do not look up these names with Keras. It would create objects, and thereby start the threads
-    # of TensorFlow in a process that forks tasks.
+    # Do not look up these names with Keras. The lookup would create objects, which would start
+    # TensorFlow's threads in a process that later forks tasks.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -103,8 +103,8 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     """Create the metric that is named in the configuration at `key`, with default arguments.
 
-    A function without arguments must return a metric. The values of a function with arguments are
-    averaged over the examples.
+    If the name refers to a function without arguments, the function must return a metric. The
+    values of a function with arguments are averaged over the examples.
 
     Raises:
         ConfigError: the name is unknown, or the metric cannot be created.
@@ -153,7 +153,7 @@ def find_direction(metric: keras.Metric) -> Direction | None:
 
 
 def class_name(metric: keras.Metric) -> str:
-    """Return the snake-case name of a metric's class, or of the function that it averages."""
+    """Return the name of the function whose values a metric averages, or of the metric's class."""
     function = getattr(metric, "_fn", None)
     if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
         return str(getattr(function, "__name__", ""))

@@ -87,7 +87,7 @@ class Objective:
             loss: name of a loss that replaces the losses of the task and the compiled model.
             metrics: names of additional metrics for every output.
             outputs: loss and metrics of single outputs, by output name.
-            weights: class weights for training, by output name as in `Task.parts`.
+            weights: class weights for training, keyed by output name as in `Task.parts`.
             main_metric: metric that replaces the task's main metric.
             better: direction of `main_metric`, if neither the task nor Keras defines it.
         """
@@ -124,7 +124,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics the tally computes. A user's task may have no tally.
+        # Outputs with the metrics of a built-in task. Its tally computes these metrics exactly.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -151,7 +151,7 @@ class Objective:
         """Check that a model fits the task, and use the arguments that it was compiled with.
 
         Args:
-            model: a built model. This method removes its own optimizer and metrics.
+            model: a built model. This method removes the model's optimizer and metrics.
             outputs: the outputs of the model for symbolic inputs.
 
         Raises:
@@ -186,7 +186,7 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "the metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # Use a batch size unlike any other size, because broadcasting could hide wrong shapes.
+            # Use a batch size that no axis has. Otherwise, broadcasting could hide wrong shapes.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
@@ -231,7 +231,7 @@ class Objective:
         return terms
 
     def _bind_task(self, term: Term, last: Any) -> Term:
-        """Add the task of the output to a loss of the compiled model."""
+        """Return the loss with the task of its output. Set the task's `from_probabilities`."""
         part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
@@ -274,7 +274,7 @@ class Objective:
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """The main metric and the directions of all metrics, for storage with results."""
+        """The main metric and the directions of all metrics, to be stored with the results."""
         return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
@@ -299,7 +299,7 @@ class Objective:
         return total
 
     def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
-        """Return the vector of `totals` for examples with stored outputs.
+        """Return the same vector as `totals`, for examples whose outputs are stored in a part.
 
         If `all_metrics` is false, the states of metrics that `tally` computes exactly are 0.
         """
@@ -318,7 +318,7 @@ class Objective:
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics from a vector of `totals`, without undefined metrics."""
+        """Compute the mean loss and all defined metrics from a vector of `totals`."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
@@ -349,7 +349,7 @@ class Objective:
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
-            # Trace once per metric. Tracing each part would be slower than the computation.
+            # Trace once per metric. Tracing again for each part would be slower than computing.
             self._traced_alone[state.name] = tf.function(
                 partial(self._alone, state.measured), reduce_retracing=True
             )
@@ -380,7 +380,7 @@ class Objective:
         return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
-        """Create and update the metrics. Some create their variables only in the first update."""
+        """Create the metrics, and update them once, because some create variables only then."""
         if len(self.states) > 1:
             return
         with named.skip_initial_values():
@@ -440,7 +440,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the sums of a batch. `loss`, if given, replaces the loss of this objective."""
+        """Return the sums of a batch. `loss` is its mean loss, or None to compute that loss."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
@@ -510,7 +510,7 @@ class Measuring(Tally):
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
-    """Return labels, outputs and weights for one example, all zeros, without running the model."""
+    """Return labels, outputs and weights of one example, filled with zeros. No model is run."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
     given = tf.nest.map_structure(
         lambda each: keras.KerasTensor((None, *each.shape[1:]), each.dtype.name), inputs

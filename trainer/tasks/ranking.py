@@ -73,7 +73,7 @@ class Ranking(BinaryClassification):
         """Return None, because a ranking predicts no class."""
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the metric of each query that has a defined value, sorted by query id."""
+        """Return the metric of each query for which it is defined, sorted by query id."""
         if not self._group or metric not in BY_QUERY:
             return None
         tally = QueryTally(self._group, Tally())
@@ -87,7 +87,7 @@ class Ranking(BinaryClassification):
 
 
 class Queries(NamedTuple):
-    """The defined values of a metric, one per query, and the weights of these queries."""
+    """The values of a metric for the queries that have one, and the weights of these queries."""
 
     values: Floats
     weights: Floats
@@ -99,7 +99,7 @@ class Queries(NamedTuple):
 
     @property
     def interval(self) -> Interval:
-        """The 95 % interval of the mean."""
+        """The 95% confidence interval of the mean."""
         moments = Moments()
         moments.add(self.values[np.newaxis], self.weights)
         (mean,), (error,) = moments.result()
@@ -152,7 +152,7 @@ class QueryTally(Tally):
 def measure_queries(
     groups: Array, labels: Array, scores: Array, weights: Floats | None = None
 ) -> dict[str, Queries]:
-    """Return `ndcg`, `mrr` (reciprocal rank of the first taken item) and `query_auc` by query.
+    """Compute `ndcg`, `mrr` (reciprocal rank of the first taken item) and `query_auc` per query.
 
     Examples of weight 0 are ignored.
     """

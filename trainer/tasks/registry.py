@@ -90,7 +90,7 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 
 
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with the positive class of each binary target as class 1.
+    """Return the dataset, with the classes of binary targets ordered so that class 1 is positive.
 
     Only this function decides which class is positive. All other code treats class 1 as positive.
 
@@ -106,7 +106,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
                 f"{key}.positive: {kind} of {target.name!r} has no positive class; leave the key "
                 f"empty{_KEPT}"
             )
-        # Skip a target that does not have two classes, because the task refuses it.
+        # Skip a target that does not have two classes. The task will refuse it later.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -114,7 +114,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     return dataset
 
 
-# If the user leaves the key empty, the first pipeline step sets it to the champion's class.
+# If the key is empty, the first pipeline step sets it to the champion's positive class.
 _KEPT = (
     "; if you did not set this key, its value comes from the champion: give a model with other "
     "classes another name"
@@ -217,7 +217,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    # Use the declared number of classes. `find_target` would also return a counted one.
+    # Use the declared number of classes. `find_target` may return a number that was counted.
     named = dataset.features[label].num_classes
     if kind in {"i", "u"} and not target.shape:
         if named == TWO:

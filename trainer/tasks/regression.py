@@ -43,7 +43,7 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# Number of values in the sample for the median, and minimum number of examples in this sample.
+# Limit on the values in the sample for the median, which may always have `_LEAST` examples.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
@@ -89,7 +89,7 @@ class Regression(Task):
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize
-        # The moments are unknown before preparation. The defaults suffice, as nothing is trained.
+        # Before preparation, the moments are unknown. Use defaults, because nothing is trained yet.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
@@ -228,7 +228,7 @@ def _text(numbers: Floats) -> float | str:
 
 
 def _bin(x: Floats, y: Floats) -> list[list[float]]:
-    """Return the mean x and mean y of each bin, for bins of equal size in the order of x."""
+    """Sort points by x, divide them into bins of equal size, and return the means of each bin."""
     order = np.argsort(x, axis=None, kind="stable")
     bins = [each for each in np.array_split(order, _BINS) if len(each)]
     return [[float(x.ravel()[each].mean()), float(y.ravel()[each].mean())] for each in bins]

@@ -93,7 +93,7 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
     """Flatten the positions of each example to [n, positions], or [n, positions, classes]."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # Compute the count at run time if a size varies between batches, and is unknown in tracing.
+    # Compute the count at run time if a size varies between batches and has no static value.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes
@@ -124,7 +124,7 @@ class PlaceMetrics(metrics.MacroF1):
         self.weight.assign_add(tf.reduce_sum(weight))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return the three metrics by name."""
+        """Return the three metrics, keyed by name."""
         right, either = map(tf.convert_to_tensor, (self.right, self.either))
         return {
             "accuracy": 2 * tf.reduce_sum(right) / tf.reduce_sum(either),
@@ -190,7 +190,7 @@ class SequenceLabelling(Softmax):
         return f"{names} ..." if len(numbers) > _MOST_PLACES else names
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the most frequent class, overall and by position, and frequencies by position."""
+        """Return the most frequent class overall and by position, and the class frequencies."""
         counts: Floats = np.zeros(1)
         for part in examples.parts():
             labels = part.labels.reshape(len(part.labels), -1).astype(np.int64)

@@ -1,7 +1,7 @@
 """The loss of a task, which replaces Keras's loss container and its scaling.
 
-Keras divides a loss by the number of replicas, because it adds up their gradients. Here, gradients
-are averaged, so the loss is the mean over the batch.
+Keras divides a loss by the number of replicas, because it sums the gradients of all replicas. Here,
+gradients are averaged, so the loss is the mean over the batch.
 
 Class weights apply only in training, as in Keras's `fit`. If an example has several labels, each
 label has a weight.

@@ -82,7 +82,7 @@ class RunMetrics(Collector):
             "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        # A user's program reports its last step itself.
+        # A user's program itself reports the step at which training ends.
         self._is_program = bool(config.program.command)
         self._target = 0 if self._is_program else config.training.steps
         self._state = RunState()
@@ -248,7 +248,7 @@ def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
 
 
 def _read_newest(job: Job, metrics: RunMetrics) -> None:
-    """Set the checkpoint from which a resumed run starts. A new run has none."""
+    """Set the metrics of the checkpoint from which a resumed run starts. A new run has none."""
     try:
         found = [
             (int(manifest.fields["global_step"]), manifest.created_at)

@@ -42,7 +42,7 @@ class Profiler:
         self._others: threading.Thread | None = None
 
     def update(self, step: int, steps_per_second: float = 0.0) -> None:
-        """Start or stop the trace between two updates. The next update is `step + 1`."""
+        """Start or stop the trace after `step`, so that it covers the configured range of steps."""
         if not self._folder:
             return
         if self._is_tracing and step >= self._last:
@@ -91,7 +91,7 @@ class Profiler:
 
 
 def make_profiler(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
-    """Return the profiler of the task that publishes. In any other task, it does nothing."""
+    """Return a profiler. It traces only if this task is the one that publishes checkpoints."""
     steps = training.profile if strategy.publishes else ()
     return Profiler(steps, folder, list_servers(strategy.cluster, strategy.task))
 

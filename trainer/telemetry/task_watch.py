@@ -1,7 +1,7 @@
 """The numbers of running tasks and of restarts in the cluster.
 
 The leading task probes the port of each other task every two seconds, or less often if there are
-more than 64. A restarted task loads TensorFlow first, so hardly any restart is missed. Restarts of
+more than 64. Loading TensorFlow takes seconds, so hardly any restart is missed. Restarts of
 the leading task, and of forked tasks in a local run, are counted in files in the tasks' folders.
 """
 
@@ -21,8 +21,8 @@ from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
 
 FILE = "restarts.json"
-# The pause between two rounds, in seconds (longer if there are many tasks), and the maximum number
-# of tasks to probe per second.
+# The pause between two rounds of probes, in seconds (longer if there are many tasks), and the
+# maximum number of tasks to probe per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
 # Timeout of the last probe, in seconds. This probe shows which task has ended the attempt.
 LAST_SECONDS = 1.0
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """A watch that counts the responding tasks and the restarts of each role."""
+    """Counts the responding tasks and the restarts of each role."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from task `this`. `report` gets the running tasks, all tasks and the restarts."""
+        """Watch from `this`. `report` gets the numbers of running tasks, all tasks and restarts."""
         self._cluster, self._this, self._report = cluster, this, report
         # Make the path absolute, because this process changes its working directory later.
         self._file = folder.absolute() / FILE

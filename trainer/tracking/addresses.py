@@ -50,7 +50,7 @@ def is_given_run() -> bool:
 
 
 def writes_itself() -> bool:
-    """Return whether this process must write to MLflow, because no CLI process does this for it."""
+    """Return whether this process must write its run to MLflow, because no CLI process does."""
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 

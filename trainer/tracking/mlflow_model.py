@@ -61,7 +61,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     Args:
         folder: the files of the version.
         fields: the fields of its manifest.
-        kinds: the kind of each output, by name.
+        kinds: the task of each output, such as `regression`, keyed by the output's name.
     """
     if "reads" not in fields:
         # The model was exported by an earlier version of Flotilla, which did not record its inputs.
@@ -73,7 +73,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     program = _PROGRAM.read_bytes()
     # Use a unique name, because a process may load models of several versions.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    # The folder already exists if the files are written again because the version was taken.
+    # The folder exists if another run took the version number and this is a second attempt.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
@@ -165,7 +165,7 @@ def _list_outputs(
 
 
 def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output that a column belongs to: the longest name that is a prefix of it."""
+    """Return the output that a column belongs to: the longest name that the column starts with."""
     return max((each for each in names if key.startswith(f"{each}_")), key=len)
 
 
@@ -175,7 +175,7 @@ def _choose_size(inputs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether all inputs are arrays of fixed shape. Other models take a table."""
+    """Return whether the model takes tensors: all inputs are arrays of fixed shape, no images."""
     return all(
         each["shape"] and None not in each["shape"] and each["type"] != "image" for each in inputs
     )

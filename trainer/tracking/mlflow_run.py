@@ -44,15 +44,15 @@ _SETTINGS = {
 # Maximum number of points, of all curves together, that are kept while MLflow is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
-# Held while a run finds or creates its parent, because the trials of a sweep start at the same time
-# and have the same parent.
+# Held while a run finds or creates its parent. Otherwise trials of a sweep, which start at the same
+# time, could each create their common parent.
 _CREATING = threading.Lock()
 
 
 class Point(NamedTuple):
     """A value of a curve, with its time as a Unix timestamp in milliseconds.
 
-    `repeats` indicates whether the same step may be measured again.
+    `repeats` is true for curves of training, which repeats steps after a restart.
     """
 
     name: str
@@ -284,7 +284,7 @@ def create_run(client: Any, name: RunName, experiment: str, parent: str = "") ->
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the MLflow run or None.
 
-    If the environment names the MLflow run of another Flotilla run, search the same experiment.
+    If the environment names the MLflow run of another Flotilla run, search its experiment.
     """
     if given := name.place.run:
         run = client.get_run(given)
@@ -300,7 +300,7 @@ def find_run(client: Any, name: RunName) -> tuple[str, Any]:
 
 
 def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
-    """Return the id of the experiment at a place, or find or create one named `default`."""
+    """Return the id of the experiment. If `place` has no id, find or create it by its name."""
     if place.experiment:
         return place.experiment
     name = place.experiment_name or default

@@ -142,7 +142,7 @@ def _scalars(wanted: Mapping[str, Any], column: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return the text without surrounding spaces. An integral float is formatted like an int."""
+    """Return a value as text without outer spaces. A float such as 2.0 is formatted as `2`."""
     if isinstance(value, bytes):
         return value.decode().strip()
     if isinstance(value, str):
@@ -229,7 +229,7 @@ def _pad(wanted: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _pixels(data: bytes, shape: Sequence[int], tf: Any) -> Any:
-    """Decode a PNG or JPEG image, rotate it as its EXIF data says, and resize it for the model."""
+    """Decode an image, rotate it according to its EXIF data, and resize it for the model."""
     from PIL import Image, ImageOps
 
     height, width, channels = shape

@@ -44,7 +44,7 @@ MISSING = (
     "MLFLOW_TRACKING_URI is set, but nothing is tracked, because MLflow is not installed; run "
     "pip install 'kfp-flotilla[mlflow]'"
 )
-# Maximum number of points of a curve, the same as the number of rows of a history.
+# Maximum number of points of a training curve, equal to the maximum rows of a history.
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
@@ -90,7 +90,7 @@ class Reader:
         if not is_due and event.global_step < event.steps:
             return
         self._last = event.global_step
-        # Leave out values of 0, because a user's program does not report these.
+        # Leave out values of 0, which mean that a user's program did not report the value.
         known = ("loss", "learning_rate", "steps_per_second")
         values = {name: getattr(event, name) for name in known if getattr(event, name)}
         values |= event.metrics
@@ -275,7 +275,7 @@ class Unsent:
         return None
 
     def write(self, folder: Path) -> None:
-        """Write the file, so that a later command can complete a run that was killed."""
+        """Write the file, so that a later command can send the rest if this process is killed."""
         with suppress(OSError):
             (folder / UNSENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
@@ -348,9 +348,9 @@ class LocalRun:
             )
 
     def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
-        """Write how the run ended, within `CLOSE_SECONDS`. Return whether everything was written.
+        """Write the final status within `CLOSE_SECONDS`. Return whether everything was written.
 
-        `word` is MLflow's status, if it does not follow from `status`.
+        `word` is MLflow's status. If it is empty, the status is derived from `status`.
         """
         if not self._tracker:
             return True

@@ -120,7 +120,7 @@ def _end(
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
         cluster = job.config.cluster
-        # The local launcher waits for the evaluator, and detects its permanent failure.
+        # The local launcher itself waits for the evaluator, and detects if it fails permanently.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
@@ -137,7 +137,7 @@ def await_validation(
     """
     created = storage.read_manifest(checkpoints.last).created
     measured, since = -1, 0.0
-    # Poll, because a store does not notify readers of new rows.
+    # Poll the rows, because a store does not notify readers of new ones.
     pause = threading.Event()
     while not stop_requested():
         rows = checkpoints.read_validations()

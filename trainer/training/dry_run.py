@@ -235,7 +235,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
         return _fit_dataset(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        # If the first rows give no gradient, try artificial ones, because sorted rows may all be
+        # If the first rows give no gradient, try artificial rows, because sorted rows may all be
         # equal or have no weight.
         for examples in (uri, ""):
             try:
@@ -253,7 +253,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
 
 
 def _find_line(error: ConfigError) -> int:
-    """Return the line in `_fit_dataset` that raised the error. A later line is a better fit."""
+    """Return the line of `_fit_dataset` that failed. A later line means that more checks passed."""
     below = error.__traceback__ and error.__traceback__.tb_next
     return below.tb_lineno if below else 0
 
@@ -321,9 +321,9 @@ def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
 
 
 def _read_as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with numeric labels as quantities, not as classes.
+    """Return the dataset with numeric labels read as quantities instead of classes.
 
-    A few such labels look like classes. Raises `ConfigError` if there is no such label.
+    In a few rows, quantities may look like classes. Raises `ConfigError` without such labels.
     """
     features, said = dict(sample.features), config.data.types
     for name in sample.targets if config.data.source and not config.data.map else ():
@@ -342,7 +342,7 @@ def _is_number(text: str) -> bool:
 
 
 def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # Keep the counts of whole numbers without class names, because they give the number of classes.
+    # Keep the counts of integer labels without class names: they give the number of classes.
     counts = sample.target_counts
     return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 

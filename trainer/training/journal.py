@@ -38,7 +38,7 @@ class Journal:
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to `start`. `epoch` is the number of steps per epoch, 0 if unknown."""
+        """Read the rows up to `start`. `epoch` is the steps per epoch, or 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -74,7 +74,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit an event for a new attempt. `saved` is the global step of the newest checkpoint."""
+        """Emit an event for a new attempt. `saved` is the newest checkpoint's step, or -1."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(

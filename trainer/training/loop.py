@@ -68,15 +68,15 @@ class Hooks:
     Attributes:
         make_problem: called once, with the global step at which the attempt begins.
         validate: measures the current variables of the strategy, at each boundary of
-            `training.validate_every`, or None if another task validates, or none does.
+            `training.validate_every`, or None if this task does not validate.
         should_stop: called before each inner loop. True ends training with a last checkpoint. It
             may raise an error, for example if the lease of the checkpoints is lost.
         should_stop_early: called after each checkpoint. True means that the validations of another
             task (the evaluator) no longer improve.
         judged_by: called after the model is built. It returns the checkpoint fields that name the
             main metric, as `MainMetric.of` reads them.
-        watch_steps: a context manager around each inner loop and around storing its step on the
-            servers, which detects a stall.
+        watch_steps: a context manager that detects a stall. It wraps each inner loop, and each
+            write of the global step to the servers.
         steps_of_epoch: the number of steps per epoch, or 0 if unknown.
     """
 
@@ -233,7 +233,7 @@ class _OuterLoop:
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
-        # The end of the last inner loop, if workers have continued since then, or None if all are
+        # When the last inner loop ended, if workers have continued since then. None if all are
         # idle.
         self._goes_on_since: float | None = None
         for row in journal.rows:
@@ -266,7 +266,7 @@ class _OuterLoop:
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
-                # The updates that workers apply until they are idle may complete training.
+                # Wait until all workers are idle: their last updates may complete training.
                 step = self._process(step, self._inner_loop(step, self._strategy.rest))
                 continue
             if decision.stop:
@@ -333,7 +333,7 @@ class _OuterLoop:
         return uri
 
     def _decide(self, step: int) -> _Decision:
-        # No save is due by time before the first inner loop of an attempt has ended.
+        # Before the first inner loop of an attempt has ended, no save is due by time.
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),

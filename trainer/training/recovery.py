@@ -89,7 +89,7 @@ class Recovery:
         reasons = {
             "the chief was assigning values": not living,
             "no other server holds variables": not any(each.held for each in living),
-            # A user who deletes a checkpoint wants to discard the values of later training.
+            # A user who deletes a checkpoint also wants to discard the values that followed it.
             "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )

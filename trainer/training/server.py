@@ -67,8 +67,8 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     # Start the part server before TensorFlow's server, because `start` clears the folder that the
     # chief's graphs use.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
-        # Leave the folder: an earlier process may have left its record there, and the chief's
-        # graphs would wait forever for that process.
+        # Leave the folder: it may contain the ready file of an earlier process, and the chief
+        # would wait for replies of that process.
         os.chdir("/")
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),

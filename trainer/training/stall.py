@@ -91,7 +91,7 @@ class StallWatch:
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():
             self._waits += 1
-            # Wait twice, because a restarted task answers before it completes its first step.
+            # Wait for two timeouts, because a restarted task answers before it completes a step.
             if self._waits > 1:
                 self._end(f"every task responds; {_REMEDY}", self._waits * self._seconds)
 

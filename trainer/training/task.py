@@ -187,7 +187,7 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
 
 
 def _enter(folder: Path) -> None:
-    # Keep the user's modules importable, because they are in the current working directory.
+    # Keep the user's modules importable: they are in the working directory, which changes now.
     os.environ.update(user_code.environment())
     try:
         folder.mkdir(parents=True, exist_ok=True)

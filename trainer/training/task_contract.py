@@ -237,7 +237,7 @@ def _require_plain(what: str, tree: Any) -> None:
 def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
-    # For an axis of any size, use the length of the label's axis.
+    # If the size of an output axis is not fixed, use the size of the same axis of the label.
     known = dict(enumerate(labels.shape[1:]))
     sizes = [
         size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)

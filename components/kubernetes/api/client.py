@@ -99,7 +99,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API refused a request. `is_unserved`: the API does not serve this kind of object."""
+    """The API refused a request. `is_unserved` is true if it does not serve the kind of object."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Store the HTTP status and the message of the API."""
@@ -109,7 +109,7 @@ class RefusedError(Exception):
 
     @property
     def is_missing(self) -> bool:
-        """Whether the object does not exist."""
+        """Whether the API refused the request because the object does not exist."""
         return self.code == HTTPStatus.NOT_FOUND
 
     @property
@@ -119,7 +119,7 @@ class RefusedError(Exception):
 
     @property
     def is_of_unknown_fields(self) -> bool:
-        """Whether the API, in strict mode, refused an unknown field of the object."""
+        """Whether strict validation refused the object because of an unknown field."""
         return "unknown field" in str(self)
 
 
@@ -153,7 +153,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object. `strict` makes the API refuse unknown fields. `is_tried`: a dry run."""
+        """Create an object. `strict` refuses unknown fields. `is_tried` makes this a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
@@ -168,7 +168,7 @@ class Api:
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
-        """Delete an object, if it exists, and its dependents. Keep an object with another `uid`."""
+        """Delete an object and its dependents. Ignore a missing object, or one with another uid."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -188,7 +188,7 @@ class Api:
         return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:
-        """Post an object that is only evaluated, such as an access review. Return the response."""
+        """Post a review, which the API evaluates but does not store, and return the response."""
         return self._ask("POST", path, body=body)
 
     def list_objects(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
@@ -201,7 +201,7 @@ class Api:
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind of object, or True if it refuses the request."""
+        """Return whether the API serves a kind of object. Assume so if it refuses the lookup."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -209,7 +209,7 @@ class Api:
         return any(each.get("name") == resource.plural for each in found.get("resources") or [])
 
     def watch(self, resource: Resource, query: Mapping[str, str], version: str) -> Iterator[Tree]:
-        """Yield the watch events of a kind since a resource version, until the stream ends."""
+        """Yield the events of a watch that starts at a resource version, until the stream ends."""
         parameters = {
             **query,
             "watch": "true",
@@ -222,7 +222,7 @@ class Api:
                 yield json.loads(line)
 
     def recent_log(self, pod: str, seconds: int, container: str = names.CONTAINER) -> Iterator[str]:
-        """Yield the lines that a pod has logged in the last `seconds`."""
+        """Yield the lines that a pod's container logged in the last `seconds` seconds."""
         query = {"container": container, "sinceSeconds": str(seconds)}
         return self._lines(f"{self._path(PODS, pod)}/log", query)
 

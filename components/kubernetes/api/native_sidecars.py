@@ -21,7 +21,7 @@ def needs_sidecars(config: Config) -> bool:
 
 
 def describe_lack(version: str) -> str:
-    """Return why this Kubernetes version, if known, cannot run a program, or an empty string."""
+    """Return why this Kubernetes version cannot run a program, or "" if it can or is unknown."""
     found = _VERSION.match(version)
     if not found or (int(found[1]), int(found[2])) >= OLDEST:
         return ""

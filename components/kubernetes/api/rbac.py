@@ -23,7 +23,7 @@ WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 @dataclass(frozen=True)
 class Permission:
-    """The permission for a verb on a kind of object. A run continues without an optional one."""
+    """The permission for a verb on a kind of object. A run also works without an optional one."""
 
     verb: str
     resource: str

@@ -36,7 +36,7 @@ def call_with_retry(
         seconds: how long to retry; 0 means forever.
         sleep: waits between two attempts, and may raise an exception to stop retrying.
         kind: kind of the job in the request, for the error message.
-        silent_seconds: how long the controller may be silent; 0 means `seconds`.
+        silent_seconds: how long to retry while the controller's webhook is silent; 0: `seconds`.
 
     Raises:
         TransientError: the API or the controller did not respond in time.

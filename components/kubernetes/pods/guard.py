@@ -50,8 +50,8 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task is killed this many seconds before its pod's grace period ends, or this share of a short
-# grace period, so that the guard can still write the termination message.
+# A task is killed before its pod's grace period ends, so that the guard can still write the
+# termination message: this many seconds earlier, or this share of a short grace period.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds until unresolved names are reported (a name resolves only once its pod has an address),
@@ -94,7 +94,7 @@ class Guard:
         killer.start()
 
     def wait(self) -> int:
-        """Return the exit code of the task (128 + N for signal N), or a code that fails the job."""
+        """Return the task's exit code (128 + N for signal N), or FAILED to make the job fail."""
         code = self._process.wait()
         if not self.ends_job:
             return code
@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> int:
 def watch_as_leader(
     ending: launcher_watch.Ending, cluster: Cluster, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Watch the launcher and the names of the other tasks. Return the launcher variable, parsed."""
+    """Watch the launcher and the names of the other tasks. Return the parsed launcher variable."""
     watched: dict[str, Any] = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}")
     if watched:
         launcher_watch.start(ending, watched)

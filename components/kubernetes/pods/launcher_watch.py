@@ -70,7 +70,7 @@ def start(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 
 def delete_job(watched: Mapping[str, Any]) -> None:
-    """Delete the job if this is permitted; otherwise, the failure of the leading task ends it."""
+    """Try to delete the job. If this fails, the failure of the leading task ends the job."""
     from flotilla.components.kubernetes.api.client import (
         Api,
         RefusedError,

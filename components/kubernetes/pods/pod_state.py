@@ -200,7 +200,7 @@ def is_alive(pod: Tree) -> bool:
 
 
 def ends(pod: Tree) -> list[TaskEnd]:
-    """Return the exits of the task's container that a pod's status shows, at most the last two."""
+    """Return the last exits of the task's container. A pod's status shows at most two."""
     container = _container(pod)
     current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
     count = restart_count(pod)

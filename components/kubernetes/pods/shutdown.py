@@ -88,7 +88,7 @@ class ShutdownConnection:
         threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
     def wait(self, notice: float, timeout: float) -> None:
-        """Wait up to `notice` s for the announcement, then up to `timeout` s for the end."""
+        """Wait up to `notice` s for the announcement, then `timeout` s for the leader to end."""
         if self._announced.wait(notice):
             self._ended.wait(timeout)
 

@@ -42,12 +42,12 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
-# If an attempt ends with `BEGIN_AGAIN` within the first number of seconds, its cluster was not
-# complete. For the second number of seconds, such restarts are not counted. This number exceeds
-# the time that gRPC waits before it resolves a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
+# An attempt that ends with `BEGIN_AGAIN` before SHORT_ATTEMPT_SECONDS had an incomplete cluster.
+# Its restart is not counted during SETTLE_SECONDS. This exceeds the time that gRPC waits before it
+# resolves a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
-# Seconds between two attempts. After short attempts, the time between two starts doubles from the
-# first number up to the second.
+# Minimum pause between two attempts. After consecutive short attempts, the time between two starts
+# doubles from PAUSE_SECONDS up to LONGEST_PAUSE_SECONDS.
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 10.0
 _MOST_DOUBLINGS = 10
 # How long killed children of a task may take to exit, in seconds.
@@ -74,7 +74,7 @@ class RestartRule:
         self._short, self._seconds = 0, 0.0
 
     def next_attempt(self, code: int, seconds: float) -> NextAttempt | None:
-        """Return the next attempt after one that took `seconds`, or None if none may follow."""
+        """Return how to restart a task that ended after `seconds`, or None for no restart."""
         if code < RETRYABLE:
             return None
         is_short = seconds < SHORT_ATTEMPT_SECONDS
@@ -123,7 +123,7 @@ class TaskProcess:
                 os.kill(self._process.pid, number)
 
     def begin_no_more(self) -> None:
-        """Make the current attempt the last one, and end a pause between attempts."""
+        """Do not restart the task after its current attempt, and end any pause before a restart."""
         if not self._is_ending:
             self._is_ending = True
             os.write(self._waker, b"\0")
@@ -160,7 +160,7 @@ class TaskProcess:
             self.send_signal(signal.SIGTERM)
 
     def _end(self) -> tuple[int, float]:
-        """Wait until the attempt and its process group end. Return its exit code and seconds."""
+        """Wait until the attempt and its process group end. Return its exit code and duration."""
         process = self._process
         assert process
         _await_end(process.pid)

@@ -53,7 +53,7 @@ def completion(
 
 
 def rejoin_words(environment: MutableMapping[str, str]) -> None:
-    """Replace bash's words with those of the line in `COMP_LINE`, if it is set."""
+    """Set `COMP_WORDS` and `COMP_CWORD` from bash's line in `COMP_LINE`, if that is set."""
     line = environment.get("COMP_LINE", "")
     if not line:
         return

@@ -25,8 +25,8 @@ _TASK = re.compile(
 _REDRAWN = re.compile(r"\r|\\u000d")
 # absl's timestamp without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
-# How noise lines of KFP and Argo start, by program. A line that ends with an opening bracket
-# starts a document, which ends with the closing bracket.
+# Programs, each with a pattern for the start of its noise lines. A line that ends with an opening
+# bracket begins a document of several lines, which ends with the closing bracket.
 PLUMBING: tuple[tuple[str, str], ...] = (
     ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
     ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
@@ -38,7 +38,7 @@ PLUMBING: tuple[tuple[str, str], ...] = (
     ("pip", r"\[notice\] |WARNING: Running pip as the 'root' user"),
 )
 _PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
-# The start and the end of each kind of document.
+# Patterns for the first and the last line of each kind of document.
 _DOCUMENTS = (
     (re.compile(r"default session config: "), re.compile(r"$")),
     (
@@ -52,7 +52,7 @@ _INDENT, _STREAMED = "    ", "Streamed logs:"
 RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
 _RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
 _HALF_A_DAY = 43200.0
-# A line whose content is also in the event at the end of the step.
+# The error line of a step. The event at the end of the step contains the same error.
 _ERROR_OF_STEP = re.compile(r"flotilla: [a-z_]+: ")
 
 

@@ -25,13 +25,13 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# A repeating line, such as progress, is shown at most once in this share of the elapsed time.
+# Minimum time between two lines of a kind, such as progress, as a share of the elapsed time.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
-# Number of newest lines in which to look for a repetition.
+# Number of recent lines that are searched for a repetition.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
     Progress: lambda event: f"{format_reached(event)}  {format_metrics(event)}",
@@ -101,7 +101,7 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that wait for the next line, because no further line is available yet."""
+        """Yield lines that were held back until the next line, because none is available yet."""
         yield from self._close_traceback()
         yield from self._began()
 
@@ -192,7 +192,7 @@ class LogView:
             yield from self._make_line(line, _PACED[type(line.event)](line.event))
 
     def _flush_held(self) -> Iterator[LogLine]:
-        """Yield the last held-back line of each kind, and reset."""
+        """Yield the last held-back line of each kind, and reset the rate limits."""
         kept = [each.kept for each in self._paces.values() if each.kept]
         self._paces.clear()
         for line in sorted(kept, key=lambda each: each.time or 0.0):

@@ -112,13 +112,13 @@ class Arriving:
 
 
 def send_number(connection: socket.socket, number: int, descriptor: int | None = None) -> None:
-    """Send the id of a process, or an exit code."""
+    """Send the id of a process with its descriptor, or an exit code alone."""
     own = [] if descriptor is None else [descriptor]
     socket.send_fds(connection, [_NUMBER.pack(number)], own)
 
 
 def receive_number(connection: socket.socket) -> tuple[int, int | None]:
-    """Return the next number and its descriptor. Raises `OSError`."""
+    """Return the next number, and its descriptor if one was sent. Raises `OSError`."""
     head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
     (number,) = _NUMBER.unpack(_whole(connection, _NUMBER.size, head))
     return number, descriptors[0] if descriptors else None

@@ -89,7 +89,7 @@ class _Copy:
 
 
 class Server:
-    """A server that loads modules, and serves fork requests between two modules."""
+    """A server that loads modules one by one, and serves fork requests after each of them."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Serve on a listening socket."""
@@ -269,7 +269,7 @@ def main() -> None:
     except OSError:
         # If the kernel cannot change the command line, tasks are started without forks.
         return
-    # Disable garbage collection during the imports, because they leave hardly any garbage.
+    # Disable garbage collection during the imports, because it would free hardly any memory.
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()

@@ -78,7 +78,7 @@ def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return a digest of the file names, sizes and timestamps in a folder, or {} for TFDS data."""
+    """Return a digest of the folder that a builder reads in place, or {} for other builders."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)

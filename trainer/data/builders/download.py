@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
-# HTTP status codes after which TFDS repeats a request, up to ten times.
+# HTTP status codes for which TFDS retries a request, up to ten times.
 UNAVAILABLE = (500, 502, 503, 504)
 _FTP_PORT = 21
 _GCS = "https://storage.googleapis.com"
@@ -133,7 +133,7 @@ _MIB = 1 << 20
 
 
 class _Bar:
-    """A TFDS progress bar that is not displayed and reports its counts as progress."""
+    """A replacement for a TFDS progress bar. It displays nothing and reports counts to `Work`."""
 
     def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))

@@ -22,7 +22,7 @@ def varying(spec: DatasetSpec) -> tuple[str, ...]:
 
 
 def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
-    """Return a spec with which all batches are padded to the same lengths."""
+    """Return a spec that pads the features in `lengths` to the given lengths in every batch."""
     fixed = {
         name: replace(spec.features[name], shape=(size, *spec.features[name].shape[1:]))
         for name, size in lengths.items()

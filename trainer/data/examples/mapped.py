@@ -52,7 +52,7 @@ class UnsuitableError(ValueError):
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration of the source, without the roles and shapes of the results."""
+    """Return the configuration for reading the source. It omits the roles and shapes of results."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
@@ -69,7 +69,7 @@ class MappedSource(Source):
     """The examples of another source, converted by the user's function."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
-        """Convert the examples of `source`, which was made for `source_config(config)`."""
+        """Wrap `source`, which must have been created with `source_config(config)`."""
         self.name = f"data.map: {config.map}"
         # Omit the function, because the dataset's key already includes a digest of its code.
         self.identity: Mapping[str, Any] = source.identity
@@ -123,7 +123,7 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the results. Raises `UserError` if the function fails or a result does not fit."""
+        """Yield the results. Raises `UserError` if the function fails or a result is unsuitable."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         before = 0
         for batch, rows in self._map(part):

@@ -94,7 +94,7 @@ class ColumnScan:
             self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
-        """Add the sizes of images. `missing` is the number of values that cannot be decoded."""
+        """Add images by their sizes. `missing` is the number of images that cannot be decoded."""
         for size in measured:
             self.rows += 1
             self._count("image", 1)
@@ -126,7 +126,7 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Return whether a float type keeps whole numbers exact and resolves the column's range."""
+        """Return whether float type `dtype` keeps whole numbers exact and can tell values apart."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
@@ -141,7 +141,7 @@ class ColumnScan:
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
-        """Extend the range by the values. Strings count only if they are numbers."""
+        """Extend the column's range to include the values. Ignore strings that are not numbers."""
         if is_list_of_texts(array.type):
             return
         while is_list(array.type):

@@ -63,7 +63,7 @@ def decide(  # noqa: PLR0913
     required: bool = False,
     exact: bool = False,
 ) -> Column:
-    """Return the type of a column. `said` is the configured type, empty if it is inferred.
+    """Decide how to read a column. `said` is the configured type, or empty to infer the type.
 
     If the column is `required`, a row without a value is broken. An `exact` column keeps all
     digits, which is needed if splits depend on it. Raises `UserError` if the values have no common
@@ -105,7 +105,7 @@ def _join(*notes: str) -> str:
 
 
 def _note_sets(name: str, classes: Sequence[str]) -> str:
-    """Return a note, or "" unless the classes look like sets of labels, such as `red|blue`."""
+    """Return a note if the classes look like sets of labels, such as `red|blue`, otherwise ""."""
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}
@@ -161,7 +161,7 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
 def _int_or_id(
     name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
 ) -> tuple[str, str, str]:
-    """Return type, reason and note of whole numbers. The type is text if no number type fits."""
+    """Return the type of a whole-number column (text if no number type fits), reason and note."""
     found = ""
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"

@@ -80,7 +80,7 @@ class FilePieces:
         return isinstance(self.reader, ImageFilesReader)
 
     def local(self, number: int) -> AbstractContextManager[Path]:
-        """Provide a file as a local path."""
+        """Return a context manager that provides a file as a local path."""
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
@@ -125,7 +125,7 @@ class FilePieces:
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
-            # Drop keys of later records that have the name of a partition column.
+            # Partition columns take precedence over record keys of the same name, so drop those.
             table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
@@ -136,7 +136,7 @@ class FilePieces:
         return {} if self.is_listing else read_partition(self.files[number])
 
     def place(self, piece: Piece, number: int) -> str:
-        """Return the file and the row of a record."""
+        """Return the path and row number of a record, for messages."""
         with self.local(piece.file) as path:
             row = self.reader.row(path, piece, number)
         if self.is_listing:
@@ -247,7 +247,7 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
 
 
 def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
-    """Return a folder of images in random order, with the splits that its folders indicate."""
+    """Return the images of a folder in random order, with the splits that subfolders indicate."""
     files, notes = list(images.files), list(images.notes)
     if not any(file.split for file in files):
         files, found = split_folders(files)
@@ -263,7 +263,7 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of the files in a listing, and these files. Raises `UserError`."""
+    """Return the format of a listing's files, and the files that have it. Raises `UserError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
@@ -366,7 +366,7 @@ def _name_file(file: Any, path: Path) -> Iterator[None]:
 
 
 def drop_documents(files: Sequence[Any]) -> list[Any]:
-    """Return the files that are neither documentation nor empty, or all files if there are none."""
+    """Return the files that are neither documents nor empty, or all files if none would be left."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
     kept = [
@@ -414,7 +414,7 @@ def _find_split(path: str) -> str:
 
 
 def read_partition(file: Any) -> dict[str, str]:
-    """Return the partition columns in the folders of a path, such as `kind=cat/`."""
+    """Return the partition columns in a file's path. A folder `kind=cat/` sets `kind` to `cat`."""
     found = {}
     # Leave out the folder of a span, because it only selects the files to read.
     for folder in file.path.split("/")[:-1]:

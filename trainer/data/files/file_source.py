@@ -222,14 +222,14 @@ class FileSource(Source):
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # Exit `work` before the pool, so that no thread continues after an interrupt.
+        # `work` exits before the pool. After an error, its `add` then raises and ends the threads.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
     def _scan_files(self) -> Scan:
         names, said = self._files.header()
         varies = self._files.reader.varies
-        # Report wrong keys before all files are read.
+        # Choose the roles now, so that wrong keys are reported before all files are read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
         require_few(len(columns), self._config.source)
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
@@ -269,7 +269,7 @@ class FileSource(Source):
             found = list(scan.families.get(name, {}).values())
             if name in self._said or len(found) <= 1:
                 continue
-            # Pieces of one text file may differ in type, because the type of each is inferred.
+            # Pieces of one text file may differ, because the types of each are inferred separately.
             if self._files.reader.parsed and found[0][0].file == found[1][0].file:
                 continue
             if name in roles.targets and {*scan.families[name]} == {"bool", "number"}:

@@ -81,7 +81,7 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
 
 
 def rows_without_class(scan: ColumnScan) -> int:
-    """Count values that are not a class. Among strings, a word such as `unknown` is a class."""
+    """Return the number of rows without a class. In a column of strings, `unknown` is a class."""
     return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
 
 

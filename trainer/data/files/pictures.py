@@ -57,7 +57,7 @@ class Pictures:
         return height, width, self.config.channels
 
     def data(self, value: Any) -> bytes:
-        """Return the bytes of an image. Raises `UndecodableError` if they cannot be read."""
+        """Return the bytes of an image, given as bytes or by name. Raises `UndecodableError`."""
         if isinstance(value, bytes):
             return value
         if not value:
@@ -81,7 +81,7 @@ class Pictures:
         return data
 
     def measure(self, value: Any) -> tuple[int, int, int]:
-        """Return height, width and channels of an image. Raises `UndecodableError`."""
+        """Return the height, width and channel count of an image. Raises `UndecodableError`."""
         with images.open_image(self.data(value)) as image:
             width, height = image.size
             if image.getexif().get(images.ORIENTATION) in _TURNED:

@@ -45,7 +45,7 @@ def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> l
 
 
 def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
-    """Return the inputs from the result of `read_recorded`."""
+    """Restore the inputs from `entries`, the result of `read_recorded`."""
     found = []
     for entry in entries:
         given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}

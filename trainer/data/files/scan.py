@@ -94,7 +94,7 @@ class BrokenRows:
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
-        """Return strings with the positions of the first broken rows, and the reasons."""
+        """Return strings with the position of each of the first broken rows, and the reason."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
     def check(self, name: str, allowed: float, place: Callable[[Piece, int], str]) -> None:
@@ -121,8 +121,8 @@ class Scan:
     """Statistics of files. The statistics of later pieces can be merged into them.
 
     `index` has the columns that are an index and not data. `notes` maps each note on the layout of
-    files to the indices of these files. `families` has the position and type of the first value of
-    each column and family of types. `times` counts the timestamps that determine splits.
+    files to the indices of these files. For each column and family of types, `families` has the
+    position and type of the first value. `times` counts the timestamps that determine splits.
     """
 
     names: tuple[str, ...] = ()

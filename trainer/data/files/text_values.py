@@ -102,7 +102,7 @@ def is_missing(array: pa.Array) -> pa.Array:
 
 
 def is_null(text: str) -> bool:
-    """Return whether a trimmed string is a tool's notation for a missing value."""
+    """Return whether software such as R or pandas writes this string for a missing value."""
     return text in _WRITTEN
 
 
@@ -156,7 +156,7 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def _cast_floats(array: pa.Array) -> pa.Array | None:
-    """Parse strings and nulls, or return None if a string is not a number or may be a code."""
+    """Parse strings as floats, or return None if a string is not a number or may be a code."""
     try:
         found = pc.cast(array, pa.float64())
     except pa.ArrowInvalid:
@@ -227,7 +227,7 @@ DOUBTFUL = {
 
 
 def parse_numbers(value: Any) -> NDArray[Any] | None:
-    """Return the numbers of a list, or of a string with a list, or None for other values.
+    """Return the numbers of a list, or of a string that contains a list. Other values give None.
 
     Nested lists of equal length become one array. Missing values are NaN.
     """

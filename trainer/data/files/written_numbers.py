@@ -123,8 +123,8 @@ def find_kind(
 ) -> str:
     """Return the type that reads nearly all values of a column as numbers, or an empty string.
 
-    `writing` is the result of `count_writing` for the `texts`. The other values are plain numbers
-    (`whole` or `fractions`), or `others`.
+    `writing` is the result of `count_writing`. The other arguments are numbers of values: strings
+    (`texts`), plain numbers (`whole` and `fractions`), and `others`.
     """
     plain = {"number": whole + fractions, "number_comma": whole}
     best = max(NUMBERS_IN_WRITING, key=lambda kind: writing.get(kind, 0) + plain[kind])
@@ -140,7 +140,7 @@ def list_units(writing: Mapping[str, int]) -> list[str]:
 
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
-    """Return whether percentages are mixed with other formatted numbers, or with `plain` ones."""
+    """Return whether percentages are mixed with other numbers: formatted ones, or `plain` ones."""
     others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 

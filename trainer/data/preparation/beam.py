@@ -94,17 +94,17 @@ def _watch(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
 
 
 class PartMapper:
-    """Maps a part and publishes it, in a worker."""
+    """A callable that maps and publishes a part in a Beam worker."""
 
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
-        """Store a pickled source, and the URI of the user's code."""
+        """Store the pickled source, and the URI below which parts are published."""
         self._source, self._uri, self._config = source, uri, config
         # Workers on other machines get the user's modules from this bundle.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the objects that a worker opens out of the pickle."""
+        """Leave the opened source out of the pickle. Each worker opens the source again."""
         return {**vars(self), "_opened": None}
 
     def __call__(self, part: Part) -> int:
@@ -137,7 +137,7 @@ class PartMapper:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Beam's log of its channels, and tracebacks of errors that are raised anyway."""
+    """Suppress Beam's info logs, and its error logs for exceptions that are raised anyway."""
     levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-# Name the class in full. For the short name of the direct runner, Beam may download and use another
+# Full class name of the direct runner. With its short name, Beam may download and use another
 # runner.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}

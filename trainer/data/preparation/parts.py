@@ -36,7 +36,7 @@ class Sums:
     """Statistics of the examples of one or more parts."""
 
     def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
-        """Create empty statistics. The number of the part seeds the samples."""
+        """Create empty statistics. The part number `part` seeds the random samples."""
         self.examples = dict.fromkeys(SPLITS, 0)
         self.bytes = dict.fromkeys(SPLITS, 0)
         self.largest = 0
@@ -95,7 +95,7 @@ def _largest(column: pa.Array) -> int:
 
 
 class _ChunkWriter:
-    """Writes the rows of a split to a file of chunks, each in random order."""
+    """Writes the rows of a split to a file in chunks. The rows of each chunk are shuffled."""
 
     def __init__(self, path: Path, seed: tuple[int, ...]) -> None:
         self._path = path
@@ -200,13 +200,13 @@ class Chunk:
     rows: int
 
     def read(self, start: int, rows: int) -> pa.RecordBatch:
-        """Return rows of the chunk. They are memory-mapped, so they are read only when used."""
+        """Return `rows` rows from index `start`. They are memory-mapped and read only when used."""
         with pa.memory_map(str(self.path)) as file:
             return pa.ipc.open_file(file).get_batch(self.number).slice(start, rows)
 
 
 def list_chunks(folder: Path, split: str) -> list[Chunk]:
-    """Return the chunks of one split, from the part in `folder`."""
+    """Return the chunks of one split of the mapped part in `folder`."""
     path = _rows(folder, split)
     if not path.exists():
         return []

@@ -108,15 +108,15 @@ def _run_processes(
 def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start a process for some parts. Return the connection to its answers, and the process.
 
-    `multiprocessing` would import the user's script again in the process, and hang if the process
-    ended before it read its arguments.
+    `multiprocessing` is not used, because it would import the user's script again, and hang if the
+    process ended before it read its arguments.
     """
     with tempfile.TemporaryFile() as request:
         pickle.dump(sys.path, request)
         pickle.dump((mapping, parts, os.getpid()), request)
         request.seek(0)
         reader, writer = Pipe(duplex=False)
-        # Close the parent's copy of the writer, so that the pipe ends when the process ends.
+        # Close the parent's copy of the writer, so that the reader gets EOF when the process ends.
         with writer:
             process = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, str(writer.fileno())],
@@ -132,7 +132,7 @@ def _take_answer(
     left: list[Part],
     took: Callable[[Part | int], None],
 ) -> bool:
-    """Process a message, and return whether more will follow. None marks the end of a part."""
+    """Process a message. Return False if the process has ended. None reports a finished part."""
     try:
         answer = reader.recv()
     except EOFError:
@@ -152,7 +152,7 @@ def _take_answer(
 
 
 def run(descriptor: int) -> None:
-    """Map the parts in the request on standard input, and write the answers to a descriptor."""
+    """Map the parts requested on standard input, and send answers to the pipe `descriptor`."""
     # Ignore Ctrl-C, which reaches the whole process group. The parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Set the parent's import path before unpickling the mapping, which may import modules from it.

@@ -123,7 +123,7 @@ class Written:
 
 
 def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
-    """Write the shards of all splits to `folder`, from the folders of the parts, in order.
+    """Write the shards of all splits to `folder`, from the mapped parts in the folders `parts`.
 
     The examples of each split are shuffled with the configured seed. Raises `UserError` if there
     are fewer training examples than shards, or no test examples.

@@ -30,7 +30,7 @@ def write_index(paths: Sequence[Path]) -> None:
 
 
 def find_blocks(paths: Sequence[Path]) -> bytes:
-    """Return the content of the index file of shards."""
+    """Return the block index of the shards at `paths`, as the content of an index file."""
     found = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:

@@ -68,7 +68,7 @@ def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextmanager
 def allow_tensor_seed() -> Iterator[None]:
-    """Clear the graph's seed in this block. If it were 0, a tensor seed would raise an error."""
+    """Clear the graph's seed in this block, because a tensor seed fails if that seed is 0."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:
@@ -80,7 +80,7 @@ def allow_tensor_seed() -> Iterator[None]:
 def _names(
     streaming: Streaming, reader: str, epoch: int | tf.Tensor, seed: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Return the paths of shards as they arrive, until the epoch ends."""
+    """Return the paths of an epoch's shards, each as soon as its shard is on disk."""
     epoch, seed = (tf.strings.as_string(tf.cast(each, tf.int64)) for each in (epoch, seed))
 
     def name_shard(number: tf.Tensor) -> tf.data.Dataset:
@@ -101,7 +101,7 @@ def _names(
 
 
 def _read(place: tf.Tensor) -> tf.Tensor:
-    """Return the answer in a file, or `_NOTHING` if the file does not exist."""
+    """Return the content of an answer file, or `_NOTHING` if the file does not exist."""
     is_there = tf.size(tf.io.matching_files(place)) > 0
     answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
     has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards will arrive"])
@@ -114,7 +114,7 @@ def _blocks(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Datas
 
 
 def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
-    """Report that a shard has been read or, with an empty name, that all have been read."""
+    """Return an empty dataset that reports a shard as read, or all shards if `name` is empty."""
     words = ["done", reader, streaming.attempt, name]
     return _send(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
 

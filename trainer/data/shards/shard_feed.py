@@ -81,7 +81,7 @@ class ShardFeed:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Raise the error of a failed fetch instead of the graph's error, and close the feed."""
+        """If a fetch failed, raise its error, not the graph's. Close the feed after the block."""
         try:
             yield
         except Exception:
@@ -98,7 +98,7 @@ class ShardFeed:
         self._wake()
 
     def _wake(self) -> None:
-        # If the pipe is full, the thread is woken anyway.
+        # If the pipe is full, the bytes in it will wake the thread anyway.
         with suppress(BlockingIOError):
             os.write(self._wakes, b".")
 

@@ -54,7 +54,7 @@ class Streaming:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRange:
-    """`take` examples of the shards `first` to `last` (exclusive), after the first `skip`."""
+    """A range of examples: skip `skip` in shards `first` to `last` (exclusive), and take `take`."""
 
     first: int
     last: int
@@ -63,7 +63,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the streaming parameters, or None if all shards fit. Raises `ConfigError`."""
+    """Return the streaming parameters, or None if all shards fit on disk. Raises `ConfigError`."""
     if not config.data.disk:
         return None
     spec, sizes = DatasetSpec.from_manifest(manifest), {e.path: e.bytes for e in manifest.files}
@@ -87,7 +87,7 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
             f"while another of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
-    # Leave room for `at_once` shards that are read, as many that are fetched, and one more.
+    # Leave room for `at_once` shards being read, as many being fetched, and one more shard.
     room = (limit - max(largest, other)) // (2 * largest)
     return Streaming(limit=limit, at_once=max(1, min(AT_ONCE, room)))
 
@@ -154,7 +154,7 @@ class ShardStore:
             self._lock.notify_all()
 
     def try_hold(self, reader: str, name: str) -> bool:
-        """Hold a shard if it is on disk, otherwise fetch it next. Raises a failed fetch's error."""
+        """Return whether a shard is on disk, and hold it or fetch it next. Raises fetch errors."""
         with self._lock:
             if self.error:
                 raise self.error
@@ -220,7 +220,7 @@ class ShardStore:
             yield from (name for name in row if name is not None)
 
     def _make_room(self, name: str, order: Sequence[str]) -> bool:
-        """Evict shards that are needed later than `name`, the latest first, until it fits."""
+        """Evict shards needed after `name`, the latest first. Return whether `name` fits."""
         place: dict[str, int] = {}
         for index, each in enumerate(order):
             place.setdefault(each, index)

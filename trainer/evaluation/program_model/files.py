@@ -40,7 +40,7 @@ class Callee:
 
     Attributes:
         layout: `saved_model` or `keras`.
-        takes: its arguments by name, or None if the model does not declare them.
+        takes: its arguments, keyed by name, or None if the model does not declare them.
         call: calls the model with tensors or symbolic tensors by argument, or by feature if it
             declares no arguments. The result has the outputs by name.
     """
@@ -88,7 +88,7 @@ class Signature(keras.layers.Layer):
         self.supports_jit = False
 
     def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the outputs of the signature by name."""
+        """Return the outputs of the signature, keyed by name."""
         found: dict[str, Any] = self._function(**inputs)
         return found
 

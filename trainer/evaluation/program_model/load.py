@@ -58,8 +58,8 @@ def load_program_model(
 ) -> ProgramModel:
     """Load the model from a fetched checkpoint of a program.
 
-    `examples` are real examples by feature, and `said` is the value of `program.outputs`. Raises
-    `UserError` if there is no model, or if it does not fit the dataset and the task.
+    `examples` are real examples, keyed by feature. `said` is the value of `program.outputs`.
+    Raises `UserError` if there is no model, or if it does not fit the dataset and the task.
     """
     place = str((found.fields.get(PROGRAM) or {}).get("model") or "")
     folder = found.folder / place

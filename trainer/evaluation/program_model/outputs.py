@@ -79,7 +79,7 @@ class Output:
 def match_outputs(
     task: Task, answers: Mapping[str, Array], said: str, swapped: frozenset[str]
 ) -> dict[str, Output]:
-    """Return the model's output for each output of a task. Raises `UserError`.
+    """For each output of a task, return the matching output of the model. Raises `UserError`.
 
     `answers` are the outputs for real examples, by name, and `said` is the value of
     `program.outputs`. `swapped` are the targets whose two classes have the opposite order in the
@@ -194,7 +194,7 @@ def _decide(values: Array, part: Task, said: str) -> str:
 
 
 def name_outputs(answers: Any, names: Any = ()) -> dict[str, Any]:
-    """Return a model's outputs by name. Outputs in a list get the given names, or numbers."""
+    """Return a model's outputs, keyed by name. Listed outputs get the given names, or numbers."""
     if isinstance(answers, Mapping):
         return dict(answers)
     if isinstance(answers, list | tuple):

@@ -12,7 +12,7 @@ _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 
 def duration(seconds: object) -> str:
-    """Format seconds as `7.3 s`, `42 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`, else as `-`."""
+    """Format seconds as `7.3 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`, or as `-` if invalid."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         return "-"
     if not 0 <= seconds < math.inf:
@@ -41,7 +41,7 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # The steps that follow are tried again too, because of the same interruption.
+            # Later steps may be tried again too, but they belong to the same period.
             seen.clear()
         seen.add(step)
     return joined

@@ -21,7 +21,7 @@ from flotilla.trainer.runtime.background import Loop
 
 # Seconds before the first report, and between reports to the file and to the log.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
-# Averaging time of the speed, in seconds.
+# Time constant of the smoothed speed, in seconds.
 _SPEED_SECONDS = 10.0
 # The largest displayed share of work that is not complete.
 _NEARLY = 0.999
@@ -68,7 +68,7 @@ class Work:
         size: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Describe the work. `total` counts units, and `size` is the total of the other measure."""
+        """Describe the work. `total` is the number of units, and `size` their total size."""
         self._what, self._unit, self._total, self._size = what, unit, total, size
         self._clock, self._began = clock, clock()
         self._done, self._sized = 0, 0.0
@@ -94,7 +94,7 @@ class Work:
                 Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
-        """Add completed units, and their size in the other measure.
+        """Add `done` completed units, which have the total size `size`.
 
         Raises:
             InterruptedError: the work was canceled, and no caller waits for the rest.
@@ -120,7 +120,7 @@ class Work:
         self._detail = detail
 
     def look(self) -> None:
-        """Report the progress if the interval has passed."""
+        """Report the progress if the interval since the last report has passed."""
         first, pause = LOG_SECONDS, LOG_SECONDS
         if os.environ.get(events.VARIABLE):
             first, pause = QUIET_SECONDS, LIVE_SECONDS

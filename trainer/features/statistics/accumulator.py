@@ -36,7 +36,7 @@ from flotilla.trainer.features.statistics.words import count_words
 
 # Number of intervals between the quantiles of a number.
 STEPS = 1000
-# Seed of the hash of an example. It must differ from the seed of the hash that assigns splits.
+# Seed of example hashes. With the seed that assigns splits, each split would have its own range.
 _SALT = 0x5EED
 _PROJECTIONS = 4
 # Statistics of each element are kept only for vectors up to this length.
@@ -46,7 +46,7 @@ _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 
 
 def find_kind(feature: FeatureSpec) -> str:
-    """Return the kind of statistics of a feature."""
+    """Return the kind of a feature, which determines the statistics that are kept."""
     if feature.stored == "image":
         return IMAGE
     if feature.dtype == "string":

@@ -25,7 +25,7 @@ OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
 _MARGIN = 4
 # Maximum number of pending strings, and their maximum size in bytes.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
-# Differences of integers below this bound do not overflow.
+# If integers differ by less than this, their difference does not overflow.
 _CLOSE = 2.0**62
 # Number of values to sum at a time, so that they fit into the CPU cache.
 _PART = 1 << 16
@@ -33,7 +33,7 @@ _PART = 1 << 16
 
 @dataclass
 class Moments:
-    """Mergeable moments and range of numbers, with one value per element for vectors."""
+    """Mergeable mean, variance and range of numbers, or of each element of vectors."""
 
     count: Any = 0
     mean: Any = 0.0

@@ -86,7 +86,7 @@ class Sample:
 
 
 class Hashes:
-    """The smallest hashes, with the number of examples of each.
+    """The smallest hashes of a set of examples, with the number of examples of each.
 
     The number of distinct hashes is exact up to `most`. Above that, it is estimated from the
     largest of the k kept hashes, because hashes are uniform. The relative standard error is

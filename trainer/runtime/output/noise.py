@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
-# The source of each message, and the start of its line after a logger's time and level.
+# The source file of each message, and a pattern of its text after a logger's time and level.
 TABLE: tuple[tuple[str, str], ...] = (
     ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
@@ -55,7 +55,7 @@ class _Quiet(logging.Filter):
         return not is_noise(record.getMessage())
 
 
-#: There is a single instance, because a logger or a handler adds the same filter only once.
+#: Share this instance, because a logger or a handler adds the same filter only once.
 QUIET = _Quiet()
 
 
@@ -63,8 +63,8 @@ QUIET = _Quiet()
 def filter_output() -> Iterator[None]:
     """Remove known library noise from this process's standard error in the block.
 
-    The filter runs in another process, so that messages at the exit of this process still get
-    through.
+    The filter runs in another process, so that messages that this process prints while it exits
+    are not lost.
     """
     reader, writer = os.pipe()
     with suppress(OSError, ValueError):

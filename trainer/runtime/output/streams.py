@@ -85,7 +85,7 @@ class _Masked(logging.Formatter):
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, with the further lines of its message indented."""
+    """Return the traceback of an error, with all lines of its message but the first indented."""
     return "".join(map(_indent, traceback.format_exception(error))).rstrip("\n")
 
 

@@ -7,8 +7,8 @@
 Both agree with scikit-learn, and depend only on the order of the scores. A constant score has an
 `auc` of 0.5, and an average precision equal to the fraction of true examples.
 
-Standard errors are computed from the influence of each example, which is the derivative with
-respect to its weight. For `auc` this is the variance of DeLong, DeLong and Clarke-Pearson (1988).
+Standard errors are computed from the influence of each example: the derivative of the area with
+respect to its weight. For `auc`, this is the variance of DeLong, DeLong and Clarke-Pearson (1988).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Areas(NamedTuple):
 
 
 class Influences(NamedTuple):
-    """The influence of each example on both areas, in arrays of equal shape."""
+    """The influences of the examples on each area, as two arrays of equal shape."""
 
     auc: Doubles
     average_precision: Doubles
@@ -58,7 +58,7 @@ class Ranked(NamedTuple):
 
     @classmethod
     def merge(cls, parts: Sequence[Ranked]) -> Ranked:
-        """Merge the scores of several parts."""
+        """Merge the distinct scores of several parts, and add the sums of equal scores."""
         scores, *sums = (np.concatenate(each) for each in zip(*parts, strict=True))
         order = np.argsort(-scores)
         begins = np.flatnonzero(_differs(scores[order]))
@@ -129,7 +129,7 @@ class Ranked(NamedTuple):
 
     @property
     def correction(self) -> float:
-        """The small-sample correction of standard errors, based on the rarer kind of examples."""
+        """The small-sample factor for standard errors, based on the rarer kind of examples."""
         count = min(self.counts)
         return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
@@ -158,7 +158,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return distinct scores with sums over their examples. `order`, if given, sorts scores."""
+    """Return distinct scores and their sums. `order`, if given, sorts scores from high to low."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -172,7 +172,7 @@ def rank_scores(
 
 
 def _places(scores: Floats, order: Places) -> Places:
-    """Return the index of each example's score among the distinct scores [n]."""
+    """For each example [n], return the index of its score among the distinct scores."""
     place = np.empty_like(order)
     place[order] = np.cumsum(_differs(scores[order])) - 1
     return place
@@ -196,7 +196,7 @@ def _differs(ordered: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _shares(part: Doubles, whole: Doubles) -> Doubles:
-    # Avoid a division by zero, because the highest scores may have weight 0.
+    # Avoid a division by zero: if the highest scores have weight 0, so do their sums.
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
 
 
@@ -208,7 +208,7 @@ class Scores:
     """Accumulates scores in columns with their labels, and computes the areas of each column.
 
     The areas are exact as long as the scores, labels and weights of all examples are in memory (13
-    bytes per example for one float32 column). `condense` reduces them to about `_FEW` scores.
+    bytes per example for one float32 column). `condense` makes them approximate.
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
@@ -220,12 +220,12 @@ class Scores:
     def add(self, labels: Any, scores: Floats, weights: Floats) -> None:
         """Add examples: scores [n, columns], weights [n], and bool labels [n, columns].
 
-        Labels may also be [n], the number of the true column.
+        Labels may also be integers [n]: the index of each example's true column.
         """
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Replace the examples with a smaller set of merged scores if there are many."""
+        """If there are many examples, replace them with a smaller number of merged scores."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -272,7 +272,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true, or [] to avoid sorting a column that has no area."""
+        """Return a mask of the true examples. It is empty if the column has no area."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())
@@ -295,8 +295,8 @@ class ColumnAreas(NamedTuple):
     """The areas of all columns.
 
     `columns` has a row per column: both areas, both standard errors, the effective number of
-    examples of the rarer kind, and the fraction of true examples. `inflation` is the variance of
-    the mean area divided by its variance for independent columns, for each kind of area.
+    examples of the rarer kind, and the fraction of true examples. `inflation` is, for each area,
+    the variance of the mean over the columns, divided by its variance for independent columns.
     """
 
     columns: Doubles
@@ -304,7 +304,7 @@ class ColumnAreas(NamedTuple):
 
     @property
     def each(self) -> list[dict[str, float | None]]:
-        """The areas of each column, or None if the column has only one kind of examples."""
+        """The areas of each column. They are None if all labels in the column are equal."""
         return [
             {name: None if np.isnan(value) else float(value) for name, value in pairs}
             for pairs in (zip(Areas._fields, row, strict=False) for row in self.columns)

@@ -47,7 +47,7 @@ def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
 
 
 def middle(share: Any, count: Any, normal: float = NORMAL) -> Any:
-    """Return the middle of the score interval of a fraction."""
+    """Return the midpoint of Wilson's score interval of a fraction."""
     return (share * count + normal**2 / 2) / (count + normal**2)
 
 
@@ -59,7 +59,7 @@ def share_interval(share: float, count: float) -> Interval:
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric in [0, 1]. `unseen` lists its values for unseen examples."""
+    """Return the interval of a metric in [0, 1]. `unseen` lists possible values on unseen data."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -75,11 +75,11 @@ def metric_interval(
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
     """Return the interval of a metric that is at least 0 and has no upper bound.
 
-    The result is None for at most one effective example, or if the value or error is not finite.
+    The result is None if `count` is at most 1, or if the value or the error is not finite.
     """
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
-    # Limit the exponent, because `exp` would overflow. A factor this large means no upper bound.
+    # Limit the exponent, so that `exp` does not overflow. The bound is practically infinite then.
     margin = min(_t(count) * error / value, 300.0) if value > 0 else 0.0
     share = NORMAL**2 / (count + NORMAL**2)
     high = max(value * math.exp(margin), value + share * (unseen - value))
@@ -87,7 +87,7 @@ def above_zero(value: float, error: float, count: float, unseen: float = 0.0) ->
 
 
 def below_one(value: float, error: float, count: float) -> Interval | None:
-    """Return the interval of a metric that is at most 1 and has no lower bound, or None."""
+    """Return the interval of a metric that is at most 1, or None in the cases of `above_zero`."""
     found = above_zero(1 - value, error, count)
     return [1 - found[1], 1 - found[0]] if found else None
 

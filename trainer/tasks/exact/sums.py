@@ -62,7 +62,7 @@ class Moments:
 
 
 class Groups:
-    """Sums over groups. Examples are assigned to the groups round-robin."""
+    """Sums over groups of examples. The examples are assigned to the groups round-robin."""
 
     def __init__(self, size: int) -> None:
         """Create empty sums for examples of `size` numbers. The first number is the weight."""
@@ -83,7 +83,7 @@ class Groups:
         return found
 
     def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
-        """Return the standard errors of the metrics that `function` computes from the sums."""
+        """Return the jackknife errors of the metrics that `function` computes from the sums."""
         some = self._sums[self._sums[:, 0] > 0]
         without = function(self.total - some)
         spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
@@ -102,7 +102,7 @@ class Calibration:
         self._sums = np.zeros((4, BINS))
 
     def add(self, true: Any, sure: Floats, weights: Floats) -> None:
-        """Add probabilities [n], and whether the predicted events are true [n]."""
+        """Add the probabilities `sure` [n] of events, and `true` [n]: whether they occurred."""
         place = np.minimum((sure * BINS).astype(np.int64), BINS - 1)
         each = (weights, weights * sure, weights * true, weights**2)
         self._sums += [np.bincount(place, one, BINS) for one in each]

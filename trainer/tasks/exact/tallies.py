@@ -24,7 +24,7 @@ _TWO = 2
 
 
 class BinaryTally(Tally):
-    """Metrics of binary labels with one logit."""
+    """Metrics of a task with binary labels and one logit per example."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
         """Create an empty accumulator. `decided` returns which outputs are predicted positive."""
@@ -108,7 +108,7 @@ def _f1(jaccard: Any) -> Any:
 
 
 class ClassTally(Tally):
-    """Metrics of one class per example, with one logit per class."""
+    """Metrics of a task with one class per example and one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator. `labels` are the class names."""
@@ -174,7 +174,7 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     """Return the intervals of averages over classes.
 
     `counts` [2, 3, classes] are sums of weights and of squared weights, for hits, labels and
-    predictions. The variance of an average determines the number of examples in Wilson's interval
+    predictions. The variance of an average determines the effective sample size in Wilson's method
     (Kott and Carr 1997). F1 has a larger variance, because one error lowers the F1 of two classes.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
@@ -201,13 +201,13 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # A class without predictions may have any precision. Widen the interval accordingly.
+            # The precision of a class without predictions is unknown. For the upper end, assume 1.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
 
 class MultilabelTally(Tally):
-    """Metrics of any number of classes per example, with one logit per class."""
+    """Metrics of a task with any number of classes per example and one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator. `labels` are the class names."""
@@ -272,7 +272,7 @@ _MICRO = ("precision", "recall", "f1")
 
 
 def _measure_labels(sums: Doubles) -> Doubles:
-    """Return the metrics of `MultilabelTally` [..., metrics] from sums [..., numbers]."""
+    """Compute the metrics [..., metrics] of a `MultilabelTally` from its sums [..., numbers]."""
     weight, all_right, right = np.moveaxis(sums[..., :3], -1, 0)
     counts = sums[..., 3:].reshape(*sums.shape[:-1], 3, -1)
     hits, true, taken = counts.sum(axis=-1).transpose(-1, *range(sums.ndim - 1))
@@ -346,7 +346,7 @@ class PositionTally(Tally):
 
 
 def _measure_places(sums: Doubles) -> Doubles:
-    """Return the metrics of `PositionTally` [..., metrics] from sums [..., numbers]."""
+    """Compute the metrics [..., metrics] of a `PositionTally` from its sums [..., numbers]."""
     right, true, taken = np.moveaxis(sums[..., 2:].reshape(*sums.shape[:-1], 3, -1), -2, 0)
     f1, occurs = _divide(2 * right, true + taken), (true + taken) > 0
     macro = _divide(f1.sum(axis=-1), occurs.sum(axis=-1).astype(float))
@@ -355,7 +355,7 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class RegressionTally(Tally):
-    """Metrics of one or several numbers. `scale` converts label units to the units of the loss."""
+    """Metrics of numeric predictions. `scale` converts label units to the units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
         """Create an empty accumulator. `predicted` converts outputs to the label's units."""

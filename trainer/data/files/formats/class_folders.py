@@ -27,7 +27,7 @@ class ImageFilesReader(Reader):
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
     ) -> None:
-        """Create a reader of the files of a listing, in this order.
+        """Create a reader of the files of a listing, in the given order.
 
         `column` is the name of the column of URIs. If `labelled`, the second column is the class
         (the folder) instead of the path.
@@ -71,7 +71,7 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Assign splits by the folders above the class folders. Return files, and split by folder."""
+    """Assign splits by the folders above class folders. Return files, and the split per folder."""
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):

@@ -162,7 +162,7 @@ def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: 
 
 
 def _longest(array: pa.Array, otherwise: int) -> int:
-    """Return the maximum length of values in a nested dictionary, or `otherwise` without one."""
+    """Return the longest value's length in an array's dictionary, or `otherwise` if it has none."""
     while not pa.types.is_dictionary(array.type):
         if pa.types.is_struct(array.type):
             array = array.field(0)

@@ -40,7 +40,7 @@ _NAMED = 5
 _NEARLY_ALL = 0.9
 _ESCAPE = "\\"
 _CHUNK = 4 << 20
-# Below this share of distinct values in its first rows, a column has a fixed set of values.
+# A column has a fixed set of values if at most this share of its first values is distinct.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
 # Part of the csv module's message for a quote within a value. The other messages of the module are
@@ -244,7 +244,7 @@ class _Head:
     def _fit_names(
         self, place: int, cells: list[str], rows: Sequence[Sequence[str]]
     ) -> tuple[list[str], tuple[int, ...]]:
-        """Return one name per value of a row, and the index columns."""
+        """Return a name for each value of a row, and the positions of the index columns."""
         more = self._width - len(cells)
         if not rows or not more:
             return cells, ()
@@ -445,7 +445,7 @@ class _Quotes:
                 row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Describe the first value that swallows rows, and return whether a value is malformed."""
+        """Describe the first quoted value that swallows rows. Return whether any is malformed."""
         is_odd = False
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)

@@ -29,8 +29,8 @@ _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 # Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# With more than `_FEWEST` records, the keys are considered to differ if more than this share of
-# them occurs only once.
+# With more than `_FEWEST` records, a file is rejected if more than `_NEARLY_ALL` of its keys occur
+# only once.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 _AS_ROWS = "write one object per line (pandas: to_json(orient='records', lines=True))"
@@ -204,7 +204,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
 
 
 def _explain(record: Mapping[str, Any]) -> str:
-    """Explain why a file's only object is a table, not a row, or return "" otherwise."""
+    """Explain why a file's only object is a table. Return "" if the object is a row."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"

@@ -47,7 +47,7 @@ class Rows:
     """Records of a piece, and their numbers within the piece.
 
     Columns in `mixed` had values of several types, which were converted to strings. `size` is the
-    number of bytes that the records take in the file, or 0.
+    number of bytes that the records take in the file, or 0 if unknown.
     """
 
     table: pa.Table
