@@ -106,7 +106,7 @@ def _label(pair: tuple[str, str]) -> None:
 def _variable(pair: tuple[str, str]) -> None:
     name, value = pair
     if not _VARIABLE.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a variable: use letters, digits and _")
+        raise ValueError(f"{name!r} is not a variable name: use letters, digits (not first) and _")
     if name in SECRET_KEYS:
         raise ValueError(
             f"{name} is a secret, and the pipeline would expose it; put it in a Kubernetes secret "

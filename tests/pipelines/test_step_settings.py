@@ -434,7 +434,7 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"labels": ["a b=c"]}, "--pod-label 'a b' is not a valid label key"),
         ({"labels": ["app.kubernetes.io/name=x"]}, "app.kubernetes.io/name is set by Flotilla"),
         ({"labels": ["pipeline/runid=x"]}, "--pod-label pipeline/runid is set by Flotilla or"),
-        ({"variables": ["1A=x"]}, "--env '1A' is not the name of a variable"),
+        ({"variables": ["1A=x"]}, "--env '1A' is not a variable name"),
         ({"variables": ["A"]}, "--env 'A' does not have the form NAME=VALUE"),
         (
             {"variables": ["AWS_SECRET_ACCESS_KEY=x"]},

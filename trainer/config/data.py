@@ -99,7 +99,7 @@ class ImageConfig(Whole):
     @model_validator(mode="after")
     def _require_size(self) -> ImageConfig:
         if self.channels != len("RGB") and not self.size:
-            raise ValueError("size: it is required unless channels is 3; set [height, width]")
+            raise ValueError("size: required unless channels is 3; set [height, width]")
         return self
 
 

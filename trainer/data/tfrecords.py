@@ -39,7 +39,7 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
             raise DamagedError(f"{bad} it is truncated")
         length, crc = _HEAD.unpack(head)
         if _mask_crc(head[:8]) != crc or length > _LARGEST:
-            raise DamagedError(f"{bad} its length is damaged, or the file is not a TFRecord")
+            raise DamagedError(f"{bad} its length is corrupted, or the file is not a TFRecord file")
         data, foot = file.read(length), file.read(_FOOT.size)
         if len(data) < length or len(foot) < _FOOT.size:
             raise DamagedError(f"{bad} it is truncated")

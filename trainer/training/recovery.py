@@ -42,7 +42,7 @@ def explain_full_recovery(config: Config, strategy: Strategy) -> str:
 
 
 class Recovery:
-    """The initial values of an attempt, which are kept on the servers or restored."""
+    """Determines the initial variables of an attempt: kept on the servers, or restored."""
 
     def __init__(self, config: Config, strategy: Strategy, checkpoints: Checkpoints) -> None:
         """Store the arguments. The strategy is not built yet."""

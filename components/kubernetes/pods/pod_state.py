@@ -18,7 +18,7 @@ _SIGNAL_BASE = 128
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
-# The kubelet's reasons if it cannot create a container. It retries with growing pauses.
+# Reasons that the kubelet sets when it cannot create a container. It retries with back-off.
 MALFORMED = "InvalidImageName"
 _START_FAILURES = (
     MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",

@@ -105,7 +105,7 @@ class Server:
     def load(self, modules: Sequence[str]) -> _Copy | None:
         """Load modules, and serve requests after each. Return a value only in a forked process."""
         for name in modules:
-            # If an import fails, clients start the module without a fork, which reports the error.
+            # Ignore errors. Clients then start the module as a new process, which reports them.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
