@@ -304,9 +304,9 @@ def entries(title):
 
 
 def test_rules_and_limits_are_those_of_the_configuration():
-    rules = entries("Each rule, its default action, and what it finds")
+    rules = entries("These are the rules, with their default actions and what they find")
     assert rules == [(name, action, what) for name, (action, what) in RULES.items()]
-    assert entries("Each limit and its default") == [
+    assert entries("These are the limits, with their defaults") == [
         (name, f"{default:g}", what) for name, (default, _, _, what) in LIMITS.items()
     ]
 
