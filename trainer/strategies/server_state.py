@@ -40,8 +40,8 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# Version of `State` and of the named variables. Increase it when either changes. A chief reads only
-# variables of its own version, because the servers may run another version of Flotilla.
+# Version of `State` and of the named variables. Increase it when either changes. A chief ignores
+# variables of another version, because a different version of Flotilla may have created them.
 FORM = 6
 ANSWER_SECONDS = 10.0
 # Number of servers that store the global step. If the counter's server is lost, the others have it.
